@@ -101,6 +101,7 @@ class FastGeneration(Saving):
 
     @property
     def inner(self) -> Any:
+        """The model itself, of transformers or PEFT."""
         return self
 
     def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
@@ -112,6 +113,7 @@ class FastGeneration(Saving):
 
     @property
     def vllm_engine(self) -> VLLMEngineHandle:
+        """A handle, under Unsloth's name, that puts the engine to sleep and wakes it."""
         return VLLMEngineHandle(self.loaded.keeper)
 
     def close_engine(self) -> None:

@@ -68,10 +68,12 @@ def at_least(least: int, kind: Any = Real) -> Rule:
 
 
 def up_to(most: int, kind: Any = Real) -> Rule:
+    """Return a rule for whole numbers from 1 to `most`."""
     return f"a whole number, from 1 to {most:,}", lambda value: at_least(1, kind)[1](value) and value <= most
 
 
 def one_of(*allowed: Any) -> Rule:
+    """Return a rule for one of these values."""
     return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
 
 

@@ -52,6 +52,7 @@ def origin_of(settings: Any) -> Any:
 
 
 def known_as(cls: type) -> tuple[str, str]:
+    """Return the library and the name of a class."""
     return cls.__module__.partition(".")[0], cls.__name__
 
 

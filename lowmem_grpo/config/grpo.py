@@ -263,6 +263,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         return doubts
 
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
+        """Return how the completions of a prompt are drawn, with this seed."""
         own = SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
         return replace(self.vllm_sampling_params or own, n=n or self.num_generations, seed=seed,
                        max_tokens=self.max_completion_length, temperature=self.temperature)

@@ -31,6 +31,7 @@ class Fixed:
     any_value: bool = False  # it changes no result: every value is accepted
 
     def accepts(self, name: str, value: Any) -> bool:
+        """Return whether a value asks for what happens anyway."""
         return self.any_value or (self.may_be_off and is_off(value)) or named(value) in self.allowed(name)
 
     def allowed(self, name: str) -> tuple[Any, ...]:

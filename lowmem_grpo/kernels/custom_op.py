@@ -39,6 +39,7 @@ def custom_op(
 
 
 def raising_versions(function: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
+    """Return `function`, which then gives a new version to the arguments that it writes to."""
     if not written:
         return function
 

@@ -94,6 +94,7 @@ def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Draw inputs of the rule, with gradients, to try the kernels with."""
     draw, count = torch.Generator().manual_seed(0), runs.tokens
     made = [torch.randn(count, heads, 64, generator=draw) for heads in (2, 2, 4)]
     made += [-torch.rand(count, 4, generator=draw), torch.rand(count, 4, generator=draw),
@@ -256,6 +257,7 @@ def causal_conv(
 
 
 def check_conv(x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None) -> None:
+    """Raise ValueError for inputs of a convolution whose shapes do not fit."""
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or len(x) != runs.tokens:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (T, C) and (C, W) with the "
                          f"{runs.tokens} tokens of the runs")

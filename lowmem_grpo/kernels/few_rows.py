@@ -173,6 +173,7 @@ def finish_arguments(
 
 
 def launches(capability: int, step: int = 32) -> dict[str, Launch]:
+    """Return every launch that `decode_launch` can choose, by name."""
     return {
         f"rows<={rows} wide={outputs == WIDE}": decode_launch(rows, outputs, capability, step)
         for rows in (1, 4, 8, 16, 32, 64) if rows <= max_rows(capability) and (rows >= 8 or capability < 80)
@@ -181,6 +182,7 @@ def launches(capability: int, step: int = 32) -> dict[str, Launch]:
 
 
 def narrow_launches(capability: int) -> dict[str, Launch]:
+    """Return every launch that `narrow_launch` can choose, by name."""
     by_name = {}
     for rows, outputs in product((8, 16, 32, 64), (WARPS * 16 >> power for power in range(5))):
         launch = narrow_launch(rows, outputs, 1 << 20, capability)
@@ -191,5 +193,6 @@ def narrow_launches(capability: int) -> dict[str, Launch]:
 def variant(
     name: str, kernel: Any, weight_types: dict[str, str], dtype: torch.dtype, launch: Launch, **constexprs: bool
 ) -> Variant:
+    """Return one compilation of a decode kernel."""
     types = types_of(kernel, dtype, scale_ptr="*fp32", scale="fp32", tensor_scale="fp32", **weight_types)
     return Variant(name, kernel, types, launch, constexprs)

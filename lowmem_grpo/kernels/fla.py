@@ -42,6 +42,7 @@ def describe(x: Tensor) -> str:
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Compute `kernels.delta_rule` with the package's kernels: results (T, H, K) and the states after each run."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     states = list(zip(initial.split(1), runs.lengths, strict=True))
     result, final = rule(query[None], key[None], value[None], g[None], beta[None], output_final_state=True,

@@ -76,6 +76,7 @@ class FP8Weight:
 
 
 def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of the scales of a weight of this shape, in blocks (h, w)."""
     return -(shape[0] // -max(block[0], 1)), -(shape[1] // -max(block[1], 1))
 
 

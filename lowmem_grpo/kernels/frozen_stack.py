@@ -59,6 +59,7 @@ class FrozenStack:
 
     @classmethod
     def from_parts(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
+        """Make a stack of what `tensors` and `sizes` gave."""
         experts, rows, *others = sizes
         if not others:
             return cls(tensors[0], experts)

@@ -33,6 +33,7 @@ def geglu_ref(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh")
 
 
 def activate_ref(gate: Tensor, activation: str) -> Tensor:
+    """Return the activation of `gate`, by torch."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
@@ -126,6 +127,7 @@ def launch_bwd(
 
 
 def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
+    """Return the launch grid: a program for each tile of rows and columns."""
     return (-(-rows // launch.constexprs["BLOCK_N"]) * -(-columns // launch.constexprs["BLOCK_F"]),)
 
 
@@ -136,6 +138,7 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
 
 
 def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up, (N, F)."""
     rows, columns = gate.shape
     gate, up, out = rows_of(gate), rows_of(up), gate.new_empty(gate.shape)
     launch = launch_rule(columns)
@@ -175,11 +178,13 @@ def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: 
 
 
 def glu_bwd_reuse_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Write the gradients of gate and up over them."""
     for target, values in zip((gate, up), gradients_ref(grad, gate, up, activation)[:2], strict=True):
         target.copy_(values)
 
 
 def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Write the gradients of gate and up, and the product, over gate, up and `grad`."""
     for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
         target.copy_(values)
 
@@ -233,6 +238,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", 
 
 
 def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
+    """Check the arguments and call the kernel on rows; by torch where there is nothing to compute."""
     check_arguments(gate, up, activation)
     if reuse and torch.is_grad_enabled():
         check_reuse(gate, up)
@@ -301,6 +307,7 @@ def check_reuse(gate: Tensor, up: Tensor | None) -> None:
 
 
 def gelu_name(approximate: str) -> str:
+    """Return our name of a form of GELU; ValueError for an unknown one."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f'approximate is {approximate!r}; it must be "tanh" or "none"')
     return "gelu_tanh" if approximate == "tanh" else "gelu"

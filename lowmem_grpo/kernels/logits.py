@@ -78,6 +78,7 @@ class LogitShape:
     ignore_index: int = NONE_IGNORED
 
     def numbers(self) -> tuple[float, float, float | None, int]:
+        """Return the values in the order in which kernels take them."""
         return self.temperature, self.scale, self.softcap, self.ignore_index
 
     def apply_(self, logits: Tensor, bias: Tensor | None) -> Tensor:

@@ -125,6 +125,7 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
+    """Launch the kernel, a program a row; results (4, N), and the gradient over the logits where a dtype is given."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)

@@ -116,6 +116,7 @@ def logprob_tile_fwd_triton(
     logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
 ) -> None:
+    """Take one tile of logits (N, W), from column `first` on, into the running `state`."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
     if rows:
@@ -189,6 +190,7 @@ def logprob_tile_bwd_triton(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
+    """Write the gradient of one tile of logits (N, W) over it."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype)
     if rows:

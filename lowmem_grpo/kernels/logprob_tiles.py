@@ -38,6 +38,7 @@ SUMS = ("hidden", "low")  # whose gradients are sums over the vocabulary
 
 
 def bands(vocabulary: int, tile: int) -> list[slice]:
+    """Return the columns of each tile of the vocabulary."""
     return [slice(start, min(start + tile, vocabulary)) for start in range(0, vocabulary, tile)]
 
 
@@ -91,6 +92,7 @@ class HeadGradients:
 
     @classmethod
     def empty(cls, head: Head, needed: list[bool]) -> "HeadGradients":
+        """Make room for the gradients that are needed: sums begin at 0."""
         dtype, made = accumulator_dtype(head.hidden.dtype), dict.fromkeys(NAMES)
         for name, is_needed in zip(NAMES, needed, strict=True):
             operand = getattr(head, name)
@@ -113,6 +115,7 @@ class HeadGradients:
             self.lora_b[band] = matmul_fp32(difference.T, head.low).mul_(scale)
 
     def finish(self, head: Head, scale: Tensor) -> list[Tensor | None]:
+        """Return the gradients in the order of the operands; sums are scaled and rounded here."""
         grads = {name: getattr(self, name) for name in NAMES}
         grads |= {name: grads[name].mul_(scale).to(head.hidden.dtype) for name in SUMS if grads[name] is not None}
         return list(grads.values())

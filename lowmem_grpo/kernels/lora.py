@@ -120,6 +120,7 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
 
 
 def matrices(weight: FrozenWeight) -> int:
+    """Return how many matrices lie side by side in a weight."""
     return 1 if isinstance(weight, Tensor) else len(weight.out_features)
 
 
@@ -131,6 +132,7 @@ def shapes_of(weights: Sequence[FrozenWeight]) -> Iterator[tuple[tuple[int, int]
 
 
 def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients in the dtypes of their tensors."""
     pairs = zip(grads, tensors, strict=True)
     return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
 

@@ -121,6 +121,7 @@ def convert_again(kept: Kept) -> None:
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
+    """Return what `factors_of` does; inside of sampling the result is kept."""
     if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
@@ -148,6 +149,7 @@ def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | No
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
+    """Return the factors of pairs on one input, a below a; None without any. Casts are noted in `copies`."""
     present = [lora for lora in group if lora is not None]
     if not present:
         return None
@@ -163,6 +165,7 @@ def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factor
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
+    """Return a tensor in this dtype; a cast is noted in `copies`, to be made together with others."""
     if tensor.dtype == dtype:
         return tensor
     copies.append((tensor.new_empty(tensor.shape, dtype=dtype), tensor))
@@ -170,6 +173,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype, copies: Copies) -> Tensor:
+    """Return matrices below each other in this dtype; casts are noted in `copies`."""
     if len(parts) == 1:
         return in_dtype(parts[0], dtype, copies)
     if all(part.dtype == dtype for part in parts):

@@ -90,6 +90,7 @@ class MLPWeights:
         return sum(weight.shape[0] for weight in self.inner) // 2
 
     def factors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:
+        """Return the factors on the input (gate, up) and on the inner values (down)."""
         loras = lora.pairs_of(tensors, self.scales)
         inner, down = factors_of([loras[:-1], loras[-1:]], dtype)
         return inner, down

@@ -29,6 +29,7 @@ def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def matmul_in_bands(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write left @ right to `out`, a band of upcast columns at a time."""
     wide = left.to(out.dtype)
     band = max(MIN_BAND, out.numel() // max(left.shape[1], 1))
     for start in range(0, right.shape[1], band):

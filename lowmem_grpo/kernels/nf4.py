@@ -85,6 +85,7 @@ class NF4Weight:
     def from_parts(
         cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
     ) -> "NF4Weight":
+        """Make a weight of what `tensors` and `sizes` gave, of matrices with so many output features."""
         (packed, absmax, code, *nested), (columns, blocksize, nested_blocksize, first_block) = tensors, sizes
         nested_code, nested_absmax, offset = nested or (None, None, None)
         return cls(packed, absmax, code, (sum(features), columns), blocksize, dtype, tuple(features), nested_code,
@@ -233,6 +234,7 @@ def nf4_dequantize_kernel(
 
 
 def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
+    """Write columns of all rows to `out`, a band of rows at a time."""
     rows, width = out.shape
     weight = NF4Weight.from_parts(tensors, sizes, [rows], out.dtype)
     unit = weight.row_unit

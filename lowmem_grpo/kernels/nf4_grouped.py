@@ -46,6 +46,7 @@ class Places:
 
 
 def block_rows(places: int, experts: int) -> int:
+    """Return the rows of a tile: more where experts have many places each."""
     return 64 if places >= 32 * experts else 16
 
 
@@ -196,6 +197,7 @@ def nf4_grouped(
 
 
 def steps_of(experts: int) -> int:
+    """Return the steps of a binary search among experts."""
     return max(1, (experts - 1).bit_length())
 
 

@@ -24,10 +24,12 @@ TILE = 4096  # numbers of one program
 
 
 def packed_to_padded_ref(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
+    """Return packed (T, H, K) side by side, (S, H, W, K), by torch."""
     return laid_side_by_side([x.index_select(0, sources) for x in packed], width)
 
 
 def padded_to_packed_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
+    """Return the packed places (T, H, K) of what lies side by side, by torch."""
     return by_place(side_by_side).index_select(0, places)
 
 
@@ -144,6 +146,7 @@ def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
 
 
 def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
+    """Launch the kernel for up to three tensors at once."""
     rows = [part.new_empty(len(sources), *part.shape[1:]) for part in packed]
     tensors, heads = three(packed)
     launch, size = launch_rule(packed[0].shape[2]), packed[0].shape[2]
@@ -156,6 +159,7 @@ def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tenso
 
 
 def new_sums(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
+    """Return uninitialised results of `sum_copies`, as fake tensors need them."""
     return [grad.new_empty(len(places), grad.shape[1], grad.shape[3]) for grad in grads]
 
 

@@ -21,6 +21,7 @@ MAX_WIDTH = 1024  # columns of cos and sin
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> tuple[Tensor, Tensor]:
+    """Return what `rope` does, by torch."""
     views = (tokens_first(x, heads_first) for x in (q, k))
     turned = [rotated(x, angles(cos)[:, :, None], angles(sin)[:, :, None]) for x in views]
     q_out, k_out = (x.transpose(1, 2) if heads_first else x for x in turned)
@@ -234,6 +235,7 @@ def rope(
 
 
 def angles(values: Tensor) -> Tensor:
+    """Return cosines or sines as (B or 1, T, R)."""
     return (values if values.ndim == 3 else values[None]).contiguous()
 
 

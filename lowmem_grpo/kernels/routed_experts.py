@@ -42,6 +42,7 @@ def routed_experts_ref(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenS
 
 
 def dequantized(stack: FrozenStack, number: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight of one expert in this dtype."""
     part = stack.expert(number)
     return nf4_dequantize_ref(part).to(dtype) if isinstance(part, NF4Weight) else part.to(dtype)
 
@@ -148,6 +149,7 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
+    """Return whether the grouped kernel computes for so few places."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 

@@ -46,6 +46,7 @@ class VarlenSequences:
 
     @cached_property
     def chunks(self) -> Chunks:
+        """The chunks of all runs, in the order in which they are computed."""
         numbers = [-(-length // CHUNK) for length in self.lengths]
         order = sorted(range(len(numbers)), key=lambda run: -numbers[run])
         counts = [sum(number > step for number in numbers) for step in range(max(numbers, default=0))]

@@ -77,6 +77,7 @@ def of_batch_and_group(rewards: Tensor, scale: str, baselines: Tensor | None, k:
 
 
 def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Subtract the reward of the prompt's greedy completion; ValueError without baselines."""
     if baselines is None:
         raise ValueError("remax needs the reward of a greedy completion of each prompt; pass baselines (P,)")
     return rewards - baselines[:, None]
@@ -225,6 +226,7 @@ class AdvantageSettings:
                              "'normalize_then_sum', which has none; leave one of them out")
 
     def check_scale(self, scales: tuple[str, ...]) -> None:
+        """Raise ValueError for a scale that the estimator does not take."""
         if self.multi_objective_aggregation == "normalize_then_sum":
             scales = ()
         if self.scale_rewards is not None and self.scale_rewards not in scales:

@@ -74,6 +74,7 @@ def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], 
 
 
 def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
+    """Return the advantage of each turn among those that it is compared with."""
     widest = max(map(len, compared.values()), default=0)
     rows = [[*returns.values(), *[math.nan] * (widest - len(returns))] for returns in compared.values()]
     if not rows:
@@ -86,6 +87,7 @@ def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Pl
 
 
 def set_turn_advantages(rollout: Rollout, advantages: list[float]) -> None:
+    """Give each turn's advantage to the tokens that were drawn in it, and their mean to the rollout."""
     lengths = [len(turn.completion_ids) for turn in rollout.turns]
     assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)
     each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))

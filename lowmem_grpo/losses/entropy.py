@@ -48,6 +48,7 @@ class EntropyControl:
         return self.adaptive or self.coef != 0
 
     def update(self, entropy: float) -> None:
+        """Move the coefficient by the mean entropy of the step that was made."""
         if self.adaptive:
             step = self.delta if entropy <= self.target else -self.delta
             self.coef = min(max(self.coef + step, self.lowest), self.highest)

@@ -37,6 +37,7 @@ def of_sequences(flags: Tensor, tokens: LossTokens) -> Tensor:
 
 
 def filled_means(flags: Tensor, tokens: LossTokens, fill: float) -> Tensor:
+    """Return the mean of each sequence (S,), and `fill` for one without tokens."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means.masked_fill(tokens.lengths == 0, fill)
 
@@ -49,6 +50,7 @@ def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> 
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    """Measure the tokens whose log ratio was clipped, before the mean over the sequence."""
     ratio = tokens.log_ratio.detach()
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     return both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False)
@@ -65,11 +67,13 @@ def both_sides(below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: b
 
 
 def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    """Measure the share of tokens with A > 0 whose weight was bounded."""
     bounded = (tokens.log_weight.detach().exp() > options["epsilon_high"]) & (tokens.advantages > 0)
     return {"cispo_clip_ratio": averaged(bounded, tokens, per_sequence)}, {}
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
+    """Measure the mean weight phi of a sequence."""
     return {"vespo/phi_seq_mean": averaged(vespo_phi(tokens, options), tokens, True)}, {}
 
 

@@ -116,6 +116,7 @@ class LossSettings:
             raise ValueError(f"kl_estimator is {self.kl_estimator!r}, and beta is 0: there is no KL term; set beta")
 
     def check_clipping(self) -> None:
+        """Raise ValueError for bounds that would cut every gradient, or contradict each other."""
         options = self.chosen()
         if self.loss_type == "cispo" and options["epsilon_high"] < 1:
             raise ValueError(f"epsilon_high is {options['epsilon_high']}, and cispo bounds the ratio itself by it: "
@@ -126,6 +127,7 @@ class LossSettings:
                 raise ValueError(f"delta is {options['delta']}; it must be above 1 + epsilon_high = {upper}")
 
     def check_entropy(self) -> None:
+        """Raise ValueError for entropy options that nothing uses, or that break up a sequence's ratio."""
         if self.top_entropy_quantile < 1 and self.whole_sequences:
             raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one "
                              "ratio for all tokens of a completion, which a mask over tokens would break up; use "
@@ -146,6 +148,7 @@ class LossSettings:
         return "importance_sampling_level 'sequence'" if self.level == "sequence" else ""
 
     def check_correction(self) -> None:
+        """Raise ValueError for bounds that do not fit the mode of the correction."""
         mode, (low, high) = self.vllm_importance_sampling_mode, self.correction_bounds
         name = "vllm_importance_sampling"
         if low is not None and high is not None and low >= high:

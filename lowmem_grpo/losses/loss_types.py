@@ -128,6 +128,7 @@ def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """Return -phi(w) A logp, with phi as a constant."""
     return -vespo_phi(tokens, options) * tokens.advantages * tokens.logprobs
 
 
@@ -143,6 +144,7 @@ def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
+    """Return -A logp: there is no ratio."""
     return -tokens.advantages * tokens.logprobs
 
 
@@ -150,14 +152,17 @@ def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def mean_of_sequence_means(lengths: Tensor, step: StepCounts) -> Tensor:
+    """Return 1 / (tokens of the sequence * sequences of the step)."""
     return 1 / (lengths * max(step.sequences, 1))
 
 
 def mean_of_sequence_sums(lengths: Tensor, step: StepCounts) -> Tensor:
+    """Return 1 / sequences of the step."""
     return torch.full_like(lengths, 1 / max(step.sequences, 1))
 
 
 def mean_over_tokens(lengths: Tensor, step: StepCounts) -> Tensor:
+    """Return 1 / tokens of the step."""
     return torch.full_like(lengths, 1 / max(step.tokens, 1))
 
 

@@ -27,6 +27,7 @@ class Reducer:
             self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of none is NaN
 
     def add_value(self, name: str, value: Tensor, weight: float) -> None:
+        """Add one value that stands for `weight` things, or take it where it is an extreme."""
         seen = self.sums.get(name)
         if name.endswith(("min", "max")):
             extreme = torch.minimum if name.endswith("min") else torch.maximum
@@ -36,6 +37,7 @@ class Reducer:
             self.weights[name] = self.weights.get(name, 0.0) + weight
 
     def join(self, sums: dict[str, Tensor], weights: dict[str, float], samples: dict[str, list[Tensor]]) -> None:
+        """Add the sums, weights and samples that another reducer has collected."""
         for name, value in sums.items():
             self.add_value(name, value, weights[name])
         for name, parts in samples.items():
@@ -47,6 +49,7 @@ class Reducer:
             self.samples.setdefault(name, []).append(values)
 
     def sampled(self, name: str) -> Tensor:
+        """Return all values of this name, (N,)."""
         return torch.cat(self.samples.get(name) or [torch.empty(0)])
 
     def result(self) -> dict[str, float]:
@@ -119,4 +122,5 @@ class Objective:
 
 
 def policy_tokens(rollout: Rollout) -> int:
+    """Return how many tokens have a policy term that counts."""
     return rollout.num_trained if rollout.policy_mask is None else int(rollout.policy_mask.sum())

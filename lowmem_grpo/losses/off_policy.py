@@ -39,14 +39,17 @@ class Correction:
 
 
 def truncated(ratio: Tensor, bounds: Bounds) -> Tensor:
+    """Bring ratios within the bounds."""
     return ratio if bounds == (None, None) else ratio.clamp(*bounds)
 
 
 def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
+    """Set ratios outside of the bounds to 0."""
     return torch.where(inside(ratio, bounds), ratio, 0.0)
 
 
 def kept(values: Tensor, bounds: Bounds) -> Tensor:
+    """Return 1 where values are within the bounds, else 0."""
     return inside(values, bounds).to(values.dtype)
 
 
@@ -59,6 +62,7 @@ def inside(values: Tensor, bounds: Bounds) -> Tensor:
 
 
 def sequence_product(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    """Return the product of ratios of each sequence, (S,)."""
     return ratio_of(sequence_sums(mismatch, ids, len(lengths)))
 
 
@@ -134,4 +138,5 @@ class MismatchWatch:
     last_k3: float | None = None
 
     def due(self, stale: bool) -> bool:
+        """Return whether this update needs a correction."""
         return stale or (self.last_k3 is not None and not self.last_k3 <= self.bound)

@@ -81,6 +81,7 @@ class Report:
         self.counts: dict[str, float] = {}
 
     def add(self, measured: tuple[Means, dict[str, Tensor]]) -> None:
+        """Take (means, extremes) of a part of the loss."""
         means, extremes = measured
         self.metrics |= {name: mean for name, (mean, _) in means.items()} | extremes
         self.counts |= {name: count for name, (_, count) in means.items()}

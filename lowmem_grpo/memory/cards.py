@@ -154,6 +154,7 @@ def cache_itemsize(cache_dtype: str, itemsize: int = 2) -> int:
 
 
 def cache_text(cache_dtype: str) -> str:
+    """Return in words what a cache of this dtype holds its numbers in."""
     return f"8 bits ({cache_dtype})" if in_8_bits(cache_dtype) else "16 bits"
 
 

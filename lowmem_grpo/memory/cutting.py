@@ -89,6 +89,7 @@ def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
 
 
 def full(batch: list[Span], limits: Limits) -> bool:
+    """Return whether a micro-batch exceeds a limit."""
     if limits.sequences is not None and len(batch) > limits.sequences:
         return True
     return limits.tokens is not None and (places(batch) > limits.tokens or area(batch) > limits.spread * limits.tokens)
@@ -100,6 +101,7 @@ def places(batch: list[Span]) -> int:
 
 
 def area(batch: list[Span]) -> int:
+    """Return the places that attention lays side by side, or copies, for a micro-batch."""
     return token_rows(families(batch))
 
 
@@ -139,6 +141,7 @@ def count_sequences(prompts: Prompts) -> int:
 
 
 def widest(prompts: Prompts) -> int:
+    """Return the tokens of the longest sequence, with its prompt."""
     return max(own + max(others) for own, *others in prompts)
 
 

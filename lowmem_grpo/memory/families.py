@@ -207,6 +207,7 @@ def check_float16(config: Any) -> None:
 
 
 def sampled_by(row: Family) -> str:
+    """Return the engines that sample a family, in words."""
     return "vLLM and transformers" if row.vllm else "transformers"
 
 
@@ -216,6 +217,7 @@ def trained(by_vllm: bool = False) -> str:
 
 
 def with_experts() -> str:
+    """Return the names of the families with experts, in words."""
     return ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
 
 

@@ -132,6 +132,7 @@ def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
 
 
 def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[str, Any]:
+    """Return the fields of a layer's own that a config names: by its number, or for layers with full attention."""
     each = fields.get("per_layer_config")
     if each is not None:
         return each.get(str(number), each.get(number)) or {}

@@ -33,6 +33,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def count(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor until it is freed."""
         storage = tensor.untyped_storage()
         key, size = storage.data_ptr(), storage.nbytes()
         if not size or key in self.seen:  # empty ones have no place of their own
@@ -48,6 +49,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):

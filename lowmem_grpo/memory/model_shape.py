@@ -219,6 +219,7 @@ class ModelShape:
         return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int) -> int:
+        """Return the numbers of LoRA of this rank on all linears that take it."""
         return rank * sum(count * sum(linear.rows + linear.columns for linear in shape.linears() if linear.lora)
                           for count, shape in self.each())
 

@@ -144,12 +144,14 @@ class MemoryAdvice:
     plan: MemoryPlan | None = None
 
     def text(self, phase: str) -> str:
+        """Return the plan of a phase as a table, and the settings that would help most."""
         settings = self.settings.get(phase, [])[:SHOWN]
         helpful = "What would help: " + "; ".join(settings or ["a shorter context", "a smaller model"])
         table = self.table(phase)
         return f"Planned:\n{table}\n{helpful}" if table else helpful
 
     def table(self, phase: str) -> str:
+        """Return the plan's rows of a phase, largest first; empty without a plan."""
         if self.plan is None:
             return ""
         rows = sorted(((row.name, getattr(row, phase)) for row in self.plan.rows), key=lambda row: -row[1])
@@ -202,6 +204,7 @@ class BatchLimit:
         self.note(what, shortage, f"the bound on {self.unit} is now {limit:,}, and the work is repeated")
 
     def note(self, what: str, shortage: OutOfMemory, answer: str) -> None:
+        """Count a shortage and warn of it, with what is done about it."""
         self.failures += 1
         bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be had)"
         wrong = shortage.others or self.advice.wrong_row(self.phase, what, shortage.peak)
@@ -217,6 +220,7 @@ class BatchLimit:
         )
 
     def state(self) -> dict[str, int | None]:
+        """Return what a checkpoint keeps of the bound."""
         return {"lowered": self.lowered, "failures": self.failures}
 
     def restore(self, saved: dict[str, int | None]) -> None:

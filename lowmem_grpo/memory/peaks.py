@@ -25,6 +25,7 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
 
 
 def this_card(device: torch.device) -> Device:
+    """Return the card of this device, with what this process may fill of it."""
     total = torch.cuda.get_device_properties(device).total_memory
     share = min(DEFAULT_SHARE, torch.cuda.get_per_process_memory_fraction(device))
     return Device(torch.cuda.get_device_name(device), total, int(total * share))
@@ -47,6 +48,7 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Inside, the highest allocation counts for the phase of this name."""
         if not self.counted:
             yield
             return

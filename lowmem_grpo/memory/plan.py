@@ -155,5 +155,6 @@ class MemoryPlan:
         return [name for name, wants in short.items() if wants]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all fields and sums as plain values."""
         totals = ("rollout", "train", "host", "kv_bytes", "peak", "fits")
         return asdict(self) | {name: getattr(self, name) for name in totals}

@@ -122,11 +122,13 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def short_of_ease(draft: MemoryPlan) -> list[str]:
+    """Return what `short_of` does, for training at less than all of what may be filled."""
     tight = draft.train > EASE * draft.device.budget
     return [*(["train"] if tight else []), *(["host"] if "host" in draft.short_of() else [])]
 
 
 def needed(draft: MemoryPlan, phase: str) -> int:
+    """Return the bytes of a phase, without the cache, which takes what is left."""
     return {"train": draft.train, "rollout": draft.rollout - draft.kv_bytes, "host": draft.host}[phase]
 
 
@@ -139,6 +141,7 @@ def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
 
 
 def generous(asked: RunSettings, device: Device) -> RunSettings:
+    """Fill every open setting with its fastest value."""
     defaults: dict[str, Any] = {"max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked),
                                 "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0], "host_embedding": False,
                                 "optim": "adamw_torch_fused", "head_groups": 1}
@@ -170,6 +173,7 @@ def sizes(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def steps_down(asked: RunSettings, device: Device) -> list[Step]:
+    """Return the slower settings that need less memory, in the order in which they are tried."""
     steps: list[Step] = [
         ("optim", "adamw_8bit", "optimizer states in 8 bits"),
         *fewer(enough(asked, device), 1, asked),
@@ -194,17 +198,20 @@ def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
 
 
 def spreads(most: float, least: float) -> list[Step]:
+    """Return the steps from one layout side by side in attention down to another."""
     return [("spread", spread, "less is laid side by side in attention, so that micro-batches of short completions "
              "hold fewer") for spread in SPREADS if least <= spread < most]
 
 
 def merged(choices: list[Choice]) -> list[Choice]:
+    """Return one choice for each setting, its last value, with the bytes of all its steps."""
     last = {choice.name: choice for choice in choices}
     return [replace(final, saved=sum(choice.saved for choice in choices if choice.name == name))
             for name, final in last.items()]
 
 
 def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[Choice]:
+    """Return the choice of the cache's size, unless it was asked for."""
     if asked.kv_bytes is not None:
         return []
     group = asked.num_generations
@@ -216,12 +223,14 @@ def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings)
 
 
 def may_be_halved(draft: MemoryPlan) -> bool:
+    """Return whether a cache in 8 bits would let more sequences run at a time."""
     settings = draft.settings
     return (settings.engine == "vllm" and not in_8_bits(settings.kv_cache_dtype)
             and draft.concurrent_sequences < settings.num_generations)
 
 
 def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str]:
+    """Say what would make a plan fit: a shorter context, a smaller model, a larger card."""
     device, room = draft.device, size_text(draft.device.budget)
     context, models = longest(shape, asked, device), fitting_models(asked, device)
     fixed = sum(row.train for row in draft.rows if row.name in FIXED)
@@ -239,6 +248,7 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
 
 
 def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
+    """Search for the longest context that fits, in tokens; 0 where none does."""
     low, high = 0, (shape.context or FAR) // CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
@@ -248,6 +258,7 @@ def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
 
 
 def fitting_models(asked: RunSettings, device: Device) -> list[str]:
+    """Return the known models that fit with these settings, smallest first."""
     shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
     fitting = {name: shape for name, shape in shapes.items()
                if asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}

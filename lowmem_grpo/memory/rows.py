@@ -82,6 +82,7 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
+    """Return the rows of what is there at all times of a phase: weights, embeddings, adapters, optimizer."""
     table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
@@ -101,16 +102,19 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
+    """Return how many numbers the adapter has."""
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
+    """Say what LoRA there is and on which layers."""
     if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
         return f"LoRA of rank {settings.lora_rank} on {layers}"
     return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
 
 
 def embedded(shape: ModelShape) -> str:
+    """Say what the embeddings on the card are."""
     return "; ".join(("the head is the same table" if shape.tied else "16 bits",
                       *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
 
@@ -129,6 +133,7 @@ def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def states(shape: ModelShape) -> str:
+    """Say how many layers keep a state in place of keys and values, and its size."""
     if shape.delta is None:
         return ""
     with_states, size = shape.delta.layers, shape.states_bytes / MIB
@@ -148,6 +153,7 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
 
 
 def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
+    """Return each moment as the micro-batch holds it that holds most."""
     all_moments = [shape.moments() for shape in shapes]
     return {name: max((moments[name] for moments in all_moments), key=lambda moment: sum(moment.values()))
             for name in all_moments[0]}
@@ -180,6 +186,7 @@ def mask_bytes(settings: RunSettings, sequences: int) -> int:
 
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
+    """Return the row of all that waits in host memory."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0

@@ -417,11 +417,13 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
 
 
 def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
+    """Return how many sequences the cache has room for at a time."""
     longest = shape.kv_bytes(round(work.prompt_length) + work.longest, cache_itemsize(plan.settings.kv_cache_dtype))
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
     return max(1, plan.concurrent_sequences, min(cards.MOST_SEQUENCES, room // longest))
 
 
 def micro_batches(plan: MemoryPlan, work: Workload) -> int:
+    """Return how many micro-batches a step makes of completions with the lengths of the law."""
     completions = [max(1, round(length)) for length in work.lengths(work.generations)]
     return plan.micro_batches([(round(work.prompt_length), completions)] * work.prompts)

@@ -95,10 +95,12 @@ class StepShape:
         return WORD * (self.tokens * self.model.for_all_layers + mask_numbers(self.model.window, self.tokens))
 
     def moments(self) -> dict[str, Moment]:
+        """Return what is alive at each moment at which a step may hold most, in bytes."""
         return {"MLP backward": self.mlp(), "attention backward": self.attention(),
                 "attention forward": self.attention_forward(), "head": self.head()}
 
     def inputs(self) -> int:
+        """Return the bytes of layer inputs on the device."""
         if not self.checkpointing:
             return 0
         if self.checkpointing != "offload":
@@ -206,6 +208,7 @@ class StepShape:
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
 
     def band(self) -> int:
+        """Return the bytes of the weights that are dequantized at a time."""
         groups = self.model.groups() if self.quantized else []
         largest = max((WORD * sum(linear.weights for linear in group) for group in groups), default=0)
         return largest // max(1, -(-largest // BAND_BYTES))

@@ -115,6 +115,8 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: f
 
 def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, added: Tensor,
                    scaling: float | None) -> tuple[Tensor, Tensor]:
+    """Return the result (B, H, Q, K) and the log-sums (B, H, Q) of torch's fused attention, by the device's own
+    operation."""
     if query.device.type == "cuda":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, added, True,
                                                                               scale=scaling)

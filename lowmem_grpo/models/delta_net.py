@@ -168,6 +168,7 @@ def wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def grads(*tensors: Tensor) -> bool:
+    """Return whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

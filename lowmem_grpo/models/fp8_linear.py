@@ -36,6 +36,7 @@ class FP8Linear(nn.Linear):
 
     @classmethod
     def holding(cls, weight: FP8Weight, bias: Tensor | None = None) -> "FP8Linear":
+        """Return a layer on this weight, without a copy."""
         with torch.device("meta"):
             layer = cls(weight.shape[1], weight.shape[0], bias is not None, weight.block, weight.dtype)
         layer.hold(weight)
@@ -43,6 +44,7 @@ class FP8Linear(nn.Linear):
         return layer
 
     def hold(self, weight: FP8Weight) -> None:
+        """Take this weight, with its blocks, in place of the layer's own."""
         self.weight, self.weight_scale = nn.Parameter(weight.codes, requires_grad=False), weight.scales
         self.block = weight.block
 

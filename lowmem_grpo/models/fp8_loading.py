@@ -130,6 +130,7 @@ class Quantize(ConversionOps):
         self.block = None if block is None else (int(block[0]), int(block[1]))
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return codes and scales, by their names, of each weight that was read."""
         converted: dict[str, Any] = {}
         for name, tensor in input_dict.items():
             weight = fp8_quantize(tensor[0] if isinstance(tensor, list) else tensor, self.block)

@@ -86,6 +86,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def alike(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors share a storage, dtype and width."""
     same = storage_id(tensor) == storage_id(other)
     return same and tensor.dtype == other.dtype and tensor.shape[1:] == other.shape[1:]
 
@@ -99,6 +100,7 @@ def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
 
 
 def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
+    """Return weights in FP8 as one; None where codes or scales do not lie side by side."""
     codes, scales = joined([weight.codes for weight in weights]), joined([weight.scales for weight in weights])
     try:
         return None if codes is None or scales is None else adjacent_fp8(weights, codes, scales)

@@ -101,12 +101,14 @@ def find_model(
 
 
 def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: bool) -> bool:
+    """Return whether the hub's cache has a model's config, and its weights if they are wanted."""
     config, *held = (isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache_dir, revision), str)
                      for file in ("config.json", *WEIGHTS))
     return config and (not weights or any(held))
 
 
 def dataset_cache() -> Path:
+    """Return the folder in which `datasets` keeps what it loaded."""
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
 
 
@@ -160,6 +162,7 @@ def answer(ask: Callable[[], Any]) -> None:
 
 
 def failure(ask: Callable[[], Any]) -> Exception | None:
+    """Call `ask`, and return what it raises."""
     try:
         ask()
     except Exception as error:  # noqa: BLE001  (another thread raises it)
@@ -168,11 +171,13 @@ def failure(ask: Callable[[], Any]) -> Exception | None:
 
 
 def patience() -> float:
+    """Return the seconds to wait for an answer of the hub."""
     asked = constants.HF_HUB_ETAG_TIMEOUT
     return SECONDS if asked == constants.DEFAULT_ETAG_TIMEOUT else float(asked)
 
 
 def away(kind: str, name: str, why: str) -> str:
+    """Say why a model or dataset of the hub is not there, and how to fetch it."""
     fetch = f"hf download {name}; or give its folder"
     if kind == "dataset":  # the library cannot read what `hf download` brings where there is no network
         fetch = f"datasets.load_dataset({name!r}, split='train').to_json('rows.jsonl'); then give that file"

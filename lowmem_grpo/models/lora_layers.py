@@ -116,6 +116,7 @@ def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | Non
 
 
 def found_loras(x: Tensor, layers: Sequence[Any]) -> list[LoRA | None] | None:
+    """Return what `loras_of` does, looked up anew."""
     return [active_lora(layer) for layer in layers] if all(computes(layer, x) for layer in layers) else None
 
 

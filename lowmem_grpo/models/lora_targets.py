@@ -61,6 +61,7 @@ class Scope:
         return chosen
 
     def takes(self, path: str) -> bool:
+        """Return whether the linear layer of this path is trained."""
         return self.finetune_attention_modules if ATTENTION.search(path) else self.finetune_mlp_modules
 
 
@@ -147,6 +148,7 @@ def usual_targets(model: PreTrainedModel) -> list[str] | str:
 
 
 def names_of(model: PreTrainedModel) -> set[str]:
+    """Return the last part of each module's path."""
     return {name.rpartition(".")[2] for name, _ in model.named_modules()}
 
 

@@ -42,6 +42,7 @@ class PackedLayout:
 
     @classmethod
     def from_batch(cls, batch: MicroBatch, head_groups: int = 1) -> "PackedLayout":
+        """Return the layout of a micro-batch, whose attention takes the heads in so many groups."""
         sequences = len(batch.cu_seqlens) - 1
         once = sequences > 1 and prompts_once(batch.prompts)
         return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once,
@@ -135,6 +136,7 @@ class Causal:
         return self.masks[name]
 
     def fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Call torch's fused attention, with keys repeated where its kernel does not share them."""
         groups, masked = query.shape[1] // key.shape[1], mask is not None and not isinstance(mask, CausalBias)
         if groups > 1 and not shares_key_heads(query.device, query.dtype, masked):
             key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))

@@ -25,9 +25,11 @@ class Exam:
     tiny_max_tokens: int | None = None  # `max_tokens` of an embedded model, where it is less
 
     def problems_of(self, model: str) -> Callable[[int, int, str | None], Any]:
+        """Return what makes the problems for a model: an embedded one may have its own."""
         return self.of_tiny if self.of_tiny is not None and model in EMBEDDED else self.problems
 
     def max_tokens_of(self, model: str) -> int:
+        """Return the most tokens of an answer of this model."""
         return self.tiny_max_tokens if self.tiny_max_tokens is not None and model in EMBEDDED else self.max_tokens
 
 

@@ -102,10 +102,12 @@ class Game2048:
         return Anew(self.shown()), self.pay(reached - IN_VAIN * self.in_vain), self.over
 
     def pay(self, earned: float) -> float:
+        """Return what an episode earned since the last turn."""
         before, self.earned = self.earned, earned
         return earned - before
 
     def grown(self, board: Board) -> Board:
+        """Return the board with one more tile on a free place."""
         free = [(y, x) for y, row in enumerate(board) for x, tile in enumerate(row) if not tile]
         y, x = self.rng.choice(free)
         return placed(board, y, x, 4 if self.rng.random() < FOURS else 2)

@@ -43,6 +43,7 @@ class JudgeOptions(RecipeOptions):
         return UrlJudge(self.judge, self.judge_model, self.judge_key)
 
     def self_judge(self, model: FastPeftModel, setup: Setup) -> SelfJudge:
+        """Return the base model as the judge."""
         return SelfJudge(model, max_tokens=TOKENS_OF_A_REPLY[setup.is_tiny])
 
 

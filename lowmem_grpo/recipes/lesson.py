@@ -103,6 +103,7 @@ def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) ->
 
 
 def opened(lesson: Lesson, console: Console | None) -> Console:
+    """Return the console, with the lesson's note printed."""
     console = console or any_console()
     if lesson.note:
         print_line(console, lesson.note)
@@ -136,6 +137,7 @@ def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
 
 
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
+    """Load the model of a setup and put LoRA on it; returns it with its tokenizer."""
     keep_to(setup.card_share)
     logger.info("loading %s, %s weights, context %d", setup.model, setup.weights, setup.max_seq_length)
     bare, tokenizer = FastLanguageModel.from_pretrained(
@@ -148,6 +150,7 @@ def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
 
 
 def reward_functions(lesson: Lesson, model: FastPeftModel) -> RewardFunctions:
+    """Return the lesson's reward functions, made with the model where it wants that."""
     return lesson.rewards if isinstance(lesson.rewards, list) else lesson.rewards(model)
 
 

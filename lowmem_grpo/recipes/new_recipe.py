@@ -148,6 +148,7 @@ def marks_of(kind: str, answers: list[str]) -> str:
 
 
 def mostly(texts: list[str], suits: Callable[[str], bool], share: float = MOSTLY) -> bool:
+    """Return whether at least this share of the texts suits."""
     return sum(map(suits, texts)) >= share * len(texts)
 
 

@@ -96,6 +96,7 @@ class OwnData:
         return made
 
     def train(self) -> Dataset:
+        """Return the rows that are not held out."""
         return self.rows.select([index for index in range(len(self.rows)) if index not in self.tested])
 
     def test(self, size: int) -> Dataset:

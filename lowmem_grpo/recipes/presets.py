@@ -154,6 +154,7 @@ def without_card(
 
 
 def weights(four_bit: bool, in_fp8: bool) -> str:
+    """Return the form of weights in words."""
     return "4-bit" if four_bit else "FP8" if in_fp8 else "16-bit"
 
 

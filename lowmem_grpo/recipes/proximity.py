@@ -116,6 +116,7 @@ def draw_problem(rng: random.Random) -> StockProblem:
 
 
 def draw_step(rng: random.Random, stock: int) -> Step:
+    """Draw a step after which the stock is within its bounds."""
     while True:
         step = rng.choice(EVENTS)(rng, stock)
         if MIN_STOCK <= step[2] <= MAX_STOCK:

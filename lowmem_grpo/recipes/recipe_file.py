@@ -113,6 +113,7 @@ def own_traceback(path: Path) -> Iterator[None]:
 
 
 def show(error: BaseException, trace: Any) -> None:
+    """Print an error with this part of its traceback, as Python does."""
     click.echo("".join(traceback.TracebackException(type(error), error, trace).format()).rstrip(), err=True)
 
 

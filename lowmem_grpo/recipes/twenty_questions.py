@@ -169,6 +169,7 @@ def truth(number: str, question: str) -> str:
 
 
 def truthful(told: str) -> str:
+    """Answer truly what the base model would be asked."""
     first, question = told.split("\n")
     return truth(first.removeprefix("You think of: ").split(".")[0], question)
 

@@ -45,6 +45,7 @@ class WarmUp:
         return result.finished
 
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:
+        """Return the trainer of the warm-up, with the run's settings where it has none of its own."""
         config = setup.config
         shared = {name: getattr(config, name) for name in SHARED}
         settings = SFTConfig(**({"save_strategy": "no"} | shared | self.settings | {
@@ -55,6 +56,7 @@ class WarmUp:
         return SFTTrainer(model, rows, settings)
 
     def share(self, answers: Answers) -> float:
+        """Return the share of answers in the format."""
         return sum(self.has_form(texts[0]) for texts in answers.texts) / len(answers.texts)
 
     def report_taught(self, before: Answers, after: Answers, console: Console) -> dict[str, float]:

@@ -65,6 +65,7 @@ def drops(model: Any) -> bool:
 
 
 def drop_nothing(model: Any) -> None:
+    """Turn every dropout of a PEFT model off, for good."""
     config = model.get_base_model().config.get_text_config()
     for name, rate in vars(config).items():
         if "drop" in name and isinstance(rate, float):
@@ -171,6 +172,7 @@ class ActivationOffload:
         return packed.tensor
 
     def goes(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor goes to the host: a large one that is no weight."""
         # a leaf that requires grad stays alive until its gradient is there, so its copy would free nothing
         weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
         plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()

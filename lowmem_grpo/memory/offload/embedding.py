@@ -36,6 +36,7 @@ class HostEmbedding(nn.Module):
         return self.scaled(rows.to(input_ids.device, non_blocking=True)).view(*input_ids.shape, -1)
 
     def scaled(self, rows: Tensor) -> Tensor:
+        """Return rows times the embedding's own scale, where it has one."""
         return rows if self.scale is None else rows * self.scale
 
 
@@ -63,6 +64,7 @@ def tables(model: Any) -> list[Any]:
 
 
 def movable(model: Any) -> list[Any]:
+    """Return the embeddings that can be on the host: not one that is the head too."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
     return tables(model)[1:] if tied else tables(model)

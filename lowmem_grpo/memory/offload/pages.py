@@ -132,6 +132,7 @@ class PagePool:
         return [page.untyped_storage() for page in [*self.free, *self.in_use.values()]]
 
     def release(self) -> None:
+        """Give all free pages back to the system once every copy is done."""
         self.copies.drain()
         self.free.clear()
         self.copies.trim()

@@ -87,6 +87,7 @@ class HostStore:
         return tensor
 
     def send(self, tensor: Tensor, storage: StorageWeakRef) -> Offloaded:
+        """Start the copy of a tensor to the host; those resident longest go first, so that there is room."""
         while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
             self.retire(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
@@ -100,6 +101,7 @@ class HostStore:
         return packed
 
     def recall(self, packed: Offloaded) -> Tensor:
+        """Return the tensor on the device. RuntimeError where it was written to while it was copied."""
         resident = self.residents.get(packed.index)
         self.note_spoiled(packed)
         check_untouched(not packed.spoiled, packed.size)
@@ -110,6 +112,7 @@ class HostStore:
         return resident.tensor
 
     def fetch(self, packed: Offloaded) -> Resident:
+        """Start the copy back from the host."""
         flat = torch.empty(packed.span, dtype=packed.dtype, device=self.device)
         ticket = self.copies.start([(part, page) for page, part in self.pool.pairs(packed.pages, flat)])
         resident = Resident(flat.as_strided(packed.size, packed.stride), ticket, False, flat._version)
@@ -136,6 +139,7 @@ class HostStore:
         packed.spoiled |= resident is not None and resident.original and resident.touched
 
     def retire(self, index: int) -> None:
+        """Drop a tensor from the device; the host keeps it."""
         packed = self.live.get(index)
         if packed is not None:
             self.note_spoiled(packed)
@@ -147,11 +151,13 @@ class HostStore:
             self.settle(resident)
 
     def settle(self, resident: Resident) -> None:
+        """Make the computation wait for the copy that reads or writes a resident, once."""
         if not resident.settled:
             self.copies.wait(resident.ticket)
             resident.settled = True
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
+        """Give back the pages of a tensor that nobody holds any more."""
         self.pool.return_pages(pages)
         self.drop(index)
 

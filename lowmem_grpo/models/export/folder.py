@@ -68,6 +68,7 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
 
 
 def finish(temp: Path, done: Exported) -> None:
+    """Count the bytes of an export and write its record, which marks the folder as one."""
     done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
     record = asdict(done) | {"folder": done.folder.name}
     (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")

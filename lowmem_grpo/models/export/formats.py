@@ -134,6 +134,7 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
 
 def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path,
                 done: Exported) -> None:
+    """Merge into a folder beside the file, and write the GGUF file of it."""
     merged = temp / "merged"
     merged.mkdir()
     export_merged(adapter, settings, merged, done)
@@ -186,6 +187,7 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
 
 
 def matrix_elements(folder: Path) -> int:
+    """Return the number of weights in all matrices of a folder's safetensors files."""
     total = 0
     for file in sorted(set(tensor_files(folder).values())):
         with safe_open(file, "pt") as opened:

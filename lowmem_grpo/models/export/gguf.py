@@ -31,6 +31,7 @@ class GGUFError(RuntimeError):
 
 @dataclass(frozen=True)
 class GGUFContent:
+    """The tensors of a GGUF file."""
     architecture: str
     shapes: dict[str, tuple[int, ...]]  # by tensor, the last dimension first
 
@@ -90,6 +91,7 @@ def program(folder: Path | None, name: str, *others: str) -> Path | None:
 
 
 def command(script: Path, merged: Path, out: Path, kind: str) -> list[str]:
+    """Return the command line of llama.cpp's converter."""
     return [sys.executable, str(script), str(merged), "--outfile", str(out), "--outtype", kind]
 
 

@@ -39,6 +39,7 @@ class LoraPair:
     scaling: float
 
     def rows(self, start: int, stop: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return rows `start` to `stop` of the change, (stop - start, in)."""
         b, a = self.b[start:stop].to(device, dtype), self.a.to(device, dtype)
         return (b @ a).mul_(self.scaling)
 
@@ -154,6 +155,7 @@ def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
 
 
 def size_of(weight: Weight, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor in the file."""
     return math.prod(weight.shape) * written_dtype(weight, dtype).itemsize
 
 
@@ -163,6 +165,7 @@ def written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
 
 
 def tiles(weight: Weight) -> Iterator[tuple[int, int]]:
+    """Return the (start, stop) of the rows that are merged at a time."""
     rows, width = weight.shape[0], max(1, math.prod(weight.shape[1:]))
     step = max(1, TILE_ELEMENTS // width // weight.step) * weight.step
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
@@ -185,6 +188,7 @@ def merged_tensor(weight: Weight, pair: LoraPair | None, dtype: torch.dtype) -> 
 
 
 def overflow(name: str, tile: Tensor, dtype: torch.dtype) -> str:
+    """Say why a merged tile is not finite, and what to do."""
     if not tile.isfinite().all():
         return f"{name} is not finite in the base model or with the adapter; use an older checkpoint"
     largest = tile.abs().max().item()

@@ -55,6 +55,7 @@ class Merge:
 
 def save_merged(model: Any, out: Path, tokenizer: Any, dtype: str | None, overwrite: bool,
                 name: str | None = None) -> Exported:
+    """Merge a loaded model with its adapter into the folder `out`."""
     merge, done = live_merge(model, tokenizer, dtype), Exported(out, "merged", "a loaded model", name)
     with new_folder(out, overwrite) as temp:
         write_live(model, merge, temp, done)
@@ -117,6 +118,7 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
 
 
 def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported, context: int = 0) -> None:
+    """Compare logits and add the result to the checks of an export."""
     check = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device, context)
     done.checks |= {f"logits_{name}": value for name, value in asdict(check).items()}
 
@@ -164,6 +166,7 @@ def compare_logits(reference: Logits, folder: Path, dtype: torch.dtype, tokenize
 
 
 def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int = 0) -> list[Tensor]:
+    """Return the logits of a stored model, float32, for each of the prompts (1, T)."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, device_map={"": device}, trust_remote_code=False
     ).eval()
@@ -177,6 +180,7 @@ def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str
 
 
 def rms(left: list[Tensor], right: list[Tensor]) -> float:
+    """Return the root mean square of all differences."""
     squares = torch.cat([(a - b).double().square().flatten() for a, b in zip(left, right, strict=True)])
     return squares.mean().sqrt().item()
 

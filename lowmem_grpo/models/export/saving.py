@@ -102,6 +102,7 @@ class Saving:
             folder, tokenizer, quantization_method, **options), token, private, commit_message, api)
 
     def save_pretrained_torchao(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse, with what to do instead."""
         raise UnsupportedError("save_pretrained_torchao is not supported: save_pretrained_merged, and quantize that "
                                "folder with torchao's TorchAoConfig in transformers")
 
@@ -117,6 +118,7 @@ def method_of(save_method: str | None) -> str:
 
 
 def gguf_type(method: str | None) -> str:
+    """Return llama.cpp's type for one of Unsloth's methods."""
     name = str(method or "fast_quantized").lower()
     return GGUF_METHODS.get(name, name)
 

@@ -95,11 +95,13 @@ class Inbox:
 
 
 def line(hit: Hit) -> str:
+    """Return a result of a search as the policy sees it."""
     shown = (hit.sender, hit.date, hit.subject, hit.snippet) if hit.snippet else (hit.subject,)
     return " | ".join((str(hit.id), *shown))
 
 
 def letter(mail: Mail) -> str:
+    """Return a mail as the policy reads it, without empty heads."""
     heads = {"From": mail.sender, "To": mail.recipient, "Date": mail.date, "Subject": mail.subject}
     return "\n".join([*(f"{name}: {text}" for name, text in heads.items() if text), "", mail.body])
 
@@ -180,6 +182,7 @@ def ids_in(results: str) -> list[int]:
 
 
 def played(player: Asker, row: Mapping[str, Any]) -> Inbox:
+    """Play one question; returns the inbox at the end."""
     inbox, question = Inbox(), row["prompt"][-1]["content"]
     inbox.reset(**row)
     answer, sources = player(inbox, question, random.Random(f"player-{question}"))

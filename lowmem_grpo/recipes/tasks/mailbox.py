@@ -219,11 +219,13 @@ def other_value(fact: Fact, rng: random.Random) -> str:
 
 
 def mail_of(world: MailWorld, fact: Fact, value: str, day: int, rng: random.Random) -> Mail:
+    """Return a mail that tells a fact with this value."""
     sentence = rng.choice(fact.kind.sentences).format(topic=fact.topic, value=value)
     return written(world, rng.choice(fact.kind.subjects).format(topic=fact.topic), fact.topic, [sentence], day, rng)
 
 
 def noise(world: MailWorld, rng: random.Random) -> Mail:
+    """Return a mail without a fact that anyone asks for."""
     topic, kind = rng.choice(world.topics), rng.choice(world.kinds)
     return written(world, rng.choice(kind.subjects).format(topic=topic), topic, [], rng.randrange(DAYS), rng)
 
