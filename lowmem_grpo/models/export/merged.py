@@ -8,7 +8,7 @@ import copy
 import gc
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,21 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
 
 
 def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported, context: int = 0) -> None:
-    """Compare logits and add the result to the checks of an export."""
-    check = compare_logits(reference, temp, merge.dtype, merge.tokenizer, device, context)
-    done.checks |= {f"logits_{name}": value for name, value in asdict(check).items()}
+    """Load a merged model with transformers, and add root mean squares over all positions and tokens to the checks of
+    the export. MergeError if its logits differ from the adapter's by more than rounding explains.
+
+    `context`: that of a loaded model, whose position embeddings were fixed for it.
+    """
+    prompts = [merge.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in TEXTS]
+    wanted = [reference(ids).float() for ids in prompts]
+    exact, rounded = (answers(temp, kind, prompts, device, context) for kind in (torch.float32, merge.dtype))
+    difference, rounding = rms(exact, wanted), rms(exact, rounded)
+    agree = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(exact, wanted, strict=True)])
+    if not difference <= ALLOWED * rounding:
+        raise MergeError("the merged model was loaded back, and its logits differ from the adapter's by "
+                         f"{difference:.3g} (rounding to {merge.dtype} explains {rounding:.3g}); nothing was exported")
+    done.checks |= {"logits_difference": difference, "logits_rounding": rounding,
+                    "logits_same_choice": agree.float().mean().item()}
 
 
 def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
@@ -136,33 +148,6 @@ def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
 
 def elements(weights: list[Weight]) -> int:
     return sum(torch.Size(weight.shape).numel() for weight in weights)
-
-
-@dataclass(frozen=True)
-class LogitCheck:
-    """Root mean squares over all positions and tokens."""
-
-    difference: float  # between the merged model and the adapter
-    rounding: float  # between the merged model in float32 and in 16 bits
-    same_choice: float  # share of positions where both give the same token the highest logit
-
-
-def compare_logits(reference: Logits, folder: Path, dtype: torch.dtype, tokenizer: Any, device: str,
-                   context: int = 0) -> LogitCheck:
-    """Load a merged model with transformers and compare. MergeError if it differs by more than rounding explains.
-
-    `context`: that of a loaded model, whose position embeddings were fixed for it.
-    """
-    prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in TEXTS]
-    wanted = [reference(ids).float() for ids in prompts]
-    exact, rounded = (answers(folder, kind, prompts, device, context) for kind in (torch.float32, dtype))
-    difference, rounding = rms(exact, wanted), rms(exact, rounded)
-    agree = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(exact, wanted, strict=True)])
-    check = LogitCheck(difference, rounding, agree.float().mean().item())
-    if not difference <= ALLOWED * rounding:
-        raise MergeError("the merged model was loaded back, and its logits differ from the adapter's by "
-                         f"{difference:.3g} (rounding to {dtype} explains {rounding:.3g}); nothing was exported")
-    return check
 
 
 def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int = 0) -> list[Tensor]:
