@@ -7,7 +7,7 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data import stream
 from lowmem_grpo.data.prompts import check_dataset
-from lowmem_grpo.rewards.calling.reward_batch import call, score_rows
+from lowmem_grpo.rewards.calling.reward_batch import score_groups, score_rows
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
 from lowmem_grpo.rewards.verifier import Verifier
 from lowmem_grpo.runs.accuracy import Answers
@@ -62,7 +62,7 @@ def judge(
 def judge_episodes(functions: list[Right], groups: list[RolloutGroup]) -> tuple[list[bool | None], dict[str, float]]:
     """The same of N episodes."""
     scorer = scorer_of(functions, episodes=True)
-    return read(call(scorer, groups, None), scorer.names)
+    return read(score_groups(scorer, groups, None), scorer.names)
 
 
 def scorer_of(functions: list[Right], episodes: bool = False) -> RewardScorer:
