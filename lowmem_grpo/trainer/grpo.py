@@ -15,8 +15,7 @@ from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig, RLOOConfig, longest_prompt
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
-from lowmem_grpo.data.difficulty import DifficultyPools
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder, check_dataset
+from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
