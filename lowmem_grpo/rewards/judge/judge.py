@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.runs.findings import Finding
@@ -134,3 +135,12 @@ def check_gone(options: dict[str, Any]) -> None:
     """Raise TypeError for an option that is unknown, or that is here no longer, with what to do instead."""
     for name in options:
         raise TypeError(f"a judge has no option {name!r}: {GONE.get(name, 'see docs/judge.md for its options')}")
+
+
+def is_address(url: str) -> bool:
+    """Return whether it is the URL of a server: http or https, a host, and a port that there can be."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
