@@ -39,7 +39,7 @@ from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parameters import check_model, either, taken_in
-from lowmem_grpo.trainer.preflight.how_long import PlannedTime
+from lowmem_grpo.trainer.preflight.first_steps import PlannedTime
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import Rollout, RolloutGroup
 
