@@ -42,8 +42,7 @@ def refuse_unreadable(path: Path) -> None:
 
 def rows_fault(path: Path, kind: str) -> str:
     """Return why a text file has no rows, or which of its first lines is broken; empty where neither is found."""
-    with path.open(encoding="utf-8-sig") as file:
-        lines = [*islice((line for line in file if line.strip()), 2)]
+    lines = first_lines(path)
     if len(lines) < (2 if kind == ".csv" else 1) or (kind == ".json" and "".join(lines).split() in (["[]"], ["{}"])):
         return "it has no rows; each prompt needs one"
     return broken_line(path, LOOKED) if kind == ".jsonl" else ""
@@ -52,11 +51,11 @@ def rows_fault(path: Path, kind: str) -> str:
 def has_one_row(path: Path) -> bool:
     """Return whether a readable text file has one row only; False where the library has to read it to tell."""
     kind = path.suffix.lower()
+    if kind == ".jsonl":
+        return len(first_lines(path, "replace")) == 1
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         if kind == ".csv":
             return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # the first has the names
-        if kind == ".jsonl":
-            return len([*islice((line for line in file if line.strip()), 2)]) == 1
         try:
             held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < CHUNK else None
         except ValueError:
@@ -64,17 +63,21 @@ def has_one_row(path: Path) -> bool:
         return isinstance(held, list) and len(held) == 1
 
 
+def first_lines(path: Path, errors: str = "strict") -> list[str]:
+    """Return the first two lines that are not blank."""
+    with path.open(encoding="utf-8-sig", errors=errors) as file:
+        return [*islice((line for line in file if line.strip()), 2)]
+
+
 def check_rows(path: Path) -> None:
     """Raise OSError for a .json file that is one object around a list of rows: it would be read as one row."""
-    with path.open(encoding="utf-8") as file:
-        first, second = [*islice((line for line in file if line.strip()), 2), "", ""][:2]
-        if not first.lstrip("\ufeff \t").startswith("{") or (second and first.rstrip().endswith("}")):
-            return
-        file.seek(0)
-        try:
-            content = json.loads(file.read().lstrip("\ufeff"))
-        except ValueError:
-            return  # the library says what is wrong with it
+    first, second = [*first_lines(path), "", ""][:2]
+    if not first.lstrip(" \t").startswith("{") or (second and first.rstrip().endswith("}")):
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        return  # the library says what is wrong with it
     for name, held in content.items():
         if isinstance(held, list) and held and isinstance(held[0], dict) and "role" not in held[0]:
             raise OSError(f"no rows from {str(path)!r}: the file is one object, and its rows are the list in {name!r}; "

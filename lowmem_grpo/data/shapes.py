@@ -31,21 +31,6 @@ from lowmem_grpo.data.texts import (
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-@dataclass
-class Changed:
-    """Rows by index, each changed when it is read."""
-
-    dataset: Any
-    change: Callable[[dict[str, Any]], dict[str, Any]]
-    column_names: list[str]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.change(self.dataset[index])
-
-
 @dataclass(frozen=True)
 class Shapes:
     """The way in which a run reads rows."""
@@ -79,7 +64,8 @@ class Shapes:
             raise DataError(f"formatting_func is {self.formatting_func!r}; it must be a function that makes a text of "
                             "a row")
         if self.formatting_func is not None:
-            return changed(rows, self.formatted(rows), ["text"]), self.encoder(TextEncoder)
+            rows.change_each(self.formatted(rows))
+            return rows, self.encoder(TextEncoder)
         if "input_ids" in columns:
             return rows, self.encoder(TokenEncoder, prompt_too=self.config.completion_only_loss is False)
         if {"prompt", "completion"} <= set(columns):
@@ -114,12 +100,11 @@ class Shapes:
         encoder = self.encoder(ConversationEncoder if self.config.assistant_only_loss is not None else AnswerEncoder)
         encoder.source = f"`{column}`"
         if self.config.assistant_only_loss is None:
-            def split(row: dict[str, Any]) -> dict[str, Any]:
-                return kept(row) | with_answer(messages_of(row, column), column)
-
-            return changed(rows, split, ["prompt", "completion"]), encoder
+            rows.change_each(lambda row: kept(row) | with_answer(messages_of(row, column), column))
+            return rows, encoder
         encoder.assistant_only = self.config.assistant_only_loss
-        return changed(rows, lambda row: kept(row) | {"messages": messages_of(row, column)}, ["messages"]), encoder
+        rows.change_each(lambda row: kept(row) | {"messages": messages_of(row, column)})
+        return rows, encoder
 
     def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """Return what makes a row of one text by `formatting_func`, which takes one row or a batch of columns."""
@@ -147,13 +132,6 @@ def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:
     except Exception:  # noqa: BLE001 - a function for one row may raise anything for two
         return False
     return isinstance(made, list) and len(made) == 2 and all(isinstance(text, str) for text in made)
-
-
-def changed(rows: Any, change: Callable[[dict[str, Any]], dict[str, Any]], columns: list[str]) -> Any:
-    if not isinstance(rows, Stream):
-        return Changed(rows, change, columns)
-    rows.change_each(change)
-    return rows
 
 
 def kept(row: dict[str, Any]) -> dict[str, Any]:
