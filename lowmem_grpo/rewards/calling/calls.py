@@ -122,7 +122,7 @@ class Call:
 
     @property
     def rewards(self) -> list[float | None]:
-        """What the finished call returned, (N,). RewardError for what is not a list of rewards."""
+        """The rewards (N,) that the finished call returned. RewardError for what is not a list of rewards."""
         return as_rewards(self.name, self.future.result(), len(self.completions))
 
     @property

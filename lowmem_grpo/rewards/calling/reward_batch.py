@@ -1,4 +1,4 @@
-"""The one place that makes Scores: of the groups of a batch, some while others are still sampled, and of rows."""
+"""The one place that makes Scores: of the groups of a batch, some of them while others are still sampled."""
 
 import copy
 import threading
@@ -81,9 +81,9 @@ class RewardBatch:
         """Begin the call of an async function. The lock is held."""
         self.calls.append(call)
         call.run_in_loop(self.scorer.loop)
-        call.future.add_done_callback(lambda _: self.over(call))
+        call.future.add_done_callback(lambda _: self.finish_call(call))
 
-    def over(self, call: Call) -> None:
+    def finish_call(self, call: Call) -> None:
         """Wake whoever waits for a call that has ended. After the first failure no call begins."""
         with self.changed:
             first = failure(call.future) is not None and not self.closed
@@ -100,7 +100,7 @@ class RewardBatch:
                 for call in calls:
                     if not self.closed:
                         call.run()
-                        self.over(call)
+                        self.finish_call(call)
         except BaseException as error:  # noqa: BLE001, whoever waits raises it again
             with self.changed:
                 self.broken = error
@@ -156,7 +156,8 @@ class RewardBatch:
         """Return the scores of finished groups. Functions that are not early are called now, each once."""
         rest = [name for name in self.scorer.names if name not in self.names]
         whole = self.scorer.call_whole(rest, lists_of(self.scorer, groups, self.columns), self.now)
-        return self.scorer.scores([*self.calls, *whole], spans_of([len(group.rollouts) for group in groups]))
+        sizes = {index: len(group.rollouts) for index, group in enumerate(groups)}
+        return self.scorer.scores([*self.calls, *whole], spans_of(sizes))
 
     def scored(self, index: int) -> Scores | None:
         """Return the scores of a finished group while others are sampled; None where they are not all there, or a call
@@ -166,12 +167,14 @@ class RewardBatch:
         if self.failed is not None or len(calls) < len(self.scorer.names):
             return None
         together = [index, *sorted({group for call in calls for group in call.groups} - {index})]
-        spans = spans_of([self.sizes[group] for group in together])
-        return put_together(calls, self.scorer.names, dict(zip(together, spans, strict=True)), spans[-1].stop)
+        spans = spans_of({group: self.sizes[group] for group in together})
+        return put_together(calls, self.scorer.names, spans)
 
 
-def spans_of(sizes: list[int]) -> list[range]:
-    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+def spans_of(sizes: dict[int, int]) -> dict[int, range]:
+    """Return the places of the completions of groups that stand side by side, by the sizes of these."""
+    ends = accumulate(sizes.values())
+    return {group: range(end - size, end) for (group, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
@@ -202,14 +205,6 @@ def score_groups(scorer: RewardScorer, groups: list[RolloutGroup], state: Traine
     return scorer.score_lists(lists_of(scorer, groups, columns_of([group.row for group in groups])), state)
 
 
-def score_rows(scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
-               state: TrainerState | None) -> Scores:
-    """Return the scores of one completion for each row. Functions get it in the form of its prompt: text or chat."""
-    columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
-    completions = [in_form(row, text) for row, text in zip(rows, texts, strict=True)]
-    return scorer.score([row["prompt"] for row in rows], completions, ids, columns, state)
-
-
 def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str]) -> Lists:
     """Return the lists that functions get for the rollouts of groups: the columns of their rows, and those that
     rollouts bring, which stand before them. `completion_ids` are all that followed the prompt."""
@@ -238,15 +233,10 @@ def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
     """A rollout as functions get it: a text where the prompt is one (of an episode the last turn's), else a chat; that
     of an episode without a turn is an empty answer."""
     if not rollout.ending or isinstance(row.get("prompt"), str):
-        return in_form(row, rollout.text)
+        return [{"role": "assistant", "content": rollout.text}] if is_chat(row.get("prompt")) else rollout.text
     turns = rollout.turns or [Turn([], [], [], "stop")]
     return EpisodeMessages(message for turn in turns for message in (
         turn.message or {"role": "assistant", "content": turn.text}, *turn.replies))
-
-
-def in_form(row: dict[str, Any], text: str) -> Any:
-    """Return a completion as a text, or as a chat if the row's prompt is a chat."""
-    return [{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ notebook's running loop. `reward_batch.py` calls functions sooner, in a thread.
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,7 +51,7 @@ class Scores:
 
     @cached_property
     def invalid(self) -> dict[str, int]:
-        """How many NaN and infinite values of each function became None."""
+        """The number of NaN and infinite values of each function, which are None in `rewards`."""
         return {name: sum(map(contract.is_invalid, values)) for name, values in self.returned.items()}
 
 
@@ -113,7 +113,7 @@ class RewardScorer:
 
     def score_lists(self, lists: Lists, state: Any) -> Scores:
         """Return the same for the arguments that `lists` made."""
-        return self.scores(self.call_whole(self.names, lists, state), [range(len(lists["completions"]))])
+        return self.scores(self.call_whole(self.names, lists, state), {0: range(len(lists["completions"]))})
 
     def lists(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
               columns: dict[str, list[Any]]) -> Lists:
@@ -169,9 +169,9 @@ class RewardScorer:
         """Return a call that has not begun. MissingColumnError if the function needs what is not there."""
         return Call(name, self.by_name[name], lists, state, self.timeout, groups)
 
-    def scores(self, calls: list[Call], spans: list[range]) -> Scores:
+    def scores(self, calls: list[Call], spans: dict[int, range]) -> Scores:
         """Return the results of calls of the whole batch or of some of its groups; see `put_together`."""
-        scores = put_together(calls, self.names, spans, spans[-1].stop if spans else 0)
+        scores = put_together(calls, self.names, spans)
         for name in scores.converted.keys() - self.said:
             logger.warning("reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of "
                            "floats", name, " and ".join(scores.converted[name]))
@@ -179,11 +179,10 @@ class RewardScorer:
         return scores
 
 
-def put_together(
-    calls: list[Call], names: list[str], spans: Sequence[range] | Mapping[int, range], count: int
-) -> Scores:
-    """Return the scores of a batch of `count` completions, whose groups are at the places `spans`, from calls of all of
-    it and of some of its groups. RewardError for a result that is not a list of rewards."""
+def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -> Scores:
+    """Return the scores of a batch, whose groups are at the places `spans`, from calls of all of it and of some of its
+    groups. RewardError for a result that is not a list of rewards."""
+    count = sum(map(len, spans.values()))
     by_name = {name: [call for call in calls if call.name == name] for name in names}
     returned: dict[str, list[float | None]] = {name: [None] * count for name in names}
     extras: dict[str, list[Any]] = {}  # a later function replaces a column of an earlier one

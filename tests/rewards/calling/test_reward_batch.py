@@ -22,7 +22,7 @@ from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
 from lowmem_grpo.rewards.calling import calls
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
-from lowmem_grpo.rewards.calling.reward_batch import RewardBatch, covered, score_groups, score_rows
+from lowmem_grpo.rewards.calling.reward_batch import RewardBatch, covered, score_groups
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -553,7 +553,7 @@ def chat_row() -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": "2+2?"}], "notes": {"of": {"read": []}}}
 
 
-@pytest.mark.parametrize("way", ["whole", "rows", "early", "async"])
+@pytest.mark.parametrize("way", ["whole", "early", "async"])
 def test_what_a_function_changes_is_seen_by_no_other_completion_call_or_record(way: str) -> None:
     counts: list[list[int]] = []
     judged = judged_by_conversation(counts)
@@ -565,9 +565,7 @@ def test_what_a_function_changes_is_seen_by_no_other_completion_call_or_record(w
                           while_sampling=way == "early")
     row, rollouts = chat_row(), [Rollout([7], [0.0], "stop", text) for text in ("4", "5", "6", "7")]
     for _ in range(2):
-        if way == "rows":
-            score_rows(scorer, [row] * 4, ["4"] * 4, [[7]] * 4, None)
-        elif way == "early":
+        if way == "early":
             prompts = [Prompt(row, [1], "")]
             scoring = RewardBatch(scorer, prompts, TrainerState())
             scoring.settle([RolloutGroup(row, [1], rollouts)])
