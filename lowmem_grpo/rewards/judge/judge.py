@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
     ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 QUIET_SECONDS = 300.0  # between two warnings of the same kind
+LOCK = threading.Lock()  # guards what judges have warned of
 
 
 @dataclass
@@ -111,10 +112,9 @@ class Complaints:
         self.quiet_seconds = quiet_seconds
         self.said: dict[str, float] = {}  # when, by kind
         self.unsaid: dict[str, int] = {}  # how often since
-        self.lock = threading.Lock()
 
     def say(self, judge: str, trouble: Finding) -> None:
-        with self.lock:
+        with LOCK:
             now, before = time.monotonic(), self.said.get(trouble.kind)
             if before is not None and now - before < self.quiet_seconds:
                 self.unsaid[trouble.kind] = self.unsaid.get(trouble.kind, 0) + 1
@@ -126,9 +126,6 @@ class Complaints:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"quiet_seconds": self.quiet_seconds, "said": {}, "unsaid": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.Lock())
 
 
 def check_gone(options: dict[str, Any]) -> None:

@@ -47,12 +47,13 @@ class UrlJudge(Judge):
         self.client_settings = (base_url, api_key, min(timeout, deadline), retries, model, dict(options or {}))
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
-        self._sessions = ClientPool(open_client(*self.client_settings))  # if there can be none, the run does not begin
+        self.sessions: dict[Any, tuple[ChatClient, asyncio.Semaphore]] = {}  # by event loop: neither can be used in two
+        self.spare: ChatClient | None = open_client(*self.client_settings)  # that no loop has used
 
     async def rate(self, questions: list[Question]) -> Round:
         """Return ratings of the questions answered within the deadline. A failure of judging raises no error."""
         now, waiting = self.begin(questions)
-        client, places = self._sessions.here(self)
+        client, places = self.session()
         tasks = [asyncio.ensure_future(self._answer(client, places, question, now)) for question in waiting]
         try:
             if tasks:
@@ -90,28 +91,17 @@ class UrlJudge(Judge):
         assert trouble is not None  # there is at least one attempt
         now.troubles.append(trouble)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_sessions"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _sessions=ClientPool())
-
-
-class ClientPool:
-    """A client and the places for its requests for each event loop: neither can be used in two loops."""
-
-    def __init__(self, spare: "ChatClient | None" = None) -> None:
-        """`spare` is a client that no loop has used."""
-        self.spare = spare
-        self.made: dict[Any, tuple[ChatClient, asyncio.Semaphore]] = {}
-
-    def here(self, judge: UrlJudge) -> tuple["ChatClient", asyncio.Semaphore]:
+    def session(self) -> tuple["ChatClient", asyncio.Semaphore]:
+        """Return the client of this event loop, and the places for its requests."""
         loop = asyncio.get_running_loop()
-        if loop not in self.made:
-            client, self.spare = self.spare or open_client(*judge.client_settings), None
-            self.made = {other: session for other, session in self.made.items() if not other.is_closed()}
-            self.made[loop] = (client, asyncio.Semaphore(judge.concurrency))
-        return self.made[loop]
+        if loop not in self.sessions:
+            self.sessions = {other: held for other, held in self.sessions.items() if not other.is_closed()}
+            client, self.spare = self.spare or open_client(*self.client_settings), None
+            self.sessions[loop] = client, asyncio.Semaphore(self.concurrency)
+        return self.sessions[loop]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"sessions": {}, "spare": None}
 
 
 def open_client(*settings: Any) -> "ChatClient":
