@@ -7,8 +7,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
     from lowmem_grpo.config.sampling import SamplingParams, vLLMSamplingParams
     from lowmem_grpo.config.sft import SFTConfig
-    from lowmem_grpo.data.chat_template import get_chat_template
-    from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
+    from lowmem_grpo.data.chat_template import get_chat_template, standardize_data_formats, standardize_sharegpt
     from lowmem_grpo.integrations.unsloth_names import PatchFastRL, unsloth_train
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.card_check import is_bfloat16_supported
@@ -26,8 +25,7 @@ __all__ = [
 HOMES = {
     **dict.fromkeys(("FastLanguageModel", "FastModel", "FastVisionModel"), "loader"),
     **dict.fromkeys(("PatchFastRL", "unsloth_train"), "integrations.unsloth_names"),
-    **dict.fromkeys(("standardize_data_formats", "standardize_sharegpt"), "data.conversations"),
-    "get_chat_template": "data.chat_template",
+    **dict.fromkeys(("get_chat_template", "standardize_data_formats", "standardize_sharegpt"), "data.chat_template"),
     **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
     **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "config.grpo"), "SFTConfig": "config.sft",
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "trainer.grpo"), "SFTTrainer": "trainer.sft",

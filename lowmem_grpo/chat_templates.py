@@ -4,15 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.data.chat_template import get_chat_template
-    from lowmem_grpo.data.conversations import standardize_data_formats, standardize_sharegpt
+    from lowmem_grpo.data.chat_template import get_chat_template, standardize_data_formats, standardize_sharegpt
     from lowmem_grpo.trainer.responses import train_on_responses_only
 
 __all__ = ["get_chat_template", "standardize_data_formats", "standardize_sharegpt", "train_on_responses_only"]
 
 HOMES = {
-    "get_chat_template": "data.chat_template", "standardize_data_formats": "data.conversations",
-    "standardize_sharegpt": "data.conversations", "train_on_responses_only": "trainer.responses",
+    **dict.fromkeys(("get_chat_template", "standardize_data_formats", "standardize_sharegpt"), "data.chat_template"),
+    "train_on_responses_only": "trainer.responses",
 }
 
 

@@ -17,9 +17,8 @@ from pydantic import BaseModel
 
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, message_of
-from lowmem_grpo.rewards.judge.chat_api import is_address
 from lowmem_grpo.rewards.judge.forms import EQUAL, Transcript, as_line, compared, transcript_of
-from lowmem_grpo.rewards.judge.judge import Judge, Round
+from lowmem_grpo.rewards.judge.judge import Judge, Round, is_address
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question, Ratings
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge

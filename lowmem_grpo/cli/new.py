@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowmem_grpo import recipes
-from lowmem_grpo.data.kinds import ONE_ROW, has_one_row, is_file_name, refuse_unreadable
+from lowmem_grpo.data.files import ONE_ROW, first_rows, has_one_row, is_file_name, refuse_unreadable
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.runs.views.terminal import plain_errors
 
@@ -135,7 +135,6 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
     elif not HUB_NAME.fullmatch(data):
         raise ValueError(f"there is no file {data!r}; --data takes a jsonl, json, csv or parquet file, or a dataset of "
                          "the hub (OWNER/NAME)")
-    from lowmem_grpo.data.files import first_rows
 
     rows: list[dict[str, Any]] = []
     told = []

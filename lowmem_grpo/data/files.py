@@ -1,17 +1,140 @@
-"""Datasets from a user's files or from the hub."""
+"""Datasets from a user's files or from the hub. The library that reads them is imported where it is used: a file that
+is missing, empty or broken is refused at once."""
 
+import codecs
+import csv
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled, load_dataset
-from datasets.exceptions import DatasetsError
+KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+NAMED = 12  # columns that a message lists
+LOOKED = 10_000  # lines that are parsed before the library reads all of them
+CHUNK = 1 << 20  # bytes of a file that are read at a time
+ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
+PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
 
-from lowmem_grpo.data.kinds import KINDS, broken_line, is_file_name, listed, refuse_unreadable
-from lowmem_grpo.models.hub import find_dataset
+
+def is_file_name(source: str) -> bool:
+    return Path(source).suffix.lower() in KINDS or Path(source).exists()
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Raise OSError for a file that is missing, that has no rows, or whose first rows are broken."""
+    kind = path.suffix.lower()
+    if kind not in KINDS or not path.is_file():
+        raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
+    if kind == ".parquet":
+        with path.open("rb") as file:
+            why = "" if file.read(len(PARQUET)) == PARQUET else "it is not a parquet file"
+    else:
+        check_encoding(path)
+        why = rows_fault(path, kind)
+    if why:
+        raise OSError(f"no rows from {str(path)!r}: {why}")
+    if kind == ".json":
+        check_rows(path)
+
+
+def rows_fault(path: Path, kind: str) -> str:
+    """Return why a text file has no rows, or which of its first lines is broken; empty where neither is found."""
+    lines = first_lines(path)
+    if len(lines) < (2 if kind == ".csv" else 1) or (kind == ".json" and "".join(lines).split() in (["[]"], ["{}"])):
+        return "it has no rows; each prompt needs one"
+    return broken_line(path, LOOKED) if kind == ".jsonl" else ""
+
+
+def has_one_row(path: Path) -> bool:
+    """Return whether a readable text file has one row only; False where the library has to read it to tell."""
+    kind = path.suffix.lower()
+    if kind == ".jsonl":
+        return len(first_lines(path, "replace")) == 1
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        if kind == ".csv":
+            return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # the first has the names
+        try:
+            held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < CHUNK else None
+        except ValueError:
+            return False
+        return isinstance(held, list) and len(held) == 1
+
+
+def first_lines(path: Path, errors: str = "strict") -> list[str]:
+    """Return the first two lines that are not blank."""
+    with path.open(encoding="utf-8-sig", errors=errors) as file:
+        return [*islice((line for line in file if line.strip()), 2)]
+
+
+def check_rows(path: Path) -> None:
+    """Raise OSError for a .json file that is one object around a list of rows: it would be read as one row."""
+    first, second = [*first_lines(path), "", ""][:2]
+    if not first.lstrip(" \t").startswith("{") or (second and first.rstrip().endswith("}")):
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        return  # the library says what is wrong with it
+    for name, held in content.items():
+        if isinstance(held, list) and held and isinstance(held[0], dict) and "role" not in held[0]:
+            raise OSError(f"no rows from {str(path)!r}: the file is one object, and its rows are the list in {name!r}; "
+                          "expected is the list itself, or a .jsonl file with one object a line")
+
+
+def check_encoding(path: Path) -> None:
+    """Raise OSError unless a text file is in UTF-8. It is read piece by piece: a line may be as long as the file."""
+    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(CHUNK)
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                raise OSError(f"no rows from {str(path)!r}: it is not UTF-8 (near byte {place + error.start:,}); save "
+                              f"it as UTF-8, for example: iconv -f latin1 -t utf-8 {path.name}") from error
+            if not chunk:
+                return
+            place += len(chunk)
+
+
+def broken_line(path: Path, most: int | None = None) -> str:
+    """Return the first line that is not a JSON object, and why; empty if all are, or the first `most`."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in islice(enumerate(file, 1), most):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number} is not a JSON object: {line.strip():.60}"
+            except ValueError as error:
+                return f"line {number} is not JSON: {error}"
+    return ""
+
+
+def columns_of(path: Path) -> list[str]:
+    """Return the columns of a file whose first lines say them; none for a file of another kind."""
+    kind = path.suffix.lower()
+    if kind not in (".jsonl", ".csv"):
+        return []
+    with path.open(encoding="utf-8-sig") as file:
+        if kind == ".csv":
+            return next(csv.reader(file), [])
+        rows = [json.loads(line) for line in islice(file, LOOKED) if line.strip()]
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) -> None:
+    """Raise ValueError where some of the wanted columns are not among those of a source, if these are known."""
+    missing = sorted({*wanted} - {*columns})
+    if columns and missing:
+        raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {listed(columns)}. Rename one, or "
+                         f"let `lowmem-grpo new NAME --data {source}` write a recipe for these")
+
+
+def listed(names: Sequence[str]) -> str:
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
@@ -27,11 +150,16 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     """A dataset from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset on the hub, where
     "OWNER/NAME:CONFIG" names one of several configurations. OSError if it is not there or cannot be read, ValueError
     for a dataset that the hub does not have."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
     path = Path(source)
     if is_file_name(source):
         refuse_unreadable(path)
         wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train"}
     else:
+        from lowmem_grpo.models.hub import find_dataset
+
         name, _, part = source.partition(":")
         find_dataset(name)
         wanted = {"path": name, "name": part or None, "split": split, "streaming": streaming}
@@ -48,6 +176,8 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
     """Return the first rows of a source; from the hub, only these are loaded. Errors are those of `read_rows`."""
+    from datasets.exceptions import DatasetsError
+
     if is_file_name(source):
         rows = read_rows(source)
         return [dict(rows[index]) for index in range(min(count, len(rows)))]
@@ -81,6 +211,8 @@ def cell_text(value: Any) -> str | None:
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
     """Let the library show no bars and no log lines inside; its errors are raised anyway."""
+    from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
+
     logger, shown = logging.getLogger("datasets"), is_progress_bar_enabled()
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -3,17 +3,18 @@
 import logging
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+LONGEST_REST = 8  # epochs that a row rests
 SHOWN = 3  # how many bad rows of a kind are named in the log
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 
@@ -140,6 +141,63 @@ def check_dataset(dataset: Any, column: str = "prompt") -> None:
     if column not in columns:
         raise DataError(f"the dataset has no column {column!r}; its columns are {', '.join(columns)}. Rename one "
                         f"(dataset.rename_column('question', {column!r})) or add it with dataset.map(...)")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The outcome of a row's last visit."""
+
+    reward: float | None = None  # what all completions earned, if that is the same
+    fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
+    back: int = 0  # the epoch in which the row is sampled again
+
+
+class DifficultyPools:
+    """Remembers the last visit of each row. A row whose completions all earn the same is left out for 1 epoch; if that
+    happens again, for 2, 4 and then 8. A visit with a spread of rewards starts this anew. "learning" are rows with a
+    spread. Of the others, "easy" are those that earned the best reward seen in the run, and "hard" those that earned
+    less. Until two different rewards have been seen, they are all "hard"."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Visit] = {}
+        self.worst: float | None = None  # rewards seen in the run
+        self.best: float | None = None
+
+    def rests(self, index: int, epoch: int) -> bool:
+        return index in self.rows and epoch < self.rows[index].back
+
+    def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
+        """Note a visit of a row. Completions without a reward do not count, nor does a visit with no reward at all."""
+        scored = [reward for reward in rewards if reward is not None]
+        if not scored:
+            return
+        low, high = min(scored), max(scored)
+        self.worst = low if self.worst is None else min(self.worst, low)
+        self.best = high if self.best is None else max(self.best, high)
+        before = self.rows.get(index, Visit())
+        rest = min(2**before.fruitless, LONGEST_REST)
+        self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
+
+    def wake(self) -> None:
+        self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
+
+    def metrics(self) -> dict[str, float]:
+        same = [visit.reward for visit in self.rows.values() if visit.reward is not None]
+        told = self.best is not None and self.worst is not None and self.worst < self.best
+        easy = sum(told and reward == self.best for reward in same)
+        return {
+            "data/pool_easy": easy, "data/pool_hard": len(same) - easy,
+            "data/pool_learning": len(self.rows) - len(same),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs, as JSON."""
+        rows = [[index, visit.reward, visit.fruitless, visit.back] for index, visit in self.rows.items()]
+        return {"rows": rows, "worst": self.worst, "best": self.best}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.rows = {index: Visit(*rest) for index, *rest in state["rows"]}
+        self.worst, self.best = state["worst"], state["best"]
 
 
 @dataclass

@@ -4,19 +4,22 @@ In this order: `formatting_func`, `input_ids`, `prompt` with `completion`, `mess
 `conversations`, which is `messages` under another name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sft import SFTConfig
-from lowmem_grpo.data.examples import ExampleEncoder
+from lowmem_grpo.data.examples import Example, ExampleEncoder, Examples, each_of
 from lowmem_grpo.data.owned import owned
-from lowmem_grpo.data.packing import packed
+from lowmem_grpo.data.packing import PackEncoder, encoded, packed
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.data.stream import Stream, columns_of, rows_of
+from lowmem_grpo.data.stream import Stream, columns_of, comes_from, rows_of
 from lowmem_grpo.data.texts import (
+    MASKS,
     AnswerEncoder,
     CompletionEncoder,
     ConversationEncoder,
@@ -26,21 +29,6 @@ from lowmem_grpo.data.texts import (
 )
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-
-
-@dataclass
-class Changed:
-    """Rows by index, each changed when it is read."""
-
-    dataset: Any
-    change: Callable[[dict[str, Any]], dict[str, Any]]
-    column_names: list[str]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.change(self.dataset[index])
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,8 @@ class Shapes:
             raise DataError(f"formatting_func is {self.formatting_func!r}; it must be a function that makes a text of "
                             "a row")
         if self.formatting_func is not None:
-            return changed(rows, self.formatted(rows), ["text"]), self.encoder(TextEncoder)
+            rows.change_each(self.formatted(rows))
+            return rows, self.encoder(TextEncoder)
         if "input_ids" in columns:
             return rows, self.encoder(TokenEncoder, prompt_too=self.config.completion_only_loss is False)
         if {"prompt", "completion"} <= set(columns):
@@ -111,12 +100,11 @@ class Shapes:
         encoder = self.encoder(ConversationEncoder if self.config.assistant_only_loss is not None else AnswerEncoder)
         encoder.source = f"`{column}`"
         if self.config.assistant_only_loss is None:
-            def split(row: dict[str, Any]) -> dict[str, Any]:
-                return kept(row) | with_answer(messages_of(row, column), column)
-
-            return changed(rows, split, ["prompt", "completion"]), encoder
+            rows.change_each(lambda row: kept(row) | with_answer(messages_of(row, column), column))
+            return rows, encoder
         encoder.assistant_only = self.config.assistant_only_loss
-        return changed(rows, lambda row: kept(row) | {"messages": messages_of(row, column)}, ["messages"]), encoder
+        rows.change_each(lambda row: kept(row) | {"messages": messages_of(row, column)})
+        return rows, encoder
 
     def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """Return what makes a row of one text by `formatting_func`, which takes one row or a batch of columns."""
@@ -146,13 +134,6 @@ def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:
     return isinstance(made, list) and len(made) == 2 and all(isinstance(text, str) for text in made)
 
 
-def changed(rows: Any, change: Callable[[dict[str, Any]], dict[str, Any]], columns: list[str]) -> Any:
-    if not isinstance(rows, Stream):
-        return Changed(rows, change, columns)
-    rows.change_each(change)
-    return rows
-
-
 def kept(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
 
@@ -165,3 +146,61 @@ def messages_of(row: dict[str, Any], column: str) -> Any:
     return [{"role": ROLES.get(message["from"], message["from"]), "content": message.get("value")}
             if isinstance(message, dict) and "from" in message and "role" not in message else message
             for message in messages]
+
+
+# The rows as TRL shows them after its trainer was made. Packs have `seq_lengths` too, and no other columns; of a stream
+# the rows are tokenised when they are drawn.
+
+
+def tokenised(dataset: Any, rows: Any, encoder: Any) -> Any:
+    """Return what an encoder makes of `rows`, which were passed as `dataset`; DataError where no row can be used."""
+    if isinstance(rows, Stream):
+        return tokenised_stream(dataset, rows, encoder)
+    results, packs = encoded(rows, encoder), isinstance(encoder, PackEncoder)
+    placed = [(index, part) for index, result in enumerate(results) if not isinstance(result, str)
+              for part in ([result] if packs else each_of(result))]
+    made = [columns_of_row(part) for _, part in placed]
+    columns = Dataset.from_dict({name: [row[name] for row in made] for name in made[0]})
+    kept = None if len(dataset) != len(results) or packs else own_columns(dataset, [index for index, _ in placed])
+    return columns if kept is None else concatenate_datasets([kept, columns], axis=1)
+
+
+def columns_of_row(example: Example | Examples) -> dict[str, list[int]]:
+    """Return the columns that training makes of a row, or of a pack."""
+    if isinstance(example, Example):
+        return {"input_ids": example.input_ids, "labels": example.labels}
+    parts = example.parts
+    return {"input_ids": [token for part in parts for token in part.input_ids],
+            "labels": [label for part in parts for label in part.labels],
+            "seq_lengths": [len(part.input_ids) for part in parts]}
+
+
+def own_columns(dataset: Any, places: list[int]) -> Dataset | None:
+    """Return these rows with their own columns, without those that training makes; None where there are no others.
+    Columns of a list that Arrow cannot hold are left out."""
+    if comes_from(dataset, "datasets", "Dataset"):
+        kept = dataset.with_format(None).select(places)
+        kept = kept.remove_columns([name for name in ("input_ids", "labels", *MASKS) if name in kept.column_names])
+        return kept if kept.column_names else None
+    rows = dataset.to_dict("records") if comes_from(dataset, "pandas", "DataFrame") else dataset
+    rows = rows.to_pylist() if comes_from(rows, "pyarrow", "Table") else rows
+    chosen = [row for row in (rows[place] for place in places) if isinstance(row, Mapping)]
+    columns: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for row in chosen for name in row if name not in ("input_ids", "labels", *MASKS)):
+        values = [row.get(name) for row in chosen]
+        with suppress(Exception):  # values of several types, or of a class that Arrow does not know
+            Dataset.from_dict({name: values})
+            columns[name] = values
+    return Dataset.from_dict(columns) if columns else None
+
+
+def tokenised_stream(dataset: Any, rows: Stream, encoder: Any) -> Any:
+    """Return a stream of the hub's library whose rows are tokenised as they are drawn; another one as it was passed."""
+    if not comes_from(dataset, "datasets", "IterableDataset"):
+        return dataset
+
+    def read(row: dict[str, Any]) -> dict[str, Any]:
+        example = encoder.encode(rows.read(row))
+        return columns_of_row(example) if isinstance(example, Example) else {"input_ids": [], "labels": []}
+
+    return dataset.map(read).filter(lambda row: len(row["input_ids"]) > 0)

@@ -19,8 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from lowmem_grpo.data.difficulty import DifficultyPools
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource, check_dataset
+from lowmem_grpo.data.prompts import DataError, DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.engines.messages import joined_text, plain_message, without_none
 
 logger = logging.getLogger(__name__)
@@ -178,24 +177,32 @@ def source_of(
 
 
 class PlainRows:
-    """Gives rows by index, each in plain values when it is read."""
+    """Gives rows by index, each in plain values, and changed, when it is read."""
 
     def __init__(self, rows: Any) -> None:
         shape = getattr(rows, "format", None) if comes_from(rows, "datasets", "Dataset") else None
         if shape and shape["type"] in CONVERTED:
             rows = rows.with_format(None, columns=shape["columns"], output_all_columns=shape["output_all_columns"])
         self.rows = rows
+        self.change: Callable[[Row], Row] | None = None  # made to each row
+
+    def change_each(self, change: Callable[[Row], Row]) -> None:
+        self.change = change
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
         row = self.rows[index]
-        return plain_row(row) if isinstance(row, Mapping) else row
+        row = plain_row(row) if isinstance(row, Mapping) else row
+        return row if self.change is None else self.change(row)
 
     @property
     def column_names(self) -> list[str] | None:
-        """Return the names of the columns: those of all rows of a list, and None where nothing says them."""
+        """The names of the columns: of the first row if rows are changed, of all rows of a list, None where nothing
+        says them."""
+        if self.change is not None:
+            return list(self[0])
         if isinstance(self.rows, (list, tuple)):
             return list(dict.fromkeys(name for row in self.rows if isinstance(row, Mapping) for name in row))
         return getattr(self.rows, "column_names", None)

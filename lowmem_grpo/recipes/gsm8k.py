@@ -13,8 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.data.files import cell_text, read_rows
-from lowmem_grpo.data.kinds import check_columns
+from lowmem_grpo.data.files import cell_text, check_columns, read_rows
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions

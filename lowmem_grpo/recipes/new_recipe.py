@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from lowmem_grpo.data.kinds import ONE_ROW, is_file_name, listed
+from lowmem_grpo.data.files import ONE_ROW, is_file_name, listed
 from lowmem_grpo.data.layouts import CHOICES, Columns, answer_of, find_columns, holds_tests, value_at
 from lowmem_grpo.recipes.tasks.arithmetic import QUESTION
 from lowmem_grpo.rewards.ready.reading import boxed, read_number

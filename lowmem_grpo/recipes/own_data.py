@@ -16,8 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.data.files import cell_text, read_rows
-from lowmem_grpo.data.kinds import listed
+from lowmem_grpo.data.files import cell_text, listed, read_rows
 from lowmem_grpo.data.layouts import chat_in
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.options import RecipeOptions

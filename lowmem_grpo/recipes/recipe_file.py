@@ -12,7 +12,7 @@ import click
 
 from lowmem_grpo.config.launcher import take_card
 from lowmem_grpo.config.unsupported import suggestion
-from lowmem_grpo.data.kinds import KINDS
+from lowmem_grpo.data.files import KINDS
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.runs.views.terminal import is_ours, plain_errors, quiet
 

@@ -7,11 +7,11 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data import stream
 from lowmem_grpo.data.prompts import check_dataset
-from lowmem_grpo.rewards.calling.reward_batch import call, score_rows
-from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
+from lowmem_grpo.rewards.calling.reward_batch import score_groups
+from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.verifier import Verifier
 from lowmem_grpo.runs.accuracy import Answers
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 TOGETHER = 256  # completions that are sampled at a time
@@ -28,8 +28,10 @@ def answer(
     outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed), adapter)]
     completions = [completion for output in outputs for completion in output.outputs]
-    each = [row for row in rows for _ in range(params.n)]
-    verdicts, metrics = judge(functions, each, completions)
+    each = (row for row in rows for _ in range(params.n))
+    verdicts, metrics = judge(functions, [RolloutGroup(row, [], [Rollout(
+        list(completion.token_ids), [], completion.finish_reason, completion.text,
+    )]) for row, completion in zip(each, completions, strict=True)])
     texts = [completion.text for completion in completions]
     return Answers(in_rows(texts, params.n), in_rows([bool(verdict) for verdict in verdicts], params.n),
                    verdicts.count(None), sum(len(completion.token_ids) for completion in completions),
@@ -51,28 +53,14 @@ def in_rows(values: list[Any], width: int) -> list[list[Any]]:
 
 
 def judge(
-    functions: list[Right], rows: list[dict[str, Any]], completions: list[Any]
+    functions: list[Right], groups: list[RolloutGroup], episodes: bool = False
 ) -> tuple[list[bool | None], dict[str, float]]:
-    """(N,) verdicts of the first function, None if it has no opinion, and the means of the others."""
-    scorer = scorer_of(functions)
-    ids = [list(completion.token_ids) for completion in completions]
-    return read(score_rows(scorer, rows, [completion.text for completion in completions], ids, None), scorer.names)
-
-
-def judge_episodes(functions: list[Right], groups: list[RolloutGroup]) -> tuple[list[bool | None], dict[str, float]]:
-    """The same of N episodes."""
-    scorer = scorer_of(functions, episodes=True)
-    return read(call(scorer, groups, None), scorer.names)
-
-
-def scorer_of(functions: list[Right], episodes: bool = False) -> RewardScorer:
+    """(N,) verdicts of the first function on the rollouts of groups, None if it has no opinion, and the means of the
+    others."""
     rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
-    return RewardScorer(rewards, episodes=episodes)
-
-
-def read(scores: Scores, names: list[str]) -> tuple[list[bool | None], dict[str, float]]:
-    """Return the verdicts of the first function, and the means of the others."""
-    first, *others = names
+    scorer = RewardScorer(rewards, episodes=episodes)
+    scores = score_groups(scorer, groups, None)
+    first, *others = scorer.names
     verdicts = [None if value is None else value > 0 for value in scores.rewards[first]]
     return verdicts, {name: mean(scores.rewards[name]) for name in others}
 

@@ -15,8 +15,7 @@ from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig, RLOOConfig, longest_prompt
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
-from lowmem_grpo.data.difficulty import DifficultyPools
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder, check_dataset
+from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
@@ -40,7 +39,7 @@ from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parameters import check_model, either, taken_in
-from lowmem_grpo.trainer.preflight.how_long import PlannedTime
+from lowmem_grpo.trainer.preflight.first_steps import PlannedTime
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import Rollout, RolloutGroup
 

@@ -59,7 +59,7 @@ class OverlappedTraining:
 
     def on_group(self, index: int, rollouts: list[Rollout]) -> None:
         """Have the rollouts of a prompt scored, all of which are there."""
-        self.calls.take_in(index, rollouts)
+        self.calls.add_group(index, rollouts)
         self.waiting[index] = as_group(self.prompts[index], rollouts)
 
     def meanwhile(self, running: int) -> None:

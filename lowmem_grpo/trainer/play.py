@@ -10,7 +10,7 @@ from lowmem_grpo.config.sampling import EpisodeSettings, SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.environments.tools.bodies import python_calls
 from lowmem_grpo.fast_model import adapter_for, as_request
-from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge_episodes, parts, seeded
+from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge, parts, seeded
 from lowmem_grpo.rollout.metrics import episode_metrics
 from lowmem_grpo.rollout.traced import HumanEngine, Tell, Watched
 from lowmem_grpo.runs.accuracy import Answers
@@ -42,7 +42,7 @@ class Play:
                 played = player.play(model.engine(), prompts, seeded(params, seed))
                 groups += [RolloutGroup(prompt.row, prompt.ids, rollouts)
                            for prompt, rollouts in zip(prompts, played, strict=True)]
-        verdicts, metrics = judge_episodes(functions, groups)
+        verdicts, metrics = judge(functions, groups, episodes=True)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return Answers(in_rows([as_text(rollout.turns) for rollout in rollouts], params.n),
                        in_rows([bool(verdict) for verdict in verdicts], params.n), verdicts.count(None),
@@ -61,7 +61,7 @@ class Play:
         prompt = Prompt(row, [], "")
         with adapter_for(model.inner, as_request(adapter)):
             ((rollout,),) = player.play(engine, [prompt], params)
-        (verdict,), _ = judge_episodes([right], [RolloutGroup(row, prompt.ids, [rollout])])
+        (verdict,), _ = judge([right], [RolloutGroup(row, prompt.ids, [rollout])], episodes=True)
         return rollout, verdict
 
     def player(

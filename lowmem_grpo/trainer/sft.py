@@ -22,9 +22,8 @@ from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.examples import each_of
 from lowmem_grpo.data.packing import PackEncoder
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
-from lowmem_grpo.data.shapes import Shapes
+from lowmem_grpo.data.shapes import Shapes, tokenised
 from lowmem_grpo.data.stream import source_of
-from lowmem_grpo.data.tokenised import tokenised
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.runs.views.live import SFTView
 from lowmem_grpo.trainer.evaluator import OF_LOSS

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.sandbox.system_calls import CAPSET, MACHINES
+from lowmem_grpo.rewards.sandbox.rights import CAPSET, MACHINES
 from lowmem_grpo.rewards.sandbox.worker import children_of
 
 LIBC = ctypes.CDLL(None, use_errno=True)

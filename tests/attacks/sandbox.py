@@ -14,7 +14,7 @@ import click
 from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, Sandbox, why_not
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 from lowmem_grpo.rewards.sandbox.plain import decode
-from lowmem_grpo.rewards.sandbox.system_calls import MACHINES
+from lowmem_grpo.rewards.sandbox.rights import MACHINES
 from lowmem_grpo.rewards.sandbox.trial import Trial
 from lowmem_grpo.rewards.sandbox.worker import WorkerEnded
 from tests.attacks.attack import Verdict, report

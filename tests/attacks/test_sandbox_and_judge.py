@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lowmem_grpo.rewards.sandbox import file_access
+from lowmem_grpo.rewards.sandbox import rights
 from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, why_not
 from tests.attacks import floods, judge, judge_answers
 from tests.attacks.attack import Verdict, report
@@ -25,7 +25,7 @@ def test_no_attack_on_the_sandbox_succeeds(
     monkeypatch.setattr(floods, "PATIENCE", 100.0)  # seconds: only what hangs takes so long
     if fault := why_not(isolation):
         pytest.skip(f"{isolation}: {fault}")
-    if isolation == "process" and file_access.version() < file_access.COMPLETE:
+    if isolation == "process" and rights.landlock_version() < rights.COMPLETE:
         pytest.skip("process: this kernel lacks Landlock 3, and the opt-in says that files are open then")
     status = report(attack(isolation, [part]))
     said = capsys.readouterr().out

@@ -269,8 +269,8 @@ def test_a_dataset_of_the_hub_is_looked_at_where_the_hub_answers(
         rows = Dataset.from_list([{"question": "What?", "answer": f"#### {i}"} for i in range(5)])
         return rows.to_iterable_dataset() if wanted["streaming"] else rows
 
-    monkeypatch.setattr("lowmem_grpo.data.files.load_dataset", load_dataset)
-    monkeypatch.setattr("lowmem_grpo.data.files.find_dataset", lambda name: None)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("lowmem_grpo.models.hub.find_dataset", lambda name: None)
     done = invoke("new", "mine", "--data", "openai/gsm8k:main")
     assert done.exit_code == 0, done.output
     assert asked == [{"path": "openai/gsm8k", "name": "main", "split": "train", "streaming": True}]
@@ -286,7 +286,7 @@ def test_a_hub_that_does_not_answer_leaves_columns_to_fill_in_and_says_so(
     def silent(name: str) -> None:
         raise OSError("the hub does not answer (no route)")
 
-    monkeypatch.setattr("lowmem_grpo.data.files.find_dataset", silent)
+    monkeypatch.setattr("lowmem_grpo.models.hub.find_dataset", silent)
     done = invoke("new", "mine", "--data", "openai/gsm8k:main")
     assert done.exit_code == 0, done.output
     for words in ("could not be looked at: the hub does not answer (no route)", "FILL IN the names of columns",

@@ -12,8 +12,7 @@ from tables import every_row
 from template_tokenizers import CharTokenizer, rows, tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.difficulty import DifficultyPools
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource
+from lowmem_grpo.data.prompts import DataError, DifficultyPools, Prompt, PromptEncoder, PromptSource
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 

@@ -10,7 +10,7 @@ from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes import code
 from lowmem_grpo.recipes.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
 from lowmem_grpo.rewards.ready.code import code_passes_tests
-from lowmem_grpo.rewards.sandbox import command
+from lowmem_grpo.rewards.sandbox import worker
 from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, SandboxError, why_not
 from lowmem_grpo.rewards.sandbox.limits import Limits
 
@@ -84,7 +84,7 @@ def run(folder: Path, *words: str) -> Any:
 
 
 def test_without_a_sandbox_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
+    monkeypatch.setattr(worker, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
     why_not.cache_clear()
     try:
         result = run(tmp_path / "run")
@@ -108,7 +108,7 @@ def test_the_exam_only_takes_right_answers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_exam_without_a_sandbox_is_refused_before_anything_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
+    monkeypatch.setattr(worker, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
     why_not.cache_clear()
     try:
         with pytest.raises(SandboxError, match=r"apt install bubblewrap.*exam has no such option.*--reward MINE\.py"):

@@ -265,8 +265,8 @@ def test_another_configuration_of_the_hub_is_read(source: str, name: str | None,
         seen.append(wanted)
         return Dataset.from_list(rows(1))
 
-    monkeypatch.setattr("lowmem_grpo.data.files.find_dataset", lambda name: None)
-    monkeypatch.setattr("lowmem_grpo.data.files.load_dataset", load_dataset)
+    monkeypatch.setattr("lowmem_grpo.models.hub.find_dataset", lambda name: None)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert gsm8k.make_dataset(source, "test")["answer"][0] == "0"
     assert (seen[0]["path"], seen[0]["name"], seen[0]["split"]) == (source.partition(":")[0], name, "test")
 

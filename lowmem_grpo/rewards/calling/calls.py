@@ -21,6 +21,7 @@ from lowmem_grpo.rewards.calling.contract import (
     TooLateError,
     as_list,
     as_number,
+    as_rewards,
     bind,
     own_limit,
 )
@@ -65,8 +66,10 @@ class CallRecorder:
 class Call:
     """A named function with its lists of N completions. One of the methods `run...` begins the call."""
 
-    def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float) -> None:
-        """Raise MissingColumnError if the function needs an argument that is not there."""
+    def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
+                 groups: Sequence[int] = ()) -> None:
+        """`groups` are the numbers of those that it scores; without any it scores the whole batch. Raises
+        MissingColumnError if the function needs an argument that is not there."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
@@ -75,7 +78,7 @@ class Call:
         self.func = bind(name, func, {**lists, **shared})
         self.lists = lists.keys() - {"environments"}  # those are the ones that were played
         self.future: Future[Any] = Future()
-        self.groups: list[int] = []  # to which its completions belong; empty for the whole batch
+        self.groups = groups
         self.began = self.ended = 0.0
 
     def bound(self) -> Any:
@@ -116,6 +119,11 @@ class Call:
 
     def note_end(self) -> None:
         self.ended = time.monotonic()
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """The rewards (N,) that the finished call returned. RewardError for what is not a list of rewards."""
+        return as_rewards(self.name, self.future.result(), len(self.completions))
 
     @property
     def interval(self) -> tuple[float, float]:

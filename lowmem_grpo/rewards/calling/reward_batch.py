@@ -1,4 +1,4 @@
-"""The one place that makes Scores: of the groups of a batch, some while others are still sampled, and of rows."""
+"""The one place that makes Scores: of the groups of a batch, some of them while others are still sampled."""
 
 import copy
 import threading
@@ -59,40 +59,31 @@ class RewardBatch:
     @property
     def on_group(self) -> OnGroup | None:
         """The function that the engine is to call for each finished group; None if no function is early."""
-        return self.take_in if self.names else None
+        return self.add_group if self.names else None
 
-    def take_in(self, index: int, rollouts: list[Rollout]) -> None:
+    def add_group(self, index: int, rollouts: list[Rollout]) -> None:
         """Have the rollouts of a prompt scored when all of them are there, unless they were handed in before."""
         if not self.names or index in self.sizes:
             return
         self.sizes[index] = len(rollouts)
         lists = lists_of(self.scorer, [RolloutGroup(self.rows[index], [], rollouts)], self.columns)
-        for name in self.names:
-            if name not in self.plain:
-                self.start_task(name, index, lists)
-        if self.plain:
-            self.give_to_worker(index, lists)
-
-    def start_task(self, name: str, group: int, lists: Lists) -> None:
-        call = self.scorer.call(name, lists, self.state)
-        call.groups = [group]
         with self.changed:
-            if self.closed:
-                return
-            self.calls.append(call)
-            call.run_in_loop(self.scorer.loop)
-        call.future.add_done_callback(lambda _: self.over(call))
+            for name in self.names:
+                if name not in self.plain and not self.closed:
+                    self.start_task(self.scorer.call(name, lists, self.state, [index]))
+            if self.plain and not self.closed:
+                self.waiting.append((index, lists))
+                if not self.working:
+                    self.working = True
+                    start_thread("early rewards", self.work)
 
-    def give_to_worker(self, group: int, lists: Lists) -> None:
-        with self.changed:
-            if self.closed:
-                return
-            self.waiting.append((group, lists))
-            free, self.working = not self.working, True
-        if free:
-            start_thread("early rewards", self.work)
+    def start_task(self, call: Call) -> None:
+        """Begin the call of an async function. The lock is held."""
+        self.calls.append(call)
+        call.run_in_loop(self.scorer.loop)
+        call.future.add_done_callback(lambda _: self.finish_call(call))
 
-    def over(self, call: Call) -> None:
+    def finish_call(self, call: Call) -> None:
         """Wake whoever waits for a call that has ended. After the first failure no call begins."""
         with self.changed:
             first = failure(call.future) is not None and not self.closed
@@ -107,16 +98,13 @@ class RewardBatch:
         try:
             while calls := self.next_calls():
                 for call in calls:
-                    self.run(call)
+                    if not self.closed:
+                        call.run()
+                        self.finish_call(call)
         except BaseException as error:  # noqa: BLE001, whoever waits raises it again
             with self.changed:
                 self.broken = error
                 self.changed.notify_all()
-
-    def run(self, call: Call) -> None:
-        if not self.closed:
-            call.run()
-            self.over(call)
 
     def next_calls(self) -> list[Call]:
         """Return the next calls, on all groups that wait; none if there is nothing to do, and the worker then ends."""
@@ -128,16 +116,17 @@ class RewardBatch:
                 self.changed.notify_all()
                 return []
             lists = {name: [value for _, lists in taken for value in lists[name]] for name in taken[0][1]}
-            calls = [self.scorer.call(name, lists, self.state) for name in self.plain]
-            for call in calls:
-                call.groups = [group for group, _ in taken]
+            groups = [group for group, _ in taken]
+            calls = [self.scorer.call(name, lists, self.state, groups) for name in self.plain]
             self.calls += calls
             return calls
 
-    def wait(self) -> float:
-        """Wait until every group that was handed in is scored. Returns the seconds in which calls ran before this wait,
-        while other groups decoded; calls that ran side by side count once. Raises RewardError if a call failed or
+    def wait(self, groups: list[RolloutGroup]) -> float:
+        """Wait until the early functions have scored all groups. Return the seconds in which calls ran before this
+        wait, while other groups decoded; calls that ran side by side count once. Raises RewardError if a call failed or
         passed its time limit."""
+        for index, group in enumerate(groups):
+            self.add_group(index, group.rollouts)  # those that the engine has not told of
         with self.changed:
             hidden = covered([call.interval for call in self.calls if call.began])
             self.hurry = True
@@ -151,14 +140,6 @@ class RewardBatch:
                     return hidden
                 self.changed.wait(pause(begun))
 
-    def calls_on(self, group: int) -> list[Call] | None:
-        """Return the calls of all functions that scored a group, in their order; None if one is not done, or failed."""
-        with self.changed:
-            calls = {call.name: call for call in self.calls if group in call.groups and call.future.done()}
-        if self.failed is not None or len(calls) < len(self.scorer.names):
-            return None
-        return [calls[name] for name in self.scorer.names]
-
     def close(self) -> None:
         with self.changed:
             self.closed, self.waiting = True, []
@@ -168,35 +149,32 @@ class RewardBatch:
     def settle(self, groups: list[RolloutGroup]) -> Scores:
         """Return what all functions say of the groups, once all are sampled. RewardError if one of them failed."""
         with self, self.clock.phase("reward"):
-            self.clock.reward_hidden += self.finish(groups)
+            self.clock.reward_hidden += self.wait(groups)
             return self.scores(groups)
-
-    def scored(self, index: int) -> Scores | None:
-        """Return the scores of a finished group while others are sampled; None where they are not all there. Behind its
-        own, the lists have those of groups that were scored in the same calls."""
-        calls = self.calls_on(index)
-        if calls is None:
-            return None
-        together = [index, *sorted({group for call in calls for group in call.groups} - {index})]
-        spans = spans_of([self.sizes[group] for group in together])
-        return put_together([], calls, self.scorer.names, dict(zip(together, spans, strict=True)), spans[-1].stop)
-
-    def finish(self, groups: list[RolloutGroup]) -> float:
-        """Wait until the early functions have scored all groups. Return the seconds of their calls in which others
-        still decoded. RewardError if one failed."""
-        for index, group in enumerate(groups):
-            self.take_in(index, group.rollouts)  # those that the engine has not told of
-        return self.wait()
 
     def scores(self, groups: list[RolloutGroup]) -> Scores:
         """Return the scores of finished groups. Functions that are not early are called now, each once."""
         rest = [name for name in self.scorer.names if name not in self.names]
         whole = self.scorer.call_whole(rest, lists_of(self.scorer, groups, self.columns), self.now)
-        return self.scorer.scores(whole, self.calls, spans_of([len(group.rollouts) for group in groups]))
+        sizes = {index: len(group.rollouts) for index, group in enumerate(groups)}
+        return self.scorer.scores([*self.calls, *whole], spans_of(sizes))
+
+    def scored(self, index: int) -> Scores | None:
+        """Return the scores of a finished group while others are sampled; None where they are not all there, or a call
+        failed. Behind its own, the lists have those of groups that were scored in the same calls."""
+        with self.changed:
+            calls = [call for call in self.calls if index in call.groups and call.future.done()]
+        if self.failed is not None or len(calls) < len(self.scorer.names):
+            return None
+        together = [index, *sorted({group for call in calls for group in call.groups} - {index})]
+        spans = spans_of({group: self.sizes[group] for group in together})
+        return put_together(calls, self.scorer.names, spans)
 
 
-def spans_of(sizes: list[int]) -> list[range]:
-    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+def spans_of(sizes: dict[int, int]) -> dict[int, range]:
+    """Return the places of the completions of groups that stand side by side, by the sizes of these."""
+    ends = accumulate(sizes.values())
+    return {group: range(end - size, end) for (group, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
@@ -222,18 +200,9 @@ class EpisodeMessages(list[Message]):
         return [message for message in self if message.get("role") == "assistant"][-1]
 
 
-def call(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState | None) -> Scores:
-    lists = lists_of(scorer, groups, columns_of([group.row for group in groups]))
-    calls = scorer.call_whole(scorer.names, lists, state)
-    return scorer.scores(calls, [], [range(sum(len(group.rollouts) for group in groups))])
-
-
-def score_rows(scorer: RewardScorer, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]],
-               state: TrainerState | None) -> Scores:
-    """Return the scores of one completion for each row. Functions get it in the form of its prompt: text or chat."""
-    columns = {name: [row.get(name) for row in rows] for name in columns_of(rows)}
-    completions = [in_form(row, text) for row, text in zip(rows, texts, strict=True)]
-    return scorer.score([row["prompt"] for row in rows], completions, ids, columns, state)
+def score_groups(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState | None) -> Scores:
+    """Return what all functions say of sampled groups, each called once."""
+    return scorer.score_lists(lists_of(scorer, groups, columns_of([group.row for group in groups])), state)
 
 
 def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str]) -> Lists:
@@ -264,15 +233,10 @@ def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
     """A rollout as functions get it: a text where the prompt is one (of an episode the last turn's), else a chat; that
     of an episode without a turn is an empty answer."""
     if not rollout.ending or isinstance(row.get("prompt"), str):
-        return in_form(row, rollout.text)
+        return [{"role": "assistant", "content": rollout.text}] if is_chat(row.get("prompt")) else rollout.text
     turns = rollout.turns or [Turn([], [], [], "stop")]
     return EpisodeMessages(message for turn in turns for message in (
         turn.message or {"role": "assistant", "content": turn.text}, *turn.replies))
-
-
-def in_form(row: dict[str, Any], text: str) -> Any:
-    """Return a completion as a text, or as a chat if the row's prompt is a chat."""
-    return [{"role": "assistant", "content": text}] if is_chat(row["prompt"]) else text
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:

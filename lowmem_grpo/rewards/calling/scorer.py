@@ -8,21 +8,22 @@ numbers, and a warning says so once; anything else is refused.
 Plain functions run one after another in the main thread, as in TRL, so that signal.alarm and what is built on it work;
 a signal of another kind ends one that takes too long. Where the scorer is called in another thread, each runs in a
 daemon thread. Async functions run together in one event loop, which lives as long as the scorer and also works inside a
-notebook's running loop. `of_groups.py` calls functions sooner, in a thread.
+notebook's running loop. `reward_batch.py` calls functions sooner, in a thread.
 """
 
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lowmem_grpo.config.grpo import check_weights
 from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
-from lowmem_grpo.rewards.calling.calls import Call, Lists, wait_for
+from lowmem_grpo.rewards.calling.calls import Call, CallRecorder, Lists, wait_for
 from lowmem_grpo.rewards.calling.contract import RewardError, RewardFunction
 
 __all__ = ["RewardError", "RewardScorer", "Scores"]
@@ -37,12 +38,21 @@ DIGITS = 12  # in a mean over several calls: how a batch was cut into calls depe
 class Scores:
     """The results of the functions on N completions."""
 
-    rewards: dict[str, list[float | None]]  # (N,) for each function; None if it does not apply or was not finite
-    invalid: dict[str, int]  # how many NaN and infinite values of each function became None
+    returned: dict[str, list[float | None]]  # (N,) for each function, NaN and infinity among them; None: not judged
     extras: dict[str, list[Any]]  # (N,) for each column passed to log_extra
     metrics: dict[str, float]  # means of what log_metric got
-    returned: dict[str, list[float | None]] = field(default_factory=dict)  # as `rewards`, but with NaN and infinity
-    converted: dict[str, list[str]] = field(default_factory=dict)  # what each function returned beside numbers
+    converted: dict[str, list[str]]  # what each function returned beside numbers
+
+    @cached_property
+    def rewards(self) -> dict[str, list[float | None]]:
+        """(N,) for each function; None if it does not apply or was not finite."""
+        return {name: [None if contract.is_invalid(value) else value for value in values]
+                for name, values in self.returned.items()}
+
+    @cached_property
+    def invalid(self) -> dict[str, int]:
+        """The number of NaN and infinite values of each function, which are None in `rewards`."""
+        return {name: sum(map(contract.is_invalid, values)) for name, values in self.returned.items()}
 
 
 class RewardScorer:
@@ -99,9 +109,11 @@ class RewardScorer:
     def score(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
               columns: dict[str, list[Any]], trainer_state: Any) -> Scores:
         """Rewards of N completions; every list has length N. Every failure is raised as RewardError in this thread."""
-        lists = self.lists(prompts, completions, completion_ids, columns)
-        calls = self.call_whole(self.names, lists, trainer_state)
-        return self.scores(calls, [], [range(len(completions))])
+        return self.score_lists(self.lists(prompts, completions, completion_ids, columns), trainer_state)
+
+    def score_lists(self, lists: Lists, state: Any) -> Scores:
+        """Return the same for the arguments that `lists` made."""
+        return self.scores(self.call_whole(self.names, lists, state), {0: range(len(lists["completions"]))})
 
     def lists(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
               columns: dict[str, list[Any]]) -> Lists:
@@ -138,7 +150,7 @@ class RewardScorer:
         lists |= dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
         contract.check_lengths(lists, len(completions))
         self.called = {call.name: call for call in self.call_each(self.names, lists, state)}
-        return [contract.as_rewards(name, self.called[name].future.result(), len(completions)) for name in self.names]
+        return [self.called[name].rewards for name in self.names]
 
     def call_each(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
         """Call each of these functions, plain ones first, and wait. The arguments of all are checked before."""
@@ -153,13 +165,13 @@ class RewardScorer:
         wait_for(together)
         return [*alone, *together]
 
-    def call(self, name: str, lists: Lists, state: Any) -> Call:
+    def call(self, name: str, lists: Lists, state: Any, groups: Sequence[int] = ()) -> Call:
         """Return a call that has not begun. MissingColumnError if the function needs what is not there."""
-        return Call(name, self.by_name[name], lists, state, self.timeout)
+        return Call(name, self.by_name[name], lists, state, self.timeout, groups)
 
-    def scores(self, whole: list[Call], early: list[Call], spans: list[range]) -> Scores:
-        """Return the results of calls of the whole batch and of calls of some of its groups; see `put_together`."""
-        scores = put_together(whole, early, self.names, spans, spans[-1].stop if spans else 0)
+    def scores(self, calls: list[Call], spans: dict[int, range]) -> Scores:
+        """Return the results of calls of the whole batch or of some of its groups; see `put_together`."""
+        scores = put_together(calls, self.names, spans)
         for name in scores.converted.keys() - self.said:
             logger.warning("reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of "
                            "floats", name, " and ".join(scores.converted[name]))
@@ -167,74 +179,49 @@ class RewardScorer:
         return scores
 
 
-@dataclass
-class CallPart:
-    """A finished call, the places of its completions in the batch, and what it returned for them."""
-
-    call: Call
-    places: Sequence[int]
-    rewards: list[float | None]
-
-
-def put_together(
-    whole: list[Call], early: list[Call], names: list[str], spans: Sequence[range] | Mapping[int, range], count: int
-) -> Scores:
-    """Return the scores of a batch of `count` completions, whose groups are at the places `spans`, from calls of all of
-    it and of some of its groups. RewardError for a result that is not a list of rewards."""
-    parts: dict[str, list[CallPart]] = {name: [] for name in names}
-    for call in (*early, *whole):
-        size = len(call.completions)
-        places = [place for group in call.groups for place in spans[group]] if call.groups else range(size)
-        parts[call.name].append(CallPart(call, places, contract.as_rewards(call.name, call.future.result(), size)))
-    returned = {name: in_order(parts[name], count) for name in names}
-    return Scores(rewards={name: [None if contract.is_invalid(value) else value for value in values]
-                           for name, values in returned.items()},
-                  invalid={name: sum(map(contract.is_invalid, values)) for name, values in returned.items()},
-                  extras=extras_of([part for name in names for part in parts[name]], count),
-                  metrics=means_of(list(parts.values())), returned=returned,
-                  converted={name: sorted(kinds) for name in names if (kinds := {
-                      kind for part in parts[name] for kind in contract.foreign_types(part.call.future.result())})})
+def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -> Scores:
+    """Return the scores of a batch, whose groups are at the places `spans`, from calls of all of it and of some of its
+    groups. RewardError for a result that is not a list of rewards."""
+    count = sum(map(len, spans.values()))
+    by_name = {name: [call for call in calls if call.name == name] for name in names}
+    returned: dict[str, list[float | None]] = {name: [None] * count for name in names}
+    extras: dict[str, list[Any]] = {}  # a later function replaces a column of an earlier one
+    for call in [call for same in by_name.values() for call in same]:
+        places = [place for group in call.groups for place in spans[group]] if call.groups else range(count)
+        put(returned[call.name], places, call.rewards)
+        for column, logged in call.recorder.extras.items():
+            put(extras.setdefault(column, [None] * count), places, logged)
+    kinds = {name: {kind for call in same for kind in contract.foreign_types(call.future.result())}
+             for name, same in by_name.items()}
+    return Scores(returned, extras, means_of([[call.recorder for call in same] for same in by_name.values()]),
+                  {name: sorted(each) for name, each in kinds.items() if each})
 
 
-def in_order(parts: list[CallPart], count: int) -> list[float | None]:
-    values: list[float | None] = [None] * count
-    for part in parts:
-        for place, reward in zip(part.places, part.rewards, strict=True):
-            values[place] = reward
-    return values
+def put(values: list[Any], places: Sequence[int], parts: list[Any]) -> None:
+    """Put each of some values at its place in the batch."""
+    for place, part in zip(places, parts, strict=True):
+        values[place] = part
 
 
-def extras_of(parts: list[CallPart], count: int) -> dict[str, list[Any]]:
-    """Return the columns passed to log_extra; a later function replaces a column of an earlier one."""
-    extras: dict[str, list[Any]] = {}
-    for part in parts:
-        for column, logged in part.call.recorder.extras.items():
-            values = extras.setdefault(column, [None] * count)
-            for place, value in zip(part.places, logged, strict=True):
-                values[place] = value
-    return extras
-
-
-def means_of(functions: list[list[CallPart]]) -> dict[str, float]:
+def means_of(functions: list[list[CallRecorder]]) -> dict[str, float]:
     """Means of the values passed to log_metric. The values of a function's calls are weighted so that together they
     give what a single call on the whole batch would."""
     logged: dict[str, list[tuple[float, float]]] = defaultdict(list)
     cut = set()
-    for parts in functions:
-        for name, value, weight in weighed(parts):
+    for recorders in functions:
+        for name, value, weight in weighed(recorders):
             logged[name].append((value, weight))
-            if len(parts) > 1:
+            if len(recorders) > 1:
                 cut.add(name)
     means = {name: sum(v * w for v, w in values) / sum(w for _, w in values) for name, values in logged.items()}
     return {name: float(f"{mean:.{DIGITS}g}") if name in cut else mean for name, mean in means.items()}
 
 
-def weighed(parts: list[CallPart]) -> Iterator[tuple[str, float, float]]:
+def weighed(recorders: list[CallRecorder]) -> Iterator[tuple[str, float, float]]:
     """(metric, value, weight) of all that one function logged. Each value of a single call counts as one, as in TRL;
     the values of several calls count as one together."""
-    recorders = [part.call.recorder for part in parts]
     for name in dict.fromkeys(name for recorder in recorders for name in recorder.values):
         logged = [pair for recorder in recorders if name in recorder.values for pair in recorder.weighted(name)]
         total = sum(weight for _, weight in logged)
         for value, weight in logged:
-            yield name, value, weight / total if len(parts) > 1 else 1.0
+            yield name, value, weight / total if len(recorders) > 1 else 1.0

@@ -54,10 +54,18 @@ class RewardCheck:
     totals: list[float | None]  # (P * G,) weighted sums
     groups: int
     groups_with_signal: int
-    signal_share: float  # share of groups whose completions differ in their sum
-    signal_interval: tuple[float, float]  # 95% Wilson interval of that share
     seconds: float  # for the whole check
     columns: list[str] = field(default_factory=list)  # the dataset's
+
+    @property
+    def signal_share(self) -> float:
+        """The share of groups whose completions differ in their sum."""
+        return self.groups_with_signal / self.groups
+
+    @property
+    def signal_interval(self) -> tuple[float, float]:
+        """The 95% Wilson interval of that share."""
+        return wilson_interval(self.signal_share, self.groups)
 
     @property
     def ok(self) -> bool:
@@ -111,12 +119,11 @@ def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
         findings.append(Finding("warning", "", f"rows were skipped: {source.skip_summary()}", "correct or remove them"))
     set_rewards(sampled, trials, scorer.required)
     findings += about_samples(sampled, sum(trial.error is not None for trial in trials))
-    with_signal, rollouts = groups_with_signal(sampled), [rollout for group in sampled for rollout in group.rollouts]
-    share = with_signal / len(sampled)
+    rollouts = [rollout for group in sampled for rollout in group.rollouts]
     result = RewardCheck(
-        by_severity(findings), trials, [prompt.text for prompt in prompts],
-        [rollout.text for rollout in rollouts], [rollout.reward for rollout in rollouts], len(sampled), with_signal,
-        share, wilson_interval(share, len(sampled)), time.monotonic() - started, columns,
+        by_severity(findings), trials, [prompt.text for prompt in prompts], [rollout.text for rollout in rollouts],
+        [rollout.reward for rollout in rollouts], len(sampled), groups_with_signal(sampled),
+        time.monotonic() - started, columns,
     )
     if show:
         print_check(result, console)

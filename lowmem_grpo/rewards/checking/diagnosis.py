@@ -16,7 +16,7 @@ from lowmem_grpo.rewards.calling.contract import (
     own_limit,
     unwrap,
 )
-from lowmem_grpo.rewards.calling.reward_batch import call
+from lowmem_grpo.rewards.calling.reward_batch import score_groups
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.verifier import VerifiedReward
@@ -72,7 +72,7 @@ def try_function(
     scorer.said.add(name)  # conversions become findings here
     started = time.monotonic()
     try:
-        scores = call(scorer, groups, state)
+        scores = score_groups(scorer, groups, state)
     except RewardError as error:
         trial.error = error
         return trial
@@ -83,7 +83,7 @@ def try_function(
     trial.own_limit, trial.trouble = own_limit(func), getattr(unwrap(func), "trouble", None)
     trial.verdicts = scores.metrics.get(f"verdicts/{getattr(func, '__name__', name)}")
     try:
-        trial.empty = call(scorer, [without_text(group) for group in groups], state).rewards[name]
+        trial.empty = score_groups(scorer, [without_text(group) for group in groups], state).rewards[name]
     except RewardError as error:
         trial.empty_error = error
     return trial

@@ -1,20 +1,24 @@
-"""The official client for OpenAI-compatible servers; only this file imports it. `pip install lowmem-grpo[judge]`."""
+"""The official client for OpenAI-compatible servers; only this file imports it. `pip install lowmem-grpo[judge]`.
 
+No message about a judge shows its key, a password in its URL, or characters that a terminal obeys.
+"""
+
+import asyncio
 import inspect
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from importlib import import_module
+from typing import Any
 
-from lowmem_grpo.rewards.judge.judge import unanswered
-from lowmem_grpo.rewards.judge.question import Question
+from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
+
+from lowmem_grpo.rewards.judge.judge import is_address, unanswered
+from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
 from lowmem_grpo.runs.findings import Finding
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
+REPLY_BYTES = 4 << 20  # for one answer; the longest thinking with its scores takes a tenth of it
+REDIRECTS = 5
 SHORTEST = 8  # characters; a shorter key ("local", "EMPTY") is no secret, and stands in ordinary words
 SHOWN = 300  # characters of what a server or its connection says
 PLACE = "[hidden]"
@@ -37,54 +41,116 @@ STATUSES = {  # an answer's: a short name, what the server does, and what to do 
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """A server's answer."""
+    """A server's answer, or the trouble that takes its place."""
 
-    text: str
+    text: str = ""
     cut: bool = False  # at the limit of tokens
     prompt_tokens: int = 0
     completion_tokens: int = 0
     retries: int = 0  # failed requests before this one
     is_chat: bool = True  # False: it is not the answer of a chat API
+    trouble: Finding | None = None
+
+    def ratings(self, question: Question) -> Ratings:
+        """Return the ratings in it. Raises BadReplyError if there are none."""
+        if not self.is_chat:
+            raise BadReplyError("the server's answer is not a chat completion")
+        if self.cut:
+            raise BadReplyError("it was cut off at the limit of tokens", shown(self.text))
+        return question.read(self.text)
+
+    def no_scores(self, fault: str) -> Finding:
+        """Return what to do about a last reply without scores."""
+        if not self.is_chat:
+            return unanswered("api", "what the server answers is not a chat completion",
+                              "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")
+        if self.cut:
+            return unanswered("cut", f"a reply was cut off and is not read ({shown(self.text)})",
+                              'raise the limit: options={"max_tokens": ...}, higher for a model that thinks first')
+        return unanswered("babble", f"a reply has no scores that can be used: {fault}",
+                          "take a model that follows instructions better, or a simpler rubric")
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The error that takes the place of an answer."""
+class ChatClient:
+    """Puts questions to a model of a server, each in a request with the same options."""
 
-    trouble: Finding
-    retries: int = 0
+    def __init__(self, base_url: str | None, api_key: str | None, timeout: float, retries: int, model: str,
+                 options: dict[str, Any]) -> None:
+        """Wait `timeout` seconds for a request. After 408, 409, 429, 5xx, a time-out or a lost connection, repeat it up
+        to `retries` times, 0.5 to 8 s later or when the server says. Raises ValueError if there is no key, or one that
+        no request can hold, if the URL is none, or for an option that no request knows or JSON cannot hold."""
+        self.model, self.options = model, options
+        try:
+            self.api = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries,
+                                   http_client=LimitedClient(timeout))
+        except OpenAIError as error:
+            raise ValueError(f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server "
+                             'of your own takes any text, api_key="local"') from error
+        except Exception as error:  # the client's library has one of its own, and its words may hold a password
+            raise ValueError(WRONG_URL) from error
+        if not VISIBLE.fullmatch(self.api.api_key):  # which the message must not show
+            raise ValueError("the API key has a space, a line break or a letter that is not ASCII, which no request "
+                             "can hold; copy it again, without what stands around it")
+        if not is_address(str(self.api.base_url)):
+            raise ValueError(WRONG_URL)
+        known = inspect.signature(self.api.chat.completions.create).parameters
+        if unknown := sorted(name for name, value in options.items() if name not in known or not is_json(value)):
+            raise ValueError(f"options has {sorted(options)}; it must be what the client's create() takes, without "
+                             f"{unknown}")
+        headers = options.get("extra_headers")
+        hidden = [self.api.api_key, self.api.base_url.password,
+                  *(headers.values() if isinstance(headers, dict) else ())]
+        self.secrets = [text for text in hidden if isinstance(text, str) and len(text) >= SHORTEST]
 
+    async def ask(self, question: Question, fault: str | None) -> JudgeReply:
+        """Return the reply to a question; `fault` says what was wrong with the reply before."""
+        create: Any = self.api.chat.completions.with_raw_response.create
+        try:
+            raw = await create(model=self.model, messages=question.messages(fault), **self.options)
+            answer = raw.parse()
+        except Exception as error:  # noqa: BLE001, what a server sends can raise any in the client and below it
+            request = getattr(error, "request", None)
+            taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
+            return JudgeReply(retries=int(taken) if taken.isdigit() else 0, trouble=self.trouble_of(error))
+        return self.reply_of(answer, raw.retries_taken)
 
-def make_client(base_url: str | None, api_key: str | None, timeout: float, retries: int) -> "AsyncOpenAI":
-    """A client that waits `timeout` seconds for a request. After 408, 409, 429, 5xx, a time-out or a lost connection it
-    repeats the request up to `retries` times, 0.5 to 8 s later or when the server says. Raises ImportError if it is not
-    installed, and ValueError if it has no key, or one that no request can hold, or if the URL is none."""
-    try:
-        from openai import AsyncOpenAI, OpenAIError
+    def reply_of(self, answer: Any, retries: int) -> JudgeReply:
+        """Return the reply in the client's object; a server may have left out any part of it."""
+        try:
+            choice = answer.choices[0]
+            said, cut, is_chat = choice.message.content, choice.finish_reason == "length", True
+        except (AttributeError, TypeError, IndexError, KeyError):
+            said, cut, is_chat = "", False, False
+        usage = getattr(answer, "usage", None)
+        prompt, completion = (count_of(usage, f"{name}_tokens") for name in ("prompt", "completion"))
+        return JudgeReply(self.hide(said) if isinstance(said, str) else "", cut, prompt, completion, retries, is_chat)
 
-        from lowmem_grpo.rewards.judge.limited_client import LimitedClient
-    except ImportError as error:
-        raise ImportError("a judge at a URL needs the package openai: pip install openai") from error
-    try:
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries,
-                             http_client=LimitedClient(timeout))
-    except OpenAIError as error:
-        raise ValueError(f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server of "
-                         'your own takes any text, api_key="local"') from error
-    except Exception as error:  # the client's library has one of its own, and its words may hold a password
-        raise ValueError(WRONG_URL) from error
-    if not VISIBLE.fullmatch(client.api_key):  # which the message must not show
-        raise ValueError("the API key has a space, a line break or a letter that is not ASCII, which no request can "
-                         "hold; copy it again, without what stands around it")
-    if not is_address(str(client.base_url)):
-        raise ValueError(WRONG_URL)
-    return client
+    def trouble_of(self, error: Exception) -> Finding:
+        """Return why a request has no answer."""
+        url = str(self.api.base_url.copy_with(username="", password="", query=None)).rstrip("/")
+        if isinstance(large := error.__cause__ or error, ReplyTooLargeError):
+            return unanswered("large", f"{url} says too much: {large}",
+                              "lower max_tokens in options, without logprobs, or look at what the server sends")
+        if isinstance(error, APITimeoutError):
+            return unanswered("slow", f"{url} did not answer within {self.api.timeout:g} s",
+                              "raise timeout, lower concurrency, or take a faster model")
+        if isinstance(error, APIConnectionError):
+            return unanswered("down", f"{url} cannot be reached ({self.plain(error.__cause__ or error)})",
+                              "check that the server is up and that base_url is right (it usually ends in /v1)")
+        status = getattr(error, "status_code", None) or 500
+        kind, what, fix = STATUSES.get(status) or STATUSES[400 if status < 500 else 500]
+        return unanswered(kind, f"{url} {what.format(model=self.model)} ({self.plain(error)})", fix)
 
+    def hide(self, text: str) -> str:
+        """Return the text without what only the server may know."""
+        for secret in self.secrets:
+            text = text.replace(secret, PLACE)
+        return text
 
-def unknown_options(client: "AsyncOpenAI", options: dict[str, Any]) -> list[str]:
-    """Return the names among `options` that a request does not know, or whose values JSON cannot hold."""
-    known = inspect.signature(client.chat.completions.create).parameters
-    return sorted(name for name, value in options.items() if name not in known or not is_json(value))
+    def plain(self, said: object) -> str:
+        """Return one line of at most SHOWN characters that can be printed, without the secrets."""
+        text = " ".join(self.hide(str(said)).split())[:SHOWN]
+        return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def is_json(value: Any) -> bool:
@@ -95,93 +161,59 @@ def is_json(value: Any) -> bool:
     return True
 
 
-async def ask(
-    client: "AsyncOpenAI", model: str, question: Question, fault: str | None, options: dict[str, Any]
-) -> JudgeReply | Failure:
-    create: Any = client.chat.completions.with_raw_response.create
-    secrets = secrets_of(client, options)
-    try:
-        raw = await create(model=model, messages=question.messages(fault), **options)
-        answer = raw.parse()
-    except Exception as error:  # noqa: BLE001, what a server sends can raise any in the client and below it
-        return failure_of(error, model, client, secrets)
-    return reply_of(answer, raw.retries_taken, secrets)
-
-
-def reply_of(answer: Any, retries: int, secrets: list[str]) -> JudgeReply:
-    """Return the reply in the client's object; a server may have left out any part of it."""
-    try:
-        choice = answer.choices[0]
-        said, cut, is_chat = choice.message.content, choice.finish_reason == "length", True
-    except (AttributeError, TypeError, IndexError, KeyError):
-        said, cut, is_chat = "", False, False
-    text = hidden(said, secrets) if isinstance(said, str) else ""
-    usage = getattr(answer, "usage", None)
-    prompt, completion = (count_of(usage, f"{name}_tokens") for name in ("prompt", "completion"))
-    return JudgeReply(text, cut, prompt, completion, retries, is_chat)
-
-
 def count_of(usage: Any, name: str) -> int:
     count = getattr(usage, name, None)
     return count if type(count) is int and 0 < count < MOST_TOKENS else 0
 
 
-def failure_of(error: Exception, model: str, client: "AsyncOpenAI", secrets: list[str]) -> Failure:
-    request = getattr(error, "request", None)
-    taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
-    trouble = trouble_of(error, model, address(client.base_url), client.timeout, secrets)
-    return Failure(trouble, int(taken) if taken.isdigit() else 0)
+class ReplyTooLargeError(OpenAIError):
+    """A server's answer that is not read to its end. The client of openai passes it on, and does not ask again."""
 
 
-def trouble_of(error: Exception, model: str, url: str, timeout: Any, secrets: list[str]) -> Finding:
-    from openai import APIConnectionError, APITimeoutError
+class LimitedClient(DefaultAsyncHttpxClient):
+    """Reads each answer to its end, up to REPLY_BYTES and for `seconds` in all. It asks for answers that are not packed
+    and takes no others: a packed one could become a thousand times as large. Each answer is read as UTF-8, because a
+    server could also name a packing as its charset."""
 
-    from lowmem_grpo.rewards.judge.limited_client import ReplyTooLargeError
+    def __init__(self, seconds: float) -> None:
+        super().__init__(headers={"Accept-Encoding": "identity"}, timeout=seconds)
+        self.seconds = seconds
 
-    if isinstance(large := error.__cause__ or error, ReplyTooLargeError):
-        return unanswered("large", f"{url} says too much: {large}",
-                          "lower max_tokens in options, without logprobs, or look at what the server sends")
-    if isinstance(error, APITimeoutError):
-        return unanswered("slow", f"{url} did not answer within {timeout:g} s",
-                       "raise timeout, lower concurrency, or take a faster model")
-    if isinstance(error, APIConnectionError):
-        return unanswered("down", f"{url} cannot be reached ({plain(error.__cause__ or error, secrets)})",
-                       "check that the server is up and that base_url is right (it usually ends in /v1)")
-    status = getattr(error, "status_code", None) or 500
-    kind, what, fix = STATUSES.get(status) or STATUSES[400 if status < 500 else 500]
-    return unanswered(kind, f"{url} {what.format(model=model)} ({plain(error, secrets)})", fix)
+    async def send(self, request: Any, **options: Any) -> Any:
+        """Return the answer with its body. Raises ReplyTooLargeError if that is too large or packed, and the client's
+        ReadTimeout if it is not whole in time, even if some of it comes again and again."""
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self.send_with_redirects(request, options | {"stream": True, "follow_redirects": False})
+        except TimeoutError as error:
+            library = import_module(type(request).__module__.partition(".")[0])  # httpx, or its successor
+            raise library.ReadTimeout("the answer was not whole in time", request=request) from error
 
-
-# What a message about a judge never shows: its key, a password in its URL, characters that a terminal obeys
-
-
-def secrets_of(client: Any, options: dict[str, Any]) -> list[str]:
-    """Return what the client and the extra headers of a request hold that only the server may know."""
-    headers = options.get("extra_headers")
-    secrets = [client.api_key, client.base_url.password, *(headers.values() if isinstance(headers, dict) else ())]
-    return [text for text in secrets if isinstance(text, str) and len(text) >= SHORTEST]
-
-
-def hidden(text: str, secrets: Iterable[str]) -> str:
-    for secret in secrets:
-        text = text.replace(secret, PLACE)
-    return text
-
-
-def plain(said: object, secrets: Iterable[str]) -> str:
-    """Return one line of at most SHOWN characters that can be printed, without the secrets."""
-    text = " ".join(hidden(str(said), secrets).split())[:SHOWN]
-    return "".join(char if char.isprintable() else "?" for char in text)
+    async def send_with_redirects(self, request: Any, options: dict[str, Any]) -> Any:
+        """Return the answer at the end of a few redirects."""
+        for _ in range(1 + REDIRECTS):
+            response = await super().send(request, **options)
+            try:
+                body = await body_of(response)
+            finally:
+                await response.aclose()
+            if response.next_request is None:
+                break
+            request = response.next_request
+        headers = response.headers.copy()
+        headers["Content-Type"] = headers.get("Content-Type", "").partition(";")[0]
+        return type(response)(response.status_code, headers=headers, content=body, request=request,
+                              extensions=response.extensions)
 
 
-def address(url: Any) -> str:
-    return str(url.copy_with(username="", password="", query=None)).rstrip("/")
-
-
-def is_address(url: str) -> bool:
-    """Return whether it is the URL of a server: http or https, a host, and a port that there can be."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+async def body_of(response: Any) -> bytes:
+    """Return the whole body. Raises ReplyTooLargeError as soon as it is too large."""
+    packed = response.headers.get("content-encoding", "identity")
+    if packed != "identity":
+        raise ReplyTooLargeError(f"its answer is packed ({packed[:20]}), though it was asked not to pack it")
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > REPLY_BYTES:
+            raise ReplyTooLargeError(f"its answer has more than {REPLY_BYTES} bytes")
+    return bytes(body)

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from lowmem_grpo.rewards.judge.question import Question, Ratings
 from lowmem_grpo.runs.findings import Finding
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
     ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 QUIET_SECONDS = 300.0  # between two warnings of the same kind
+LOCK = threading.Lock()  # guards what judges have warned of
 
 
 @dataclass
@@ -110,10 +112,9 @@ class Complaints:
         self.quiet_seconds = quiet_seconds
         self.said: dict[str, float] = {}  # when, by kind
         self.unsaid: dict[str, int] = {}  # how often since
-        self.lock = threading.Lock()
 
     def say(self, judge: str, trouble: Finding) -> None:
-        with self.lock:
+        with LOCK:
             now, before = time.monotonic(), self.said.get(trouble.kind)
             if before is not None and now - before < self.quiet_seconds:
                 self.unsaid[trouble.kind] = self.unsaid.get(trouble.kind, 0) + 1
@@ -126,11 +127,17 @@ class Complaints:
     def __getstate__(self) -> dict[str, Any]:
         return {"quiet_seconds": self.quiet_seconds, "said": {}, "unsaid": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.Lock())
-
 
 def check_gone(options: dict[str, Any]) -> None:
     """Raise TypeError for an option that is unknown, or that is here no longer, with what to do instead."""
     for name in options:
         raise TypeError(f"a judge has no option {name!r}: {GONE.get(name, 'see docs/judge.md for its options')}")
+
+
+def is_address(url: str) -> bool:
+    """Return whether it is the URL of a server: http or https, a host, and a port that there can be."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeGuard
 
 from lowmem_grpo.rewards.judge.controls import broken
@@ -98,8 +97,8 @@ class Question:
 
     def read(self, reply: str) -> Ratings:
         """Return (score, reason) of each answer in order. BadReplyError if the reply is anything else."""
-        read = partial(read_group, count=len(self.answers)) if self.grouped else read_single
-        return read(reply, low=self.low, high=self.high)
+        bounds = self.low, self.high
+        return read_group(reply, len(self.answers), *bounds) if self.grouped else read_single(reply, *bounds)
 
     @property
     def key(self) -> str:

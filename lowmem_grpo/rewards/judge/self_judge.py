@@ -1,6 +1,5 @@
 """The base model as judge: the engine that samples the run answers, with the adapter off. No second model is needed."""
 
-import logging
 import time
 from typing import Any
 
@@ -10,8 +9,6 @@ from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown
 from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
-
-logger = logging.getLogger(__name__)
 
 TOKENS_OF_A_RATING = 24  # below this there is no room for a reply
 SECOND_TEMPERATURE = 0.7  # a second greedy reply would be the same

@@ -1,13 +1,14 @@
 """A judge behind an OpenAI-compatible URL: many questions at a time, while other completions are still sampled."""
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.rewards.judge import chat_api
-from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
-from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
-from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, is_address, unanswered
+from lowmem_grpo.rewards.judge.question import BadReplyError, Question
 from lowmem_grpo.utils import COUNT, POSITIVE, TEXT, at_least, require
+
+if TYPE_CHECKING:
+    from lowmem_grpo.rewards.judge.chat_api import ChatClient
 
 MARGIN_SECONDS = 5.0  # for what `rate` does besides waiting
 OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `options` cannot change
@@ -31,7 +32,7 @@ class UrlJudge(Judge):
         check_gone(gone)
         where = str(base_url).rpartition("@")[2].partition("?")[0][:99]  # without a password
         require("base_url", where, ("an address that begins with http:// or https://, or None for OpenAI's own",
-                                    lambda _: base_url is None or chat_api.is_address(str(base_url))))
+                                    lambda _: base_url is None or is_address(str(base_url))))
         require("model", model, TEXT)
         for name, value, rule in (("timeout", timeout, POSITIVE), ("deadline", deadline, POSITIVE),
                                   ("retries", retries, at_least(0)), ("concurrency", concurrency, COUNT)):
@@ -43,19 +44,16 @@ class UrlJudge(Judge):
         if own := [name for name in names if name in OURS]:
             raise ValueError(f"options has {names}; it must be without {', '.join(own)}, which the judge sets itself")
         super().__init__(model, cache_size)
-        self.client_settings = (base_url, api_key, min(timeout, deadline), retries)
+        self.client_settings = (base_url, api_key, min(timeout, deadline), retries, model, dict(options or {}))
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
-        self.options = dict(options or {})
-        client = chat_api.make_client(*self.client_settings)  # if there can be no client, the run does not begin
-        if unknown := chat_api.unknown_options(client, self.options):
-            raise ValueError(f"options has {names}; it must be what the client's create() takes, without {unknown}")
-        self._sessions = ClientPool(client)
+        self.sessions: dict[Any, tuple[ChatClient, asyncio.Semaphore]] = {}  # by event loop: neither can be used in two
+        self.spare: ChatClient | None = open_client(*self.client_settings)  # that no loop has used
 
     async def rate(self, questions: list[Question]) -> Round:
         """Return ratings of the questions answered within the deadline. A failure of judging raises no error."""
         now, waiting = self.begin(questions)
-        client, places = self._sessions.here(self)
+        client, places = self.session()
         tasks = [asyncio.ensure_future(self._answer(client, places, question, now)) for question in waiting]
         try:
             if tasks:
@@ -73,66 +71,43 @@ class UrlJudge(Judge):
             self.end(now)
         return now
 
-    async def _answer(self, client: Any, places: asyncio.Semaphore, question: Question, now: Round) -> None:
+    async def _answer(self, client: "ChatClient", places: asyncio.Semaphore, question: Question, now: Round) -> None:
         """Ask until the reply has scores, up to `retries` further times."""
-        fault, last, reply, secrets = None, "", chat_api.JudgeReply(""), chat_api.secrets_of(client, self.options)
+        fault, trouble = None, None
         for attempt in range(1 + self.retries):
             async with places:
-                answer = await chat_api.ask(client, self.name, question, fault, self.options)
-            now.meter.retried += answer.retries + (attempt > 0)
-            if isinstance(answer, chat_api.Failure):
-                now.troubles.append(answer.trouble)
-                return
-            reply = answer
+                reply = await client.ask(question, fault)
+            now.meter.retried += reply.retries + (attempt > 0)
             now.meter.prompt_tokens += reply.prompt_tokens
             now.meter.completion_tokens += reply.completion_tokens
+            if (trouble := reply.trouble) is not None:
+                break
             try:
-                ratings = read(question, reply)
-                self.learn(now, question, [(score, chat_api.hidden(reason, secrets)) for score, reason in ratings])
+                ratings = reply.ratings(question)
+                self.learn(now, question, [(score, client.hide(reason)) for score, reason in ratings])
                 return
             except BadReplyError as bad:
-                fault, last = bad.fault, str(bad)
-        now.troubles.append(no_scores(last, reply))
+                fault, trouble = bad.fault, reply.no_scores(str(bad))
+        assert trouble is not None  # there is at least one attempt
+        now.troubles.append(trouble)
+
+    def session(self) -> tuple["ChatClient", asyncio.Semaphore]:
+        """Return the client of this event loop, and the places for its requests."""
+        loop = asyncio.get_running_loop()
+        if loop not in self.sessions:
+            self.sessions = {other: held for other, held in self.sessions.items() if not other.is_closed()}
+            client, self.spare = self.spare or open_client(*self.client_settings), None
+            self.sessions[loop] = client, asyncio.Semaphore(self.concurrency)
+        return self.sessions[loop]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_sessions"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _sessions=ClientPool())
+        return vars(self) | {"sessions": {}, "spare": None}
 
 
-class ClientPool:
-    """A client and the places for its requests for each event loop: neither can be used in two loops."""
-
-    def __init__(self, spare: Any = None) -> None:
-        """`spare` is a client that no loop has used."""
-        self.spare = spare
-        self.made: dict[Any, tuple[Any, asyncio.Semaphore]] = {}
-
-    def here(self, judge: UrlJudge) -> tuple[Any, asyncio.Semaphore]:
-        loop = asyncio.get_running_loop()
-        if loop not in self.made:
-            client, self.spare = self.spare or chat_api.make_client(*judge.client_settings), None
-            self.made = {other: session for other, session in self.made.items() if not other.is_closed()}
-            self.made[loop] = (client, asyncio.Semaphore(judge.concurrency))
-        return self.made[loop]
-
-
-def read(question: Question, reply: chat_api.JudgeReply) -> Ratings:
-    """Return the ratings in a reply. Raises BadReplyError if there are none."""
-    if not reply.is_chat:
-        raise BadReplyError("the server's answer is not a chat completion")
-    if reply.cut:
-        raise BadReplyError("it was cut off at the limit of tokens", shown(reply.text))
-    return question.read(reply.text)
-
-
-def no_scores(fault: str, reply: chat_api.JudgeReply) -> Finding:
-    if not reply.is_chat:
-        return unanswered("api", "what the server answers is not a chat completion",
-                       "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")
-    if reply.cut:
-        return unanswered("cut", f"a reply was cut off and is not read ({shown(reply.text)})",
-                       'raise the limit: options={"max_tokens": ...}, higher for a model that thinks first')
-    return unanswered("babble", f"a reply has no scores that can be used: {fault}",
-                   "take a model that follows instructions better, or a simpler rubric")
+def open_client(*settings: Any) -> "ChatClient":
+    """Return a client with these settings. Raises ImportError without the package openai."""
+    try:
+        from lowmem_grpo.rewards.judge.chat_api import ChatClient
+    except ImportError as error:
+        raise ImportError("a judge at a URL needs the package openai: pip install openai") from error
+    return ChatClient(*settings)

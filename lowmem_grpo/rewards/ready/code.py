@@ -86,9 +86,10 @@ class CodeVerifier(Verifier):
         self._last = Memory()
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
-        return [verdict_of(tests) for tests in self.judge(completions, *self.given(columns))]
+        return [verdict_of(tests) for tests in self.judge(completions, *self.split_columns(columns))]
 
-    def given(self, columns: dict[str, list[Any]]) -> tuple[list[Any], list[Any] | None]:
+    def split_columns(self, columns: dict[str, list[Any]]) -> tuple[list[Any], list[Any] | None]:
+        """Return the tests of N rows, and the names of what they test, where a column holds these."""
         tests, *functions = (columns[name] for name in self.columns)
         return tests, functions[0] if functions else None
 
@@ -164,7 +165,7 @@ class OfTests(Reward):
 
     def judge(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Any]:
         """Return what `CodeVerifier.judge` does, and log the outcomes of the tests."""
-        judged = self.verifier.judge(texts, *self.verifier.given(columns), skip_faulty=True)
+        judged = self.verifier.judge(texts, *self.verifier.split_columns(columns), skip_faulty=True)
         log = call.get("log_metric")
         outcomes = Counter(test.outcome for tests in judged for test in tests or [] if not test.untestable)
         if outcomes and callable(log) and isinstance(self, CodeReward):

@@ -26,11 +26,10 @@ from types import ModuleType
 from typing import Any
 
 from lowmem_grpo.rewards.sandbox import leetcode, like_pytest
-from lowmem_grpo.rewards.sandbox.file_access import restrict
 from lowmem_grpo.rewards.sandbox.plain import decode, encode
 from lowmem_grpo.rewards.sandbox.remote import Link, RemoteObject, Undecided, described, of_code, of_tests
+from lowmem_grpo.rewards.sandbox.rights import give_up_rights, install_filter, restrict_files
 from lowmem_grpo.rewards.sandbox.subject import Subject
-from lowmem_grpo.rewards.sandbox.system_calls import give_up_rights, install_filter
 
 SOURCE = "code.py"
 NEVER_CALLED = "the test never called the code"
@@ -82,7 +81,7 @@ def prepare(order: dict[str, Any]) -> None:
     limit(order["limits"])
     give_up_rights()
     if order["readable"] is not None:
-        restrict(order["readable"], [order["scratch"], "/dev/null"])
+        restrict_files(order["readable"], [order["scratch"], "/dev/null"])
     install_filter()
 
 

@@ -4,7 +4,9 @@ import functools
 import logging
 import platform
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lowmem_grpo.rewards.sandbox.limits import Limits
@@ -24,6 +26,7 @@ FIX = (
     'protection with isolation="process": limits on time, memory, processes and network hold there too, but if the '
     "kernel lacks Landlock 3 (Linux 6.2) the code can read and write your files"
 )
+WAIT = 1.0  # seconds for trials that have not ended, all of them together
 PROBE = "def probe(number):\n    return number + 1\n"
 logger = logging.getLogger(__name__)
 
@@ -77,3 +80,33 @@ def why_not(isolation: str) -> str | None:
 @functools.cache
 def warn_of_process() -> None:
     logger.warning(PROCESS_WARNING)
+
+
+class SandboxTrials:
+    """Tries each isolation in a thread of its own, and is asked last: a sandbox that hangs holds up nothing else."""
+
+    def __init__(self, names: Sequence[str] = ISOLATIONS, why_not: Callable[[str], str | None] = why_not) -> None:
+        self._why_not = why_not
+        self._reasons: dict[str, str | None] = {}  # by isolation: why it does not work, None where it does
+        self._threads = {name: threading.Thread(target=self._try, args=(name,), daemon=True) for name in names}
+        for thread in self._threads.values():
+            thread.start()
+
+    def _try(self, name: str) -> None:
+        try:
+            self._reasons[name] = self._why_not(name)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the line reports it
+            self._reasons[name] = f"{type(error).__name__}: {error}"
+
+    def line(self, wait: float = WAIT) -> str:
+        """Return one line: the isolation that is taken by default, and why the others are not."""
+        deadline = time.monotonic() + wait
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        reasons = dict(self._reasons)  # a late thread changes nothing any more
+        works = [name for name in self._threads if name in reasons and reasons[name] is None]
+        taken = BY_DEFAULT if BY_DEFAULT in works else None
+        head = taken or ("none by default, process if asked for" if works else "none")
+        states = {name: "works" if why is None else " ".join(why.split())[:120] for name, why in reasons.items()}
+        others = (f"{name}: {states.get(name, 'no answer yet')}" for name in self._threads if name != taken)
+        return f"{head} ({'; '.join(others)})"

@@ -4,16 +4,17 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.sandbox.command import command
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.scratch import ScratchFolder, usage_of_tmpfs
 
@@ -24,6 +25,13 @@ REAP_SECONDS = 5.0  # for a launcher to see the end of its child
 CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as an exit status, and as the sandboxes report it
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
+PROGRAMS = {"bubblewrap": "bwrap"}
+INSIDE = "import sys; sys.path.insert(0, {root!r}); from lowmem_grpo.rewards.sandbox.inside import main; main()"
+HERE = Path(__file__).resolve().parents[2]  # the package's folder
+SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+DEVICES = ("/dev/null", "/dev/urandom")
+SCRATCH, ROOT = "/scratch", "/package"  # their paths inside a namespace
+NOBODY = 65534
 
 
 class WorkerEnded(Exception):  # noqa: N818, it need not be an error
@@ -59,10 +67,11 @@ class Worker:
         self.channel, theirs = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         with theirs:
-            how = command(isolation, self.limits, theirs.fileno(), self._folder.path if self._folder else "")
+            folder = self._folder.path if self._folder else ""
+            words, paths = command(isolation, self.limits, theirs.fileno(), folder)
             try:
                 self._process = subprocess.Popen(
-                    how.words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
+                    words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
                     cwd="/", pass_fds=[theirs.fileno()], start_new_session=True,
                 )
             except OSError as error:
@@ -71,8 +80,7 @@ class Worker:
         for source in (self.channel, self._process.stdout, self._process.stderr):
             assert source is not None
             self._selector.register(source, selectors.EVENT_READ)
-        where = {"scratch": how.scratch, "package": how.package, "readable": how.readable}
-        self._handshake({**order, **where, "limits": asdict(self.limits)})
+        self._handshake({**order, **paths, "limits": asdict(self.limits)})
 
     def _handshake(self, order: dict[str, Any]) -> None:
         """Send the order, and take the scratch directory's descriptor with the first message."""
@@ -242,3 +250,44 @@ def children_of(number: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
     except OSError:
         return []
+
+
+# The command line of each isolation
+
+
+def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the command of a sandboxed Python and the paths that it sees: of its scratch directory, of the package,
+    and what Landlock lets it read (None in a namespace). `descriptor` is the socket's number; `folder` is the scratch
+    directory for `process`."""
+    if isolation == "process":
+        root = str(HERE.parent)
+        readable = [*python_folders(), str(HERE), *DEVICES]
+        return python(root, descriptor), {"scratch": folder, "package": root, "readable": readable}
+    program = shutil.which(PROGRAMS[isolation]) or PROGRAMS[isolation]
+    words = [program, *bubblewrap(limits), "--", *python(ROOT, descriptor)]
+    return words, {"scratch": SCRATCH, "package": ROOT, "readable": None}
+
+
+def python_folders() -> list[str]:
+    """Return the existing folders and files that Python needs to start, none of which lies inside another."""
+    wanted = {path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)}
+    return sorted(path for path in wanted if not any(path.startswith(f"{other}/") for other in wanted))
+
+
+def python(root: str, descriptor: int) -> list[str]:
+    """Return Python without site-packages, environment or bytecode files, running `inside.main`."""
+    code = INSIDE.format(root=root)
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", code, str(descriptor)]
+
+
+def bubblewrap(limits: Limits) -> list[str]:
+    """Arguments of bwrap (0.7 or newer, for --size): new namespaces, and all is read-only except the scratch tmpfs."""
+    words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
+    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+    for path in python_folders():
+        words += ["--ro-bind", path, path]
+    for path in DEVICES:
+        words += ["--dev-bind", path, path]
+    words += ["--ro-bind", str(HERE), f"{ROOT}/{HERE.name}"]
+    words += ["--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH, "--chdir", SCRATCH]
+    return [*words, "--remount-ro", "/"]

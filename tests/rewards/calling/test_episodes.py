@@ -10,7 +10,7 @@ from episodes import CALL, episode, game, tool_use, turn
 from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.rewards import RewardError, RewardScorer, number_equal, repetition_penalty, soft_overlong_penalty
 from lowmem_grpo.rewards.calling.contract import MissingColumnError
-from lowmem_grpo.rewards.calling.reward_batch import EpisodeMessages, RewardBatch, call
+from lowmem_grpo.rewards.calling.reward_batch import EpisodeMessages, RewardBatch, score_groups
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -33,7 +33,7 @@ def scored(*functions: Any, rollouts: list[Rollout] | None = None, row: dict[str
                          [game(), tool_use()] if rollouts is None else rollouts)
     scorer = RewardScorer(list(functions), while_sampling=early, episodes=True)
     if not early:
-        return call(scorer, [group], TrainerState()).rewards
+        return score_groups(scorer, [group], TrainerState()).rewards
     with RewardBatch(scorer, [group], TrainerState()) as scoring:
         return scoring.settle([group]).rewards
 
@@ -133,10 +133,10 @@ def test_runs_of_single_turns_pass_no_environments_and_say_so() -> None:
         seen.update(kwargs)
         return [0.0]
 
-    call(RewardScorer([keeps, repetition_penalty()]), single, TrainerState())
+    score_groups(RewardScorer([keeps, repetition_penalty()]), single, TrainerState())
     assert "environments" not in seen and seen["turns"] == [3], "a column may have that name"
     with pytest.raises(MissingColumnError, match=r"requires environments.*only with tools or an environment_factory"):
-        call(RewardScorer([lambda completions, environments: [0.0]]), single, TrainerState())
+        score_groups(RewardScorer([lambda completions, environments: [0.0]]), single, TrainerState())
     with pytest.raises(RewardError, match=r"columns \['turns'\] have names of reward function arguments; rename them"):
         scored(keeps, row={"prompt": CHAT, "turns": 3})
 

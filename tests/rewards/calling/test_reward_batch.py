@@ -22,7 +22,7 @@ from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
 from lowmem_grpo.rewards.calling import calls
 from lowmem_grpo.rewards.calling.contract import MissingColumnError, TooLateError
-from lowmem_grpo.rewards.calling.reward_batch import RewardBatch, call, covered, score_rows
+from lowmem_grpo.rewards.calling.reward_batch import RewardBatch, covered, score_groups
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -78,10 +78,10 @@ def early(
         yield scoring, groups_of(prompts)
 
 
-def take_in(scoring: RewardBatch, groups: list[RolloutGroup], *order: int) -> None:
+def add_groups(scoring: RewardBatch, groups: list[RolloutGroup], *order: int) -> None:
     """Tell of the groups in this order, or of all in theirs."""
     for index in order or range(len(groups)):
-        scoring.take_in(index, groups[index].rollouts)
+        scoring.add_group(index, groups[index].rollouts)
 
 
 def wait_until(scoring: RewardBatch, holds: Callable[[], bool]) -> None:
@@ -102,7 +102,7 @@ def early_scores(
     """Scores where groups are finished in this order: `apart`, each when those before it are scored."""
     with early(rewards, count, TrainerState(), **settings) as (scoring, groups):
         for index in order:
-            take_in(scoring, groups, index)
+            add_groups(scoring, groups, index)
             if apart:
                 wait_until_idle(scoring)
         return scoring.settle(groups), groups
@@ -153,7 +153,7 @@ def test_scores_do_not_depend_on_the_order_in_which_groups_are_finished(caplog: 
     found, groups = early_scores(RewardScorer(list(funcs), while_sampling=True), apart=True)
     told = [record.message for record in caplog.records]
     caplog.clear()
-    whole = call(RewardScorer(list(funcs)), groups, TrainerState())
+    whole = score_groups(RewardScorer(list(funcs)), groups, TrainerState())
     assert told == [record.message for record in caplog.records] and len(told) == 2
     assert (found.rewards, found.invalid, found.extras) == (whole.rewards, whole.invalid, whole.extras)
     assert found.converted == whole.converted == {"logs": ["bool"], "logs_later": ["Tensor"]}
@@ -183,13 +183,13 @@ def test_what_is_logged_does_not_depend_on_how_a_batch_was_cut_into_calls(first:
             return judges(completions, log_metric)
 
         with early(function, while_sampling=True) as (scoring, groups):
-            take_in(scoring, groups, first)
+            add_groups(scoring, groups, first)
             assert entered.wait(60)
-            take_in(scoring, groups)
+            add_groups(scoring, groups)
             go_on.set()
             found = scoring.settle(groups).metrics
             cut = [len(one.completions) for one in scoring.calls]
-    whole = call(RewardScorer(judges), groups, TrainerState()).metrics
+    whole = score_groups(RewardScorer(judges), groups, TrainerState()).metrics
     assert cut == [3, 9] and found == {name: pytest.approx(value, abs=1e-11) for name, value in whole.items()}
     assert whole == {"failed": 0.25, "digit": 1.5, "threes": pytest.approx(1 / 3)}
 
@@ -241,8 +241,8 @@ def test_functions_that_use_the_engine_or_are_plain_are_called_once_after_sampli
         return [0.0] * len(completions)
 
     with early([Length(), once, last], 2) as (scoring, groups):
-        take_in(scoring, groups)
-        scoring.finish(groups)
+        add_groups(scoring, groups)
+        scoring.wait(groups)
         assert (last.calls, seen) == ([], [])
         scoring.settle(groups)
     assert (len(last.calls), seen) == (1, [6])
@@ -257,9 +257,9 @@ def test_plain_functions_run_one_after_another_on_all_groups_that_wait() -> None
     with held() as (entered, go_on, work):
         first, second = Length(work), Length(runs, "second")
         with early([first, second, Length(runs, "third")]) as (scoring, groups):
-            take_in(scoring, groups, 2)
+            add_groups(scoring, groups, 2)
             assert entered.wait(60)
-            take_in(scoring, groups, 3, 0, 1)
+            add_groups(scoring, groups, 3, 0, 1)
             go_on.set()
             scores = scoring.settle(groups)
     assert [[text[0] for text in texts] for texts in second.calls] == [["2"] * 3, [*"333000111"]]
@@ -286,11 +286,11 @@ def test_groups_are_scored_while_others_decode_and_that_time_is_hidden(
     reward = Length(work)
     with early(reward) as (scoring, groups):
         for index in ORDER[:-1]:
-            take_in(scoring, groups, index)
+            add_groups(scoring, groups, index)
             wait_until_idle(scoring)
         assert [len(texts) for texts in reward.calls] == [SIZE] * 3
         monkeypatch.setattr(LINGER, 60.0)  # the last call does not begin before the wait for it
-        assert scoring.finish(groups) == 3 * SIZE
+        assert scoring.wait(groups) == 3 * SIZE
     assert [len(texts) for texts in reward.calls] == [SIZE] * 4
 
 
@@ -345,7 +345,7 @@ def test_after_a_failure_no_other_call_begins() -> None:
         early_scores([fails, second], apart=True, while_sampling=True)
     assert second.calls == []
     with early(fails_later, 2, while_sampling=True) as (scoring, groups):
-        take_in(scoring, groups, 0)
+        add_groups(scoring, groups, 0)
         wait_until(scoring, lambda: scoring.closed)
         with pytest.raises(RewardError, match="fails_later raised"):
             scoring.settle(groups)
@@ -383,7 +383,7 @@ def test_a_call_that_took_too_long_fails_although_nobody_waited_for_it(clock: Si
         clock.now += 1.0
 
     with early(Slow(work), 1) as (scoring, groups):
-        take_in(scoring, groups)
+        add_groups(scoring, groups)
         wait_until_idle(scoring)
         with pytest.raises(TooLateError, match=r"length did not return within 0\.05 s"):
             scoring.settle(groups)
@@ -396,12 +396,12 @@ def test_seconds_of_calls_side_by_side_are_counted_once(clock: SimpleNamespace) 
             return [0.0] * len(completions)
 
         with early(side_by_side, while_sampling=True) as (scoring, groups):
-            take_in(scoring, groups)
+            add_groups(scoring, groups)
             clock.now += 3.0
             go_on.set()
             wait_until_idle(scoring)
             clock.now += 2.0
-            assert scoring.finish(groups) == 3.0
+            assert scoring.wait(groups) == 3.0
     assert covered([(2.0, 3.0), (0.0, 1.0), (0.5, 0.75), (0.5, 1.5)]) == 2.5
 
 
@@ -439,14 +439,14 @@ def test_sampling_that_fails_leaves_no_calls_behind() -> None:
         reward = Length(work)
         scorer = RewardScorer(reward)
         with pytest.raises(RuntimeError, match="the card is gone"), early(scorer, 3) as (scoring, groups):
-            take_in(scoring, groups, 0)
+            add_groups(scoring, groups, 0)
             assert entered.wait(60)
-            take_in(scoring, groups, 1)
+            add_groups(scoring, groups, 1)
             raise RuntimeError("the card is gone")
         go_on.set()
         reward.work = lambda texts: None
         scores, _ = early_scores(scorer, count=2, order=(1, 0))
-    take_in(scoring, groups, 2)
+    add_groups(scoring, groups, 2)
     wait_until_idle(scoring)
     assert scores.rewards["length"] == [1.0, 2.0, 3.0] * 2
     assert reward.calls[0] == ["0", "00", "000"] and sum(map(len, reward.calls)) == 3 + 6
@@ -477,17 +477,17 @@ class Digits(Length):
 
 def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here no other group is sampled until a finished one is scored."""
-    take_in, begin = RewardBatch.take_in, Batch.take_part
+    add_group, begin = RewardBatch.add_group, Batch.take_part
 
-    def take_in_and_wait(scoring: RewardBatch, index: int, rollouts: list[Rollout]) -> None:
-        take_in(scoring, index, rollouts)
+    def add_group_and_wait(scoring: RewardBatch, index: int, rollouts: list[Rollout]) -> None:
+        add_group(scoring, index, rollouts)
         wait_until_idle(scoring)
 
     def noted(batch: Batch, waiting: Any, room: int) -> Any:
         scored.add(len(reward.calls))
         return begin(batch, waiting, room)
 
-    monkeypatch.setattr(RewardBatch, "take_in", take_in_and_wait)
+    monkeypatch.setattr(RewardBatch, "add_group", add_group_and_wait)
     monkeypatch.setattr(Batch, "take_part", noted)
     runs = {}
     for chosen in (None, False):
@@ -553,7 +553,7 @@ def chat_row() -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": "2+2?"}], "notes": {"of": {"read": []}}}
 
 
-@pytest.mark.parametrize("way", ["whole", "rows", "early", "async"])
+@pytest.mark.parametrize("way", ["whole", "early", "async"])
 def test_what_a_function_changes_is_seen_by_no_other_completion_call_or_record(way: str) -> None:
     counts: list[list[int]] = []
     judged = judged_by_conversation(counts)
@@ -565,14 +565,12 @@ def test_what_a_function_changes_is_seen_by_no_other_completion_call_or_record(w
                           while_sampling=way == "early")
     row, rollouts = chat_row(), [Rollout([7], [0.0], "stop", text) for text in ("4", "5", "6", "7")]
     for _ in range(2):
-        if way == "rows":
-            score_rows(scorer, [row] * 4, ["4"] * 4, [[7]] * 4, None)
-        elif way == "early":
+        if way == "early":
             prompts = [Prompt(row, [1], "")]
             scoring = RewardBatch(scorer, prompts, TrainerState())
             scoring.settle([RolloutGroup(row, [1], rollouts)])
         else:
-            call(scorer, [RolloutGroup(row, [1], rollouts)], None)
+            score_groups(scorer, [RolloutGroup(row, [1], rollouts)], None)
     assert counts == [[2] * 4, [1] * 4] * 4  # as in TRL, whose rows are read anew for each completion
     assert row == chat_row() and [rollout.text for rollout in rollouts] == ["4", "5", "6", "7"]
 
@@ -590,7 +588,7 @@ def test_turns_and_answers_of_episodes_are_copies_and_environments_are_those_tha
     played = episode(turn("50", {"role": "user", "content": "Lower."}), turn("25"), environment=game)
     row, before = chat_row(), copy.deepcopy(played.turns)
     for _ in range(2):
-        call(RewardScorer([spoils], episodes=True), [RolloutGroup(row, [1, 2, 3], [played])], None)
+        score_groups(RewardScorer([spoils], episodes=True), [RolloutGroup(row, [1, 2, 3], [played])], None)
     assert seen == [("25", 3, game)] * 2 and played.turns == before
 
 

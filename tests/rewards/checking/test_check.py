@@ -214,7 +214,7 @@ def test_a_narrow_terminal_keeps_the_names_of_functions_whole(width: int) -> Non
     names = ["number_match", "code_passes_tests", "shared_words"]
     trials = [RewardTrial(name, "verifier", -0.25, [0.123, -0.333], [0.0], verdicts=0.5, seconds=12.5)
               for name in names]
-    result = rewards.RewardCheck([], trials, ["prompt " * 50], ["text " * 80] * 2, [0.1, -0.3], 1, 1, 1.0, (0.0, 1.0),
+    result = rewards.RewardCheck([], trials, ["prompt " * 50], ["text " * 80] * 2, [0.1, -0.3], 1, 1,
                                  0.0)
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     print_check(result, console)

@@ -9,7 +9,7 @@ import pytest
 from sandboxed import LIMITS
 from tables import every_row
 
-from lowmem_grpo.rewards.sandbox import command, file_access, isolation
+from lowmem_grpo.rewards.sandbox import isolation, rights, worker
 from lowmem_grpo.rewards.sandbox.isolation import SandboxError, open_sandbox, why_not
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 
@@ -18,7 +18,7 @@ from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The programs of a machine without bubblewrap; nothing is remembered of any other machine."""
     found = {"bubblewrap": "no-such-bwrap"}
-    monkeypatch.setattr(command, "PROGRAMS", found)
+    monkeypatch.setattr(worker, "PROGRAMS", found)
     for remembers in (why_not, isolation.warn_of_process):
         remembers.cache_clear()
     yield found
@@ -41,7 +41,7 @@ def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptur
         open_sandbox("process")
     assert [record.getMessage() for record in caplog.records] == [isolation.PROCESS_WARNING]
     assert "\n" not in isolation.PROCESS_WARNING and "files" in isolation.PROCESS_WARNING
-    assert f"Landlock {file_access.COMPLETE} " in isolation.PROCESS_WARNING
+    assert f"Landlock {rights.COMPLETE} " in isolation.PROCESS_WARNING
 
 
 def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(tmp_path: Path, programs: dict[str, str]) -> None:
@@ -68,12 +68,12 @@ def test_a_limit_that_limits_nothing_is_refused(name: str, value: Any) -> None:
 
 
 def test_command_lines_shut_everything_that_they_should() -> None:
-    words = command.command("bubblewrap", LIMITS, 7, "").words
+    words, _ = worker.command("bubblewrap", LIMITS, 7, "")
     assert {"--unshare-all", "--die-with-parent", "--new-session", "--clearenv"} <= set(words)
     assert words[words.index("--size"):][:4] == ["--size", str(MIB), "--tmpfs", "/scratch"]
     assert words[words.index("--") - 2:][:2] == ["--remount-ro", "/"] and words[-1] == "7"
     bound = [words[at + 1] for at, word in enumerate(words) if word in ("--ro-bind", "--bind", "--dev-bind")]
     assert "--bind" not in words and not {"/", "/home", "/root", "/tmp", "/proc", "/etc"} & set(bound)
     assert not any(one.startswith(f"{other}/") for one in bound for other in bound if other != "/package")
-    words = command.command("process", LIMITS, 7, "/tmp/x").words
+    words, _ = worker.command("process", LIMITS, 7, "/tmp/x")
     assert words[1:6] == ["-I", "-S", "-B", "-X", "utf8"]

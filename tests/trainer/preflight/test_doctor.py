@@ -18,9 +18,8 @@ from tables import every_row
 from lowmem_grpo import __version__
 from lowmem_grpo.cli.doctor import report
 from lowmem_grpo.cli.main import main
-from lowmem_grpo.trainer.preflight import doctor, machine
-from lowmem_grpo.trainer.preflight.doctor import examine
-from lowmem_grpo.trainer.preflight.machine import NEEDED, TRIED, Checkup, MachineProbe
+from lowmem_grpo.trainer.preflight import doctor
+from lowmem_grpo.trainer.preflight.doctor import NEEDED, TRIED, Checkup, MachineProbe, examine
 
 BLOCK = """
     import importlib.abc, importlib.metadata, sys
@@ -90,6 +89,7 @@ def light(name: str) -> Any:
 def test_without_an_installed_package_it_says_which_version_is_used_all_the_same() -> None:
     found = examine(MachineProbe(version=without("lowmem-grpo"), load=light))
     assert found.versions["lowmem-grpo"] == f"{__version__} (not installed: used from its folder)"
+    assert found.used["code sandbox"] == "unknown (ImportError: no lowmem_grpo.rewards.sandbox.isolation)"
 
 
 def test_this_machine_can_train() -> None:
@@ -159,7 +159,7 @@ def with_card(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Checkup:
     choice = SimpleNamespace(name="vllm", why="vllm 0.30 is installed")
     engines = SimpleNamespace(choose_engine=lambda wanted, device: choice)
     monkeypatch.setattr(doctor, "run_kernel", lambda torch: None)
-    monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(doctor, "driver_version", lambda: "580.1")
     libraries = {name: object() for name in TRIED} | {"torch": fake_torch(cuda)}
     return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
                              lowmem_grpo_trainer_grpo=object(), lowmem_grpo_memory_offload_pages=object()))
@@ -205,15 +205,15 @@ def test_a_kernel_that_does_not_compile_makes_training_impossible(monkeypatch: p
 
 def test_a_version_outside_the_requirements_is_said() -> None:
     wanted = {"transformers": "transformers>=5.17,<5.20"}
-    assert machine.excluded("transformers", "4.56.0", wanted)
-    assert not machine.excluded("transformers", "5.19.0", wanted) and not machine.excluded("other", "1.0", wanted)
+    assert doctor.excluded("transformers", "4.56.0", wanted)
+    assert not doctor.excluded("transformers", "5.19.0", wanted) and not doctor.excluded("other", "1.0", wanted)
 
 
 def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_bytes", lambda folder: 2**30)
+    monkeypatch.setattr(doctor, "free_bytes", lambda folder: 2**30)
     room = SimpleNamespace(available_host_bytes=lambda: 2 * 2**30)
     found = Checkup()
-    machine.look_at_host(fake_look(lowmem_grpo_memory_offload_pages=room), found)
+    doctor.look_at_host(fake_look(lowmem_grpo_memory_offload_pages=room), found)
     assert "2.00 GiB of host memory are free" in found.advice[0]
     assert "1.00 GiB are free on this folder's disk" in found.advice[1]
 
@@ -234,5 +234,5 @@ def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pyte
     for release, wsl in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)):
         monkeypatch.setattr(pages.platform, "uname", lambda release=release: SimpleNamespace(release=release))
         found = Checkup()
-        machine.look_at_host(MachineProbe(), found)
+        doctor.look_at_host(MachineProbe(), found)
         assert any("this is WSL" in line for line in found.advice) == wsl

@@ -1,12 +1,12 @@
-"""The filter of system calls (seccomp) of a sandboxed process: what a computation needs, and nothing else.
+"""The kernel's rules for a sandboxed process: the system calls of a computation, and the files that it may open.
 
-A filter is a small program for the kernel (classic BPF, `struct sock_filter`) that sees a call's number and arguments.
-What is not on the list fails with EPERM: another process or thread, a signal to another, a socket, a renice, a change
-of a file's mode, times or attributes. Calls that are newer than the list fail with ENOSYS, so that the C library takes
-an older one. Calls by another machine's convention (32-bit on x86-64, x32) kill the process. A filter cannot be
-removed, also binds root, and needs no privilege after PR_SET_NO_NEW_PRIVS. It cannot follow a pointer, so it does not
-know which file a name means. The numbers (x86-64, arm64) are from Linux 6.1's unistd.h and never change. Source:
-Documentation/userspace-api/seccomp_filter.rst.
+The filter of system calls (seccomp) is a small program for the kernel (classic BPF, `struct sock_filter`) that sees a
+call's number and arguments. What is not on the list fails with EPERM: another process or thread, a signal to another, a
+socket, a renice, a change of a file's mode, times or attributes. Calls that are newer than the list fail with ENOSYS,
+so that the C library takes an older one. Calls by another machine's convention (32-bit on x86-64, x32) kill the
+process. A filter cannot be removed, also binds root, and needs no privilege after PR_SET_NO_NEW_PRIVS. It cannot follow
+a pointer, so it does not know which file a name means: Landlock does. The numbers (x86-64, arm64) are from Linux 6.1's
+unistd.h and never change. Sources: Documentation/userspace-api/seccomp_filter.rst and landlock.rst.
 """
 
 import ctypes
@@ -145,3 +145,72 @@ def check(result: int, what: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+# Landlock limits what a process may still open and reach, if the kernel has it (from Linux 5.13, often enabled). What
+# each version adds, of which we use all that the kernel has:
+#
+#     1  (5.13)  which files can be opened or made; no look into other processes (/proc/PID/environ, /proc/PID/mem)
+#     2  (5.19)  no file moves into another folder       4  (6.7)   no TCP
+#     3  (6.2)   no file is emptied (O_TRUNC)            5  (6.10)  no orders to devices (ioctl)
+#     6  (6.12)  no signal and no abstract socket reaches a process outside
+#
+# Networks, signals and most orders to devices are also refused by the filter of system calls, on every kernel. Nothing
+# hides that a file exists, nor its size and times: no version restricts `stat`. Landlock needs no privilege. Its three
+# calls have the same numbers on every machine.
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+VERSION_FLAG, PATH_BENEATH = 1, 1
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # rights that a version knows first
+TCP = {4: 0b11}  # bind, connect
+SCOPES = {6: 0b11}  # abstract sockets, signals
+COMPLETE = 3  # the first version that sees every way to empty a file (O_TRUNC): Linux 6.2
+READ_ONLY = EXECUTE | READ_FILE | READ_DIR
+
+
+def landlock_version() -> int:
+    """Return the kernel's version of Landlock; 0 if it is missing or off."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = libc.syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG))
+    return max(int(number), 0)
+
+
+def ruleset_of(known: int) -> bytes:
+    """Return all that a version can restrict, as a struct landlock_ruleset_attr. Older kernels know a shorter one."""
+    files, tcp, scopes = (max((rights for first, rights in table.items() if first <= known), default=0)
+                          for table in (FILES, TCP, SCOPES))
+    return struct.pack("QQQ", files, tcp, scopes)[: 24 if scopes else 16 if tcp else 8]
+
+
+def restrict_files(readable: list[str], writable: list[str]) -> bool:
+    """Allow only reading below `readable` and all to files below `writable`. Returns False if there is no Landlock.
+    no_new_privs must be set. Paths that do not exist are skipped. Raises OSError if the kernel refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    known = landlock_version()
+    if known < 1:
+        return False
+    wanted = ruleset_of(known)
+    (everything,) = struct.unpack_from("Q", wanted)
+    rules = libc.syscall(ctypes.c_long(CREATE_RULESET), wanted, ctypes.c_size_t(len(wanted)), ctypes.c_uint(0))
+    try:
+        check(rules, "landlock_create_ruleset")
+        for paths, rights in ((readable, READ_ONLY), (writable, everything)):
+            for path in filter(os.path.exists, paths):
+                of_files = rights & (EXECUTE | READ_FILE | WRITE_FILE)
+                allow_below(libc, rules, path, rights if os.path.isdir(path) else of_files)
+        check(libc.syscall(ctypes.c_long(RESTRICT_SELF), ctypes.c_int(rules), ctypes.c_uint(0)), "landlock")
+    finally:
+        if rules >= 0:
+            os.close(rules)
+    return True
+
+
+def allow_below(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        rule = struct.pack("=Qi", rights, place)
+        check(libc.syscall(ctypes.c_long(ADD_RULE), ctypes.c_int(rules), ctypes.c_int(PATH_BENEATH), rule,
+                           ctypes.c_uint(0)), f"landlock_add_rule for {path}")
+    finally:
+        os.close(place)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tables import every_row
 
-from lowmem_grpo.rewards.sandbox import system_calls
-from lowmem_grpo.rewards.sandbox.system_calls import (
+from lowmem_grpo.rewards.sandbox import rights
+from lowmem_grpo.rewards.sandbox.rights import (
     ALLOW,
     ALLOWED,
     CHECKED,
@@ -35,14 +35,14 @@ def run_filter(machine: str, arch: int, number: int, *arguments: int) -> int:
     while True:
         code, true, false, value = program[at]
         at += 1
-        if code == system_calls.LOAD:
+        if code == rights.LOAD:
             (accumulator,) = struct.unpack_from("I", data, value)
-        elif code == system_calls.AND:
+        elif code == rights.AND:
             accumulator &= value
-        elif code == system_calls.RETURN:
+        elif code == rights.RETURN:
             return value
         else:
-            holds = accumulator == value if code == system_calls.JUMP_EQUAL else accumulator >= value
+            holds = accumulator == value if code == rights.JUMP_EQUAL else accumulator >= value
             at += true if holds else false
 
 
@@ -54,7 +54,7 @@ def test_the_filter_allows_its_calls_and_no_other(machine: str) -> None:
         wanted = ALLOW if number in allowed else UNKNOWN if number > NEWEST else REFUSED
         assert run_filter(machine, arch, number) == wanted, number
     assert run_filter(machine, arch ^ 1, 0) == KILL
-    assert run_filter(machine, arch, system_calls.X32 + 57) == KILL
+    assert run_filter(machine, arch, rights.X32 + 57) == KILL
 
 
 HIGH = 1 << 40  # above the half that the kernel looks at
@@ -87,7 +87,7 @@ def test_the_numbers_are_the_kernels(machine: str, header: str, prefix: str) -> 
     lines = re.findall(rf"#define {prefix}(\w+)\s+(\d+)", Path(header).read_text())
     known = {name: int(number) for name, number in lines}
     column, _ = MACHINES[machine]
-    ours = {name: numbers[column] for name, numbers in ALLOWED.items()} | {"capset": system_calls.CAPSET[column]}
+    ours = {name: numbers[column] for name, numbers in ALLOWED.items()} | {"capset": rights.CAPSET[column]}
     ours |= {name: numbers[column] for name, (numbers, _) in CHECKED.items()}
     assert {name: number for name, number in ours.items() if name in known} == {
         name: number for name, number in known.items() if name in ours
