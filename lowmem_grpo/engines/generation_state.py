@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Request
+from lowmem_grpo.engines.base import Conversation, Request
 from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, right_aligned
 from lowmem_grpo.engines.prefix_cache import Continuation, KeptPrefix, PrefixCache, fed_together
+from lowmem_grpo.engines.progress import FinishedPrompts
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
 

@@ -1,4 +1,8 @@
-"""What people pass to `fast_generate`, as text and token ids."""
+"""Prompts and chat messages as people give them, as text and token ids.
+
+Arrow (datasets, parquet) gives all dicts of a column the same keys, and None to those that a dict did not have, which
+templates write or refuse. So these keys are left out, at any depth, as `remove_none_values` of TRL does.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
-from lowmem_grpo.engines.messages import plain_message
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
@@ -188,3 +191,30 @@ def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list
                          "pass one for each prompt, or one for all")
     return [(as_sampling_params(each, longest), [prompt])
             for each, prompt in zip(sampling_params, prompts, strict=True)]
+
+
+def without_none(value: Any) -> Any:
+    """Return a value without the keys, at any depth, whose value is None."""
+    if isinstance(value, Mapping):
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    return [without_none(part) for part in value] if isinstance(value, list) else value
+
+
+def plain_message(message: Any) -> Any:
+    """Return a chat message without keys that say nothing; beside tool calls, a content that is missing is None."""
+    if not is_message(message) or not message.keys() & {"content", "tool_calls"}:
+        return message
+    content = without_none(message.get("content"))
+    kept = {key: without_none(value) if key == "tool_calls" else value for key, value in message.items()
+            if value is not None and (key, value) != ("tool_calls", [])}
+    return kept | {"content": content} if "content" in message or "tool_calls" in kept else kept
+
+
+def joined_text(message: Any) -> Any:
+    """Return a chat message whose content is one text, where it is a list of parts that are all text."""
+    parts = message.get("content") if is_message(message) else None
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+             for part in parts]
+    return {**message, "content": "".join(texts)} if all(isinstance(text, str) for text in texts) else message

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.engine import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile, OnGroup
 from lowmem_grpo.engines.batch import Batch, Passes, left_padded
 from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of
 from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, PartialRows
 from lowmem_grpo.engines.kv_cache import right_aligned
-from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
+from lowmem_grpo.engines.progress import ExpectedLengths, FinishedPrompts, Pace
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
 from lowmem_grpo.kernels.frozen import WideWeights

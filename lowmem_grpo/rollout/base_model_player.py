@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Request
-from lowmem_grpo.engines.rounds import converse
+from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.environments.observations import AskBase
 from lowmem_grpo.types import Rollout
 

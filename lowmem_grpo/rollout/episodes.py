@@ -17,7 +17,7 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import Engine, OnGroup, Request
-from lowmem_grpo.engines.rounds import converse
+from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.environments.env_spec import EnvSpecs, messages_of
 from lowmem_grpo.environments.episode import Episode, EpisodeBounds
 from lowmem_grpo.environments.observations import AskBase

@@ -15,8 +15,7 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.base import OnGroup
-from lowmem_grpo.engines.messages import plain_message
-from lowmem_grpo.engines.prompt_inputs import chat_text, encode, is_message, plain
+from lowmem_grpo.engines.prompt_inputs import chat_text, encode, is_message, plain, plain_message
 from lowmem_grpo.types import Rollout, Split
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")

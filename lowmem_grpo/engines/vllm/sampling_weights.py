@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.engine import FOUR, SIXTEEN
-from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
+from lowmem_grpo.engines.vllm.settings import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.shared_linear import Product
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.cards import DEFAULT_SHARE

@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.engines.decoding import budget_of
+from lowmem_grpo.engines.decoding import budget_of, converse
 from lowmem_grpo.engines.request_output import Answers, Logprob
-from lowmem_grpo.engines.rounds import converse
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
