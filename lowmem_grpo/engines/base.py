@@ -96,4 +96,11 @@ class Engine(Protocol):
 
 
 def capabilities_of(engine: Any) -> frozenset[str]:
+    """Return what an engine says that it can do; nothing for a caller's own that does not say."""
     return frozenset(getattr(engine, "capabilities", ()))
+
+
+def slots_of(engine: Any) -> int | None:
+    """Return how many sequences an engine decodes together; None, no bound, for a caller's own that does not say."""
+    slots: int | None = getattr(engine, "slots", None)
+    return slots

@@ -26,8 +26,8 @@ from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
+from lowmem_grpo.rollout.assessment import Evaluation
 from lowmem_grpo.rollout.collector import Collector, SharedCollector
-from lowmem_grpo.rollout.evaluation import Evaluation
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from lowmem_grpo.environments.observations import Anew
+from lowmem_grpo.environments.protocol import Anew
 
 Board = tuple[tuple[int, ...], ...]  # rows of tiles; 0 is an empty place
 FOURS = 0.1  # share of new tiles that are a 4

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowmem_grpo.environments.observations import AskBase
+from lowmem_grpo.environments.protocol import AskBase
 
 FOUND, WRONG, UNREADABLE = 1.0, 0.0, -1.0  # what an episode earns
 LARGEST = 16
