@@ -12,6 +12,7 @@ Meanwhile = Callable[[int], None]  # (sequences that are still decoded)
 # What an engine may be able to do beside `generate(prompts, params)`: the names of arguments, and of a method
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
 EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
+NEEDED = ("name", "kv_bytes", "generate", "on_policy_update", "sleep")  # of a caller's own engine, in a run
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,14 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free everything that the engine owns."""
         ...
+
+
+def check_own_engine(engine: Any) -> None:
+    """Raise TypeError where a caller's own engine lacks what every run uses."""
+    if lacking := [name for name in NEEDED if not hasattr(engine, name)]:
+        raise TypeError(f"engine is a {type(engine).__name__} without {', '.join(lacking)}; an engine has "
+                        f"{', '.join(NEEDED)} (see lowmem_grpo/engines/base.py), and says in `capabilities` what "
+                        "else it can do")
 
 
 def capabilities_of(engine: Any) -> frozenset[str]:

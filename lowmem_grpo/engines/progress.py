@@ -74,6 +74,11 @@ class ExpectedLengths:
         self.most = most
         self.known: OrderedDict[bytes, float] = OrderedDict()
 
+    def note_groups(self, prompts: list[list[int]], groups: list[list[Rollout]]) -> None:
+        """Note how long the answers of a call are."""
+        for prompt, rollouts in zip(prompts, groups, strict=True):
+            self.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+
     def note(self, prompt: list[int], lengths: list[int]) -> None:
         key = key_of(prompt)
         self.known[key] = fmean(lengths)

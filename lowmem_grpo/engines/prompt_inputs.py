@@ -5,7 +5,7 @@ templates write or refuse. So these keys are left out, at any depth, as `remove_
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -67,7 +67,7 @@ def encode(tokenizer: Any, prompt: Any) -> Encoded:
     """Text and ids of one prompt. A string is taken as it is, chat messages through the tokenizer's template."""
     prompt = plain(prompt)
     if isinstance(prompt, Mapping):
-        return encode(tokenizer, of_vllm(prompt))
+        return encode(tokenizer, from_vllm(prompt))
     if not hasattr(prompt, "__len__"):
         raise TypeError(f"fast_generate got a prompt that is a {type(prompt).__name__}; pass {KINDS}")
     if len(prompt) == 0:
@@ -109,9 +109,12 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
     if not names:
         return messages
     texts = [{**message, "content": ""} if message.get("content") is None else message for message in messages]
+    unsaid = [{**message, "content": message.get("content") or None} if message.get("tool_calls") else message
+              for message in messages]
     lost = ""
-    for form in (texts, [*map(with_objects, texts)], [{"content": None, **message} for message in messages],
-                 [*map(with_texts, messages)]):
+    for form in (texts, [with_functions(message, with_object) for message in texts],
+                 [{"content": None, **message} for message in messages],
+                 [with_functions(message, with_text) for message in unsaid]):
         try:
             text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
         except Exception:  # noqa: BLE001 - templates raise what they like; the caller meets it where no form is taken
@@ -135,29 +138,28 @@ def name_of(call: Any) -> str:
     return name
 
 
-def with_objects(message: Any) -> Any:
-    """Return a message whose calls have objects as arguments, where these are JSON in a text."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call)
-        with suppress(TypeError, ValueError):  # an object already, or no JSON
-            function = {**function, "arguments": json.loads(function.get("arguments") or "{}")}
-        calls.append({**call, "function": function} if "function" in call else function)
+def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
+    """Return a message whose calls have their functions, a name and arguments, in another form."""
+    calls = [{**call, "function": form(call["function"])} if "function" in call else form(call)
+             for call in message.get("tool_calls") or []]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def with_texts(message: Any) -> Any:
-    """Return a message whose calls have JSON as arguments, and None as an empty content."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        named = call.get("function", call)
-        if isinstance(named.get("arguments"), Mapping):
-            named = {**named, "arguments": json.dumps(named["arguments"], ensure_ascii=False)}
-        calls.append({**call, "function": named} if "function" in call else named)
-    return {**message, "tool_calls": calls, "content": message.get("content") or None} if calls else message
+def with_object(function: Any) -> Any:
+    """Return a function with an object as arguments, where these are JSON in a text."""
+    with suppress(TypeError, ValueError):  # an object already, or no JSON
+        return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
+    return function
 
 
-def of_vllm(prompt: Mapping[str, Any]) -> Any:
+def with_text(function: Any) -> Any:
+    """Return a function with JSON as arguments, where these are an object."""
+    arguments = function.get("arguments")
+    return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)} \
+        if isinstance(arguments, Mapping) else function
+
+
+def from_vllm(prompt: Mapping[str, Any]) -> Any:
     """Return the prompt in vLLM's dictionary."""
     ids = prompt.get("prompt_token_ids")
     if ids is None and not isinstance(prompt.get("prompt"), str):

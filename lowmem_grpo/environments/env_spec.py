@@ -144,11 +144,11 @@ class EnvSpecs:
             if functions else None
         return EnvSpec(self.tokenizer, toolbox, self.template_kwargs)
 
-    def kit_for(self, row: Mapping[str, Any]) -> EnvSpec:
+    def spec_for(self, row: Mapping[str, Any]) -> EnvSpec:
         return self.by_name["" if self.factories is None else self.factories.name_of(row)]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
-        spec = self.kit_for(row)
+        spec = self.spec_for(row)
         if spec.toolbox is None or made is None:
             return spec.toolbox
         return spec.toolbox.with_functions([*self.tools, *tools_of(made)])
@@ -184,7 +184,7 @@ class EpisodeEncoder(PromptEncoder):
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
         """Return the prompt, however long, or the reason for leaving the row out."""
         try:
-            spec = self.specs.kit_for(row)
+            spec = self.specs.spec_for(row)
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.specs.factories is not None and (problem := self.specs.factories.lacking(row)):

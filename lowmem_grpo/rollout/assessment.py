@@ -3,6 +3,7 @@ a dataset that is not trained on, sampled as in training."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -48,7 +49,7 @@ def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator
 
 
 def seeded(params: SamplingParams, number: int) -> SamplingParams:
-    return SamplingParams(**(vars(params) | {"seed": None if params.seed is None else params.seed + number}))
+    return replace(params, seed=None if params.seed is None else params.seed + number)
 
 
 def in_rows(values: list[Any], width: int) -> list[list[Any]]:

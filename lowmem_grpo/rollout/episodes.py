@@ -179,7 +179,7 @@ class EpisodeBatch:
         """Begin an episode, for the first time or again."""
         index, member = divmod(key, self.n)
         row = self.prompts[index].row
-        spec = self.owner.specs.kit_for(row)
+        spec = self.owner.specs.spec_for(row)
         self.tries[key] += 1
         self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, spec.renderer(row), spec.toolbox, None,
                                  partial(self.seed_of, index, member), self.owner.specs.within)

@@ -114,7 +114,7 @@ class Scoring:
         """Set advantages as they are where these groups are the batch: of completions, and of the turns of episodes."""
         settings = self.weighted
         assign_advantages(groups, self.names, settings)
-        if self.credit is not None:
+        if self.credit is not None and any(rollout.turns for group in groups for rollout in group.rollouts):
             weights = dict(zip(self.names, self.scorer.weights, strict=True))
             paid = [func.__name__ for func in self.scorer.funcs if isinstance(func, EnvironmentReward)]
             discount, state_weight = self.credit.turn_discount, self.credit.state_weight

@@ -18,7 +18,7 @@ from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
-from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.engines.base import Engine, OnGroup, check_own_engine
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.memory.cache_dtype import AUTO
 from lowmem_grpo.memory.plan import MemoryPlan
@@ -122,9 +122,12 @@ class GRPOTrainer(Trainer):
         return longest, longest + config.max_completion_length
 
     def first_engine(self, own: Engine | None) -> Engine:
-        """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
+        """The caller's engine, or the model's own; TypeError where it lacks something, ValueError where `use_vllm` asks
+        for another."""
         prompts = len(self.ranks.place.share(self.args.prompts_per_generation)) or 1
         self.model.loaded.keeper.expect(prompts * self.args.num_generations)
+        if own is not None:
+            check_own_engine(own)
         engine = own or self.model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and engine.name != "vllm":
             raise ValueError(f'use_vllm=True, and the engine is {engine.name}: load the model with '

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import decoding
+from lowmem_grpo.engines.base import check_own_engine
 from lowmem_grpo.types import Rollout
 
 
@@ -75,3 +76,8 @@ def test_an_engine_with_converse_is_asked_itself(tokenizer: PreTrainedTokenizerB
     played, params = Talk([[5]]), SamplingParams()
     decoding.converse(Own(), played, params, tokenizer)
     assert asked == [(played, params)] and not played.takes
+
+
+def test_an_engine_that_lacks_what_a_run_uses_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"engine is a Plain without kv_bytes, on_policy_update, sleep; an engine has"):
+        check_own_engine(Plain())

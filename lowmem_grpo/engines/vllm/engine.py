@@ -167,8 +167,7 @@ class VLLMEngine:
         with random_states_kept(self.policy.device):
             self.in_less_memory(lambda: self.run_with_restart(call), call)
         groups = call.result()
-        for prompt, rollouts in zip(prompts, groups, strict=True):
-            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+        self.expected.note_groups(prompts, groups)
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
