@@ -105,7 +105,8 @@ tokenizer alone.
   states of the process after sampling, so the module `random` would give the same numbers in every step.
 - An engine of your own says what it can do beside `generate(prompts, params)` in `capabilities`, a frozenset of
   `"on_group"`, `"meanwhile"` and `"converse"`. Without `"on_group"` all rewards come after sampling, and a warning says
-  so once.
+  so once. Every run uses its `name`, `kv_bytes`, `on_policy_update(version)` and `sleep()`, too, and refuses an engine
+  that lacks one of them.
 
 A class of your own (a subclass of `rewards.Reward`) can say more by attributes:
 

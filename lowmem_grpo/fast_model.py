@@ -15,7 +15,7 @@ from lowmem_grpo.config.loading import GET_PEFT_MODEL
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
 from lowmem_grpo.engines.prompt_inputs import calls_of, encode, encoded
-from lowmem_grpo.engines.request_output import Answers, RequestOutput
+from lowmem_grpo.engines.request_output import OutputProcessor, RequestOutput
 from lowmem_grpo.memory.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
 from lowmem_grpo.models.export.saving import Saving
@@ -94,7 +94,7 @@ class FastGeneration(Saving):
         with adapter_for(self.inner, request):
             for params, part in calls:
                 groups = engine.generate([ids for _, ids in part], params)
-                answers = Answers(policy, self.loaded.tokenizer, params, request)
+                answers = OutputProcessor(policy, self.loaded.tokenizer, params, request)
                 outputs += [answers.request_output(len(outputs) + place, *prompt, group)
                             for place, (prompt, group) in enumerate(zip(part, groups, strict=True))]
         return outputs

@@ -116,7 +116,7 @@ class FastLanguageModel:
         path = find(model_name, **where)
         check_stored(path, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
-        from lowmem_grpo.engines.token_step import check_graphs
+        from lowmem_grpo.engines.cuda_graphs import check_graphs
         from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
         from lowmem_grpo.memory.offload.embedding import embed_on_host, movable

@@ -5,8 +5,8 @@
     refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
 
 Rows are read as plain values, and their chat messages without the keys that Arrow filled with None and with one text
-for a content of text parts (`engines/messages.py`). Other libraries' classes are known by the names of their modules:
-none of them is imported.
+for a content of text parts (`engines/prompt_inputs.py`). Other libraries' classes are known by the names of their
+modules: none of them is imported.
 
 A run on a stream has a position, the number of rows that it has drawn. To go on from there, the stream is begun again
 and passed over up to it, so it must give the same rows in the same order.
@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any
 
 from lowmem_grpo.data.prompts import DataError, DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
-from lowmem_grpo.engines.messages import joined_text, plain_message, without_none
+from lowmem_grpo.engines.prompt_inputs import joined_text, plain_message, without_none
 
 logger = logging.getLogger(__name__)
 

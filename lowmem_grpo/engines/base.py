@@ -1,12 +1,7 @@
-"""What the trainer asks of a rollout engine, and what every engine keeps: finished prompts, and lengths of answers."""
+"""What the trainer asks of a rollout engine."""
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
-from statistics import fmean
 from typing import Any, Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -17,7 +12,7 @@ Meanwhile = Callable[[int], None]  # (sequences that are still decoded)
 # What an engine may be able to do beside `generate(prompts, params)`: the names of arguments, and of a method
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
 EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
-MOST_PROMPTS = 100_000  # that are remembered, at about 150 bytes each
+NEEDED = ("name", "kv_bytes", "generate", "on_policy_update", "sleep")  # of a caller's own engine, in a run
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ class Engine(Protocol):
         """Get ready to generate; `generate` would do it as well."""
         ...
 
-    # An engine may have an attribute `pace` (`engines/pace.py`), from which a step's log takes where its time went.
+    # An engine may have an attribute `pace` (`engines/progress.py`), from which a step's log takes where its time went.
 
     @property
     def slots(self) -> int | None:
@@ -101,80 +96,20 @@ class Engine(Protocol):
         ...
 
 
+def check_own_engine(engine: Any) -> None:
+    """Raise TypeError where a caller's own engine lacks what every run uses."""
+    if lacking := [name for name in NEEDED if not hasattr(engine, name)]:
+        raise TypeError(f"engine is a {type(engine).__name__} without {', '.join(lacking)}; an engine has "
+                        f"{', '.join(NEEDED)} (see lowmem_grpo/engines/base.py), and says in `capabilities` what "
+                        "else it can do")
+
+
 def capabilities_of(engine: Any) -> frozenset[str]:
+    """Return what an engine says that it can do; nothing for a caller's own that does not say."""
     return frozenset(getattr(engine, "capabilities", ()))
 
 
-class Calls:
-    """The calls that an engine makes to its caller while it samples, and whether one failed."""
-
-    failed_outside: Exception | None = None  # an error of our own code or of the caller's, not of the engine
-
-    @contextmanager
-    def outside_the_engine(self) -> Iterator[None]:
-        """An error raised inside is not the engine's: a new engine would meet it again."""
-        try:
-            yield
-        except Exception as error:
-            self.failed_outside = error
-            raise
-
-
-class FinishedPrompts(Calls):
-    """The rollouts of the prompts that are finished. Each prompt is reported once, even if the call starts again."""
-
-    def __init__(self, prompts: int, on_group: OnGroup | None, meanwhile: Meanwhile | None = None) -> None:
-        self.prompts, self.on_group, self.meanwhile = prompts, on_group, meanwhile
-        self.rollouts: dict[int, list[Rollout]] = {}
-
-    def add(self, prompt: int, rollouts: list[Rollout]) -> None:
-        """Keep and report all rollouts of a prompt."""
-        assert prompt not in self.rollouts, prompt
-        self.rollouts[prompt] = rollouts
-        if self.on_group is not None:
-            self.on_group(prompt, rollouts)
-
-    def between(self, running: int) -> None:
-        """Two steps of decoding are apart, and so many sequences are not finished."""
-        if self.meanwhile is not None and running:
-            with self.outside_the_engine():
-                self.meanwhile(running)
-
-    @property
-    def missing(self) -> list[int]:
-        return [prompt for prompt in range(self.prompts) if prompt not in self.rollouts]
-
-    def result(self) -> list[list[Rollout]]:
-        """The rollouts of all prompts, in the order of the prompts."""
-        return [self.rollouts[prompt] for prompt in range(self.prompts)]
-
-
-class ExpectedLengths:
-    """Mean lengths of the last answers to each prompt; prompts that were sampled longest ago are forgotten first.
-
-    Where not all sequences have room at once, those that will be long are begun first, as the call ends with those that
-    were begun last. Nothing that is drawn depends on the order.
-    """
-
-    def __init__(self, most: int = MOST_PROMPTS) -> None:
-        self.most = most
-        self.known: OrderedDict[bytes, float] = OrderedDict()
-
-    def note(self, prompt: list[int], lengths: list[int]) -> None:
-        key = key_of(prompt)
-        self.known[key] = fmean(lengths)
-        self.known.move_to_end(key)
-        if len(self.known) > self.most:
-            self.known.popitem(last=False)
-
-    def order(self, prompts: list[list[int]]) -> list[int]:
-        """The places of the prompts, the longest expected first. One that was never answered counts as the mean of the
-        others; equals stay in the given order, as all do where nothing is known."""
-        means = [self.known.get(key_of(prompt)) for prompt in prompts]
-        usual = fmean([length for length in means if length is not None] or [0.0])
-        lengths = [usual if length is None else length for length in means]
-        return sorted(range(len(prompts)), key=lambda place: -lengths[place])
-
-
-def key_of(prompt: list[int]) -> bytes:
-    return blake2b(array("i", prompt).tobytes(), digest_size=16).digest()
+def slots_of(engine: Any) -> int | None:
+    """Return how many sequences an engine decodes together; None, no bound, for a caller's own that does not say."""
+    slots: int | None = getattr(engine, "slots", None)
+    return slots

@@ -16,8 +16,7 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed, why_not_beside, why_unavailable
-from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, living
-from lowmem_grpo.engines.vllm.settings import is_of_start
+from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, is_of_start, living
 from lowmem_grpo.memory.cards import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.memory.oom import RolloutLimit
 from lowmem_grpo.models.hub import first_line

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Request
+from lowmem_grpo.engines.base import Conversation, Request
 from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, right_aligned
 from lowmem_grpo.engines.prefix_cache import Continuation, KeptPrefix, PrefixCache, fed_together
+from lowmem_grpo.engines.progress import FinishedPrompts
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
 
@@ -157,8 +158,8 @@ class GenerationState:
         return max(map(len, self.prompts)) + self.ids.shape[1]
 
     @classmethod
-    def of_prompts(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int], device: torch.device,
-                   finished: FinishedPrompts) -> "GenerationState":
+    def from_prompts(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int], device: torch.device,
+                     finished: FinishedPrompts) -> "GenerationState":
         """`params.n` rows of each prompt, before the first token."""
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
         part = None if params.part is None else (params.part[0] * params.n, params.part[1] * params.n)
@@ -167,8 +168,8 @@ class GenerationState:
         return cls(prompts, params, numbers, torch.tensor(budgets, device=device), finished, owners)
 
     @classmethod
-    def of_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
-                 conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
+    def from_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
+                   conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
         """One row of each turn of a round, before the first token. A turn is given back as soon as it is drawn, and its
         numbers follow from its own seed."""
         assert len({request.key for request in requests}) == len(requests), "one turn of a key at a time"
@@ -191,7 +192,7 @@ class GenerationState:
         """Return the rows whose first tokens are held from earlier turns, beside so many rows that run."""
         if not self.requests:
             return []
-        prefixes = {row: kept for row in rows if (kept := self.kept.pop_row(self.requests[row].key)) is not None}
+        prefixes = {row: kept for row in rows if (kept := self.kept.rows.pop(self.requests[row].key, None)) is not None}
         self.kept.trim(self.room - running - len(rows))
         held = {row: kept.shared(self.prompts[row]) for row, kept in prefixes.items()}
         new = {row: len(self.prompts[row]) - shared for row, shared in held.items() if shared}

@@ -60,9 +60,6 @@ class PrefixCache:
     rows: dict[int, KeptPrefix] = field(default_factory=dict)
     most: int | None = None  # that memory had room for; None while it never ran out beside them
 
-    def pop_row(self, key: int) -> KeptPrefix | None:
-        return self.rows.pop(key, None)
-
     def trim(self, room: int) -> None:
         """Drop the oldest until there are at most `room`, or as many as memory had room for."""
         most = room if self.most is None else min(room, self.most)

@@ -1,12 +1,15 @@
-"""What people pass to `fast_generate`, as text and token ids."""
+"""Prompts and chat messages as people give them, as text and token ids.
+
+Arrow (datasets, parquet) gives all dicts of a column the same keys, and None to those that a dict did not have, which
+templates write or refuse. So these keys are left out, at any depth, as `remove_none_values` of TRL does.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
-from lowmem_grpo.engines.messages import plain_message
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
@@ -64,7 +67,7 @@ def encode(tokenizer: Any, prompt: Any) -> Encoded:
     """Text and ids of one prompt. A string is taken as it is, chat messages through the tokenizer's template."""
     prompt = plain(prompt)
     if isinstance(prompt, Mapping):
-        return encode(tokenizer, of_vllm(prompt))
+        return encode(tokenizer, from_vllm(prompt))
     if not hasattr(prompt, "__len__"):
         raise TypeError(f"fast_generate got a prompt that is a {type(prompt).__name__}; pass {KINDS}")
     if len(prompt) == 0:
@@ -106,9 +109,12 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
     if not names:
         return messages
     texts = [{**message, "content": ""} if message.get("content") is None else message for message in messages]
+    unsaid = [{**message, "content": message.get("content") or None} if message.get("tool_calls") else message
+              for message in messages]
     lost = ""
-    for form in (texts, [*map(with_objects, texts)], [{"content": None, **message} for message in messages],
-                 [*map(with_texts, messages)]):
+    for form in (texts, [with_functions(message, with_object) for message in texts],
+                 [{"content": None, **message} for message in messages],
+                 [with_functions(message, with_text) for message in unsaid]):
         try:
             text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
         except Exception:  # noqa: BLE001 - templates raise what they like; the caller meets it where no form is taken
@@ -132,29 +138,28 @@ def name_of(call: Any) -> str:
     return name
 
 
-def with_objects(message: Any) -> Any:
-    """Return a message whose calls have objects as arguments, where these are JSON in a text."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call)
-        with suppress(TypeError, ValueError):  # an object already, or no JSON
-            function = {**function, "arguments": json.loads(function.get("arguments") or "{}")}
-        calls.append({**call, "function": function} if "function" in call else function)
+def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
+    """Return a message whose calls have their functions, a name and arguments, in another form."""
+    calls = [{**call, "function": form(call["function"])} if "function" in call else form(call)
+             for call in message.get("tool_calls") or []]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def with_texts(message: Any) -> Any:
-    """Return a message whose calls have JSON as arguments, and None as an empty content."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        named = call.get("function", call)
-        if isinstance(named.get("arguments"), Mapping):
-            named = {**named, "arguments": json.dumps(named["arguments"], ensure_ascii=False)}
-        calls.append({**call, "function": named} if "function" in call else named)
-    return {**message, "tool_calls": calls, "content": message.get("content") or None} if calls else message
+def with_object(function: Any) -> Any:
+    """Return a function with an object as arguments, where these are JSON in a text."""
+    with suppress(TypeError, ValueError):  # an object already, or no JSON
+        return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
+    return function
 
 
-def of_vllm(prompt: Mapping[str, Any]) -> Any:
+def with_text(function: Any) -> Any:
+    """Return a function with JSON as arguments, where these are an object."""
+    arguments = function.get("arguments")
+    return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)} \
+        if isinstance(arguments, Mapping) else function
+
+
+def from_vllm(prompt: Mapping[str, Any]) -> Any:
     """Return the prompt in vLLM's dictionary."""
     ids = prompt.get("prompt_token_ids")
     if ids is None and not isinstance(prompt.get("prompt"), str):
@@ -188,3 +193,30 @@ def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list
                          "pass one for each prompt, or one for all")
     return [(as_sampling_params(each, longest), [prompt])
             for each, prompt in zip(sampling_params, prompts, strict=True)]
+
+
+def without_none(value: Any) -> Any:
+    """Return a value without the keys, at any depth, whose value is None."""
+    if isinstance(value, Mapping):
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    return [without_none(part) for part in value] if isinstance(value, list) else value
+
+
+def plain_message(message: Any) -> Any:
+    """Return a chat message without keys that say nothing; beside tool calls, a content that is missing is None."""
+    if not is_message(message) or not message.keys() & {"content", "tool_calls"}:
+        return message
+    content = without_none(message.get("content"))
+    kept = {key: without_none(value) if key == "tool_calls" else value for key, value in message.items()
+            if value is not None and (key, value) != ("tool_calls", [])}
+    return kept | {"content": content} if "content" in message or "tool_calls" in kept else kept
+
+
+def joined_text(message: Any) -> Any:
+    """Return a chat message whose content is one text, where it is a list of parts that are all text."""
+    parts = message.get("content") if is_message(message) else None
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+             for part in parts]
+    return {**message, "content": "".join(texts)} if all(isinstance(text, str) for text in texts) else message

@@ -55,7 +55,7 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
-class Answers:
+class OutputProcessor:
     """Turns rollouts into vLLM's shape."""
 
     policy: Policy

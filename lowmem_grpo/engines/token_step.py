@@ -4,37 +4,91 @@ On a card the step is recorded as a CUDA graph, once for each number of rows and
 host needs longer to launch a small step's kernels than the card to run them. Elsewhere the same code runs as it is, and
 one warning says why; `enforce_eager=False` makes that an error. A graph's first run is compared with the same step
 without one.
+
+Rows of `generate` lie in buffers that live as long as the engine, so that the graphs of one call serve the next. Rows
+of turns, and all where nothing is recorded, have buffers of their own.
 """
 
 import logging
-from functools import cache
+import weakref
+from collections.abc import Iterable
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config.loading import VLLM
 from lowmem_grpo.engines.batch import Passes
+from lowmem_grpo.engines.cuda_graphs import (
+    CudaGraph,
+    Record,
+    Run,
+    card_text,
+    differs,
+    not_recorded,
+    refuse_graphs,
+    say_plain,
+)
 from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.kv_cache import LastingStorage
-from lowmem_grpo.engines.step_buffers import CudaGraph, Record, StepBuffers, addresses, up_to_multiple
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.kernels.lora_factors import Kept
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
-from lowmem_grpo.memory.families import family_of, has_experts
-from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import is_out_of_memory
 from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.lora_layers import adapter_state
-from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
+LIVING: "weakref.WeakSet[StepBuffers]" = weakref.WeakSet()
+MOST_GRAPHS = 64  # some MiB each; beyond, the first of them goes
 WARM = 2  # steps without a graph before the first one, in which kernels are compiled and libraries start; then 1
 GROW = 2  # times the places that a call needs, at most, where lasting buffers keep the rows and the width of another
-AGREE = 0.02  # share of the largest logit: how far the first run of a graph may be from the same step without one
-HOST = "its embedding is on the host"
-FIX = "leave enforce_eager out, and token steps run without graphs where they must"
+
+
+class StepBuffers:
+    """Inputs, mask and results of steps of up to R rows whose caches have up to C places."""
+
+    def __init__(self, rows: int, capacity: int, device: torch.device, storage: LastingStorage | None = None) -> None:
+        self.rows, self.capacity, self.storage = rows, capacity, storage
+        self.at = torch.zeros(1, dtype=torch.long, device=device)  # the place of the newest tokens
+        self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
+        self.positions, self.alive = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens, dtype=torch.bool)
+        self.mask = torch.zeros(rows, capacity, dtype=torch.bool, device=device)
+        self.added: Tensor | None = None  # what attention adds to its scores: it would make this of the mask each time
+        self.out: Tensor | None = None  # (R, V), the logits of graphs
+        self.graphs: dict[tuple[int, int], Run] = {}  # by rows and places
+        self.held: list[int] = []  # addresses that graphs read
+        self.adapters: object = None  # that they compute with
+        self.factors: Kept = {}  # the adapters in the dtype of products
+        self.steps = 0  # without a graph
+        LIVING.add(self)
+
+    def hold(self, state: DecodeState, rows: int) -> None:
+        """Take over B rows, and give them a cache and positions that stay; up to `rows` nothing is asked of others."""
+        count, width = state.real.shape
+        state.cache.fix(self.at, rows, self.capacity)
+        real, positions = state.real.clone(), state.positions.clone()  # which may lie here
+        self.at.fill_(width)
+        for part in (self.positions, self.alive, self.mask):
+            part.zero_()
+        self.tokens[:count], self.positions[:count], self.mask[:count, :width] = state.tokens, positions, real
+        if self.added is None:
+            self.added = torch.empty_like(self.mask, dtype=state.cache.growing[0].storage.dtype)
+        self.added.zero_().masked_fill_(~self.mask, -torch.inf)
+        state.positions = self.positions[:count]
+
+    def add_graph(self, key: tuple[int, int], run: Run) -> None:
+        if len(self.graphs) >= MOST_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        self.graphs[key] = run
+
+    def forget_above(self, rows: int) -> None:
+        """Let go of the graphs of more rows, which read what is given back."""
+        self.graphs = {key: run for key, run in self.graphs.items() if key[0] <= rows}
+
+    def forget_graphs(self) -> None:
+        self.graphs.clear()
+        self.factors.clear()
+        self.steps = 0
+
 
 class TokenStep:
     """Feeds the rows of a batch the tokens they drew last."""
@@ -188,79 +242,15 @@ class TokenStep:
         self.record = None
 
 
-def differs(replayed: Tensor, logits: Tensor) -> str:
-    """Return how a graph's logits (B, V) differ from those of the same step without one; "" where they agree or are
-    NaN."""
-    far = (replayed - logits).abs().max() / logits.abs().max()
-    if bool(far <= AGREE) or bool(logits.isnan().any()):
-        return ""
-    return f"it gave logits that differ by {float(far):.2g} of the largest from the same step without a graph"
+def up_to_multiple(width: int, step: int = GRAPH_PLACES) -> int:
+    return -(-width // step) * step
 
 
-def not_of_model(config: Any) -> str:
-    """Return why a model of this config cannot have its cache at fixed addresses, as CUDA graphs need; "" where it
-    can."""
-    family = family_of(config)
-    if family is not None and family.experts is not None and has_experts(config):
-        return "its experts' routes are recorded"
-    if family is not None and family.delta_net:
-        return "the states of its gated delta nets are replaced in each step"
-    if family is not None and family.unlike_layers:
-        return "its layers lend each other keys"
-    return ""
+def addresses(weights: Iterable[Tensor]) -> list[int]:
+    return [part.data_ptr() for part in weights]
 
 
-def not_recorded(policy: Policy) -> str:
-    """Return why a step of a loaded model cannot be a CUDA graph; "" where it can, as far as is known untried."""
-    if policy.device.type != "cuda":
-        return f"the model is on the {policy.device.type}"
-    if policy.autocast_dtype is not None:
-        return f"mixed precision converts weights in each step (load the model in {policy.autocast_dtype})"
-    if on_host(policy.base):
-        return HOST
-    return not_of_model(policy.base.config)
-
-
-def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:
-    """Raise EngineUnavailableError where `enforce_eager=False` asks for CUDA graphs that this model cannot have.
-    Nothing is loaded; a card is tried with a graph of one addition. vLLM judges for itself, but for a mixture on a
-    card."""
-    if asked is not False:
-        return
-    if engine == VLLM:
-        refuse_graphs("" if device.startswith("cpu") or not has_experts(config) else
-                      "how many tokens each expert has is read on the host", FIX)
-        return
-    refuse_graphs("" if device.startswith("cuda") else f"the model is on the {device}", FIX)
-    refuse_graphs(HOST if offloaded else "", "leave enforce_eager or offload_embedding out")
-    refuse_graphs(not_of_model(config) or not_on_card(torch.device(device)), FIX)
-
-
-def refuse_graphs(why: str, fix: str = FIX) -> None:
-    """Raise EngineUnavailableError with the reason and what to do; nothing for no reason."""
-    if why:
-        raise EngineUnavailableError(f"enforce_eager is False, which asks for token steps as CUDA graphs, and {why}; "
-                                     f"{fix}")
-
-
-def not_on_card(device: torch.device) -> str:
-    """Return why a card, or its driver, records no CUDA graph, by trying one addition; "" where it does."""
-    numbers = torch.zeros(8, device=device)
-    try:
-        with torch.cuda.device(device):
-            CudaGraph(lambda: numbers.add_(1))()
-            torch.cuda.synchronize()
-    except RuntimeError as error:
-        return f"{card_text(device)} records no graph ({first_line(error)})"
-    return ""
-
-
-def card_text(device: torch.device) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}, CUDA {torch.version.cuda})"
-
-
-@cache
-def say_plain(why: str) -> None:
-    logger.warning("token steps run without CUDA graphs, several times slower where rows are few: %s. "
-                   "enforce_eager=True says that this is meant", why)
+def forget_all_graphs() -> None:
+    """Let go of the graphs of every engine, which are recorded anew: memory that they read is about to go."""
+    for buffers in list(LIVING):
+        buffers.forget_graphs()

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.loading import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile, OnGroup
 from lowmem_grpo.engines.batch import Batch, Passes, left_padded
 from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of
 from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, PartialRows
 from lowmem_grpo.engines.kv_cache import right_aligned
-from lowmem_grpo.engines.pace import Pace
 from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
+from lowmem_grpo.engines.progress import ExpectedLengths, FinishedPrompts, Pace
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
 from lowmem_grpo.kernels.frozen import WideWeights
@@ -115,10 +115,9 @@ class TransformersEngine:
                    for budget in [budget_of(prompt, params.max_tokens, self.max_seq_length)] * params.n]
         self.kv_bytes = 0
         self.pace.start_call()
-        self.decode(GenerationState.of_prompts(prompts, params, budgets, self.policy.device, finished))
+        self.decode(GenerationState.from_prompts(prompts, params, budgets, self.policy.device, finished))
         groups = finished.result()
-        for prompt, rollouts in zip(prompts, groups, strict=True):
-            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+        self.expected.note_groups(prompts, groups)
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
@@ -134,8 +133,8 @@ class TransformersEngine:
                 self.widest = max(self.widest, len(requests))
                 room = self.bound.under(None) or 2 * self.widest
                 budgets = [budget_of(request.ids, request.max_tokens, self.max_seq_length) for request in requests]
-                self.decode(GenerationState.of_turns(requests, params, budgets, self.policy.device, conversation,
-                                                     self.kept, room))
+                self.decode(GenerationState.from_turns(requests, params, budgets, self.policy.device, conversation,
+                                                       self.kept, room))
         except BaseException:
             self.forget()
             raise
@@ -252,7 +251,8 @@ class TransformersEngine:
             generation.finished.add(prompt, rollouts[place * n : place * n + n])
 
     def note_bytes(self, batch: Batch) -> None:
-        self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + batch.generation.kept.nbytes)
+        kept = batch.generation.kept.nbytes if batch.generation.requests else 0
+        self.kv_bytes = max(self.kv_bytes, batch.state.cache.nbytes + kept)
 
     # Rows that enter
 

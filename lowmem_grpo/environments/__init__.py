@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.environments.observations import Anew, AskBase
     from lowmem_grpo.environments.openenv import OpenEnv, OpenEnvError
+    from lowmem_grpo.environments.protocol import Anew, AskBase
     from lowmem_grpo.environments.tools.mcp import mcp_tools
     from lowmem_grpo.environments.tools.python import python_tool
     from lowmem_grpo.environments.tools.results import FinalResult, ToolError, ToolOutage
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 HOMES = {
-    **dict.fromkeys(("Anew", "AskBase"), "environments.observations"),
+    **dict.fromkeys(("Anew", "AskBase"), "environments.protocol"),
     **dict.fromkeys(("OpenEnv", "OpenEnvError"), "environments.openenv"),
     **dict.fromkeys(("FinalResult", "ToolError", "ToolOutage"), "environments.tools.results"),
     "Toolbox": "environments.tools.toolbox", "mcp_tools": "environments.tools.mcp",

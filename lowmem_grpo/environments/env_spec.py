@@ -1,20 +1,105 @@
-"""What a policy is given for a row: the tools, as it is told of them and as they are called, and how its chat becomes
-tokens."""
+"""What a policy is given for a row: an environment, the tools, as it is told of them and as they are called, and how
+its chat becomes tokens."""
 
+import asyncio
 import copy
+import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.owned import owned
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message, no_chat, odd_role
-from lowmem_grpo.environments.protocol import Answer, Factories, tools_of
+from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, short, tools_of
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, renderer_for
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import TokenLimit
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import Message
+
+logger = logging.getLogger(__name__)
+
+
+class Factories:
+    """The value of `environment_factory`: a class, another callable without arguments, or several by name, of
+    which the column `environment` of a row picks one."""
+
+    def __init__(self, value: Any) -> None:
+        """TypeError for what cannot make environments; each is tried once."""
+        self.several = isinstance(value, Mapping)
+        factories: Mapping[str, Any] = value if isinstance(value, Mapping) else {"": value}
+        if not factories or not all(callable(factory) for factory in factories.values()):
+            fix = f" (write {type(value).__name__}, not {type(value).__name__}())" if hasattr(value, "reset") else ""
+            raise TypeError(f"environment_factory is {short(value)}; pass a class{fix}, or a dict of classes by name, "
+                            "from which environments are made without arguments")
+        self.by_name = dict(factories)
+        self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """Return which factory a row asks for; ValueError where it names none of them."""
+        name = row.get("environment") if self.several else ""
+        if name not in self.by_name:
+            raise ValueError(f"the row's environment is {name!r}, which is not among the environments; "
+                             f"environment_factory has {', '.join(self.by_name)}")
+        return str(name)
+
+    def lacking(self, row: Mapping[str, Any]) -> str:
+        """Return what is wrong with a row that lacks a column which `reset` needs; empty where nothing is."""
+        reset = self.samples[self.name_of(row)].reset
+        needed = [parameter.name for parameter in inspect.signature(reset).parameters.values()
+                  if parameter.default is parameter.empty
+                  and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+        missing = next((name for name in needed if name not in row), None)
+        if missing is None:
+            return ""
+        return (f"{reset.__qualname__} needs {missing!r}, and the row has {', '.join(row)}; rename the parameter or "
+                "the column, or give the parameter a default")
+
+    def make(self, row: Mapping[str, Any]) -> Any:
+        factory = self.by_name[self.name_of(row)]
+        try:
+            return factory()
+        except Exception as error:
+            raise EnvironmentFailedError(f"{short(factory)}() raised {type(error).__name__}: {short(error)}") from error
+
+    def columns_for(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `reset` may get of a row, as objects of its own."""
+        return {name: owned(value) for name, value in row.items() if not (self.several and name == "environment")}
+
+    @property
+    def paying(self) -> list[type]:
+        return list({type(environment): None for environment in self.samples.values() if any(
+            callable(getattr(environment, name, None)) for name in ("step", "get_reward"))})
+
+
+def sample(factory: Callable[[], Any], name: str) -> Any:
+    """Return one environment, to see what it can do; TypeError where it is none."""
+    label = f"environment_factory[{name!r}]" if name else "environment_factory"
+    try:
+        made = factory()
+    except Exception as error:
+        raise TypeError(f"{label}() raised {type(error).__name__}: {short(error)}; environments are made without "
+                        "arguments (functools.partial gives them theirs)") from error
+    if not callable(getattr(made, "reset", None)):
+        raise TypeError(f"{label} made a {type(made).__name__} without a method reset(**row)")
+    close_quietly(made)  # nobody will play in this one
+    return made
+
+
+def close_quietly(made: Any) -> None:
+    """Close an environment at once; a failure is only said."""
+    async def waiting(ended: Any) -> None:
+        await ended
+
+    try:
+        ended = made.close() if callable(getattr(made, "close", None)) else None
+        if inspect.isawaitable(ended):
+            asyncio.run(waiting(ended))
+    except Exception as error:  # noqa: BLE001  (it is the user's, and nothing hangs on it)
+        logger.warning("%s.close raised %s: %s", type(made).__name__, type(error).__name__, short(error))
 
 
 class EnvSpec:
@@ -59,11 +144,11 @@ class EnvSpecs:
             if functions else None
         return EnvSpec(self.tokenizer, toolbox, self.template_kwargs)
 
-    def kit_for(self, row: Mapping[str, Any]) -> EnvSpec:
+    def spec_for(self, row: Mapping[str, Any]) -> EnvSpec:
         return self.by_name["" if self.factories is None else self.factories.name_of(row)]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
-        spec = self.kit_for(row)
+        spec = self.spec_for(row)
         if spec.toolbox is None or made is None:
             return spec.toolbox
         return spec.toolbox.with_functions([*self.tools, *tools_of(made)])
@@ -99,7 +184,7 @@ class EpisodeEncoder(PromptEncoder):
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
         """Return the prompt, however long, or the reason for leaving the row out."""
         try:
-            spec = self.specs.kit_for(row)
+            spec = self.specs.spec_for(row)
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.specs.factories is not None and (problem := self.specs.factories.lacking(row)):

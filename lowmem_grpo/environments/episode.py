@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_grpo.engines.base import Request
-from lowmem_grpo.environments.observations import AskBase
-from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError
+from lowmem_grpo.environments.protocol import Answer, AskBase, EnvHandle, EnvironmentFailedError
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.environments.tools.results import FinalResult, ToolError

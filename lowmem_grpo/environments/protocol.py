@@ -4,35 +4,69 @@ A class with `step` is our kind, whose names are Gym's:
 
     reset(**row) -> observation             # a text, messages of a chat, or None
     step(reply) -> (observation, reward, done)
-    both: an AskBase first, to hear the base model; an observation may be Anew (see observations.py)
+    both: an AskBase first, to hear the base model; an observation may be Anew
     optional: tools (functions that the policy may call), get_reward(), state_key(), close()
 
 A class without `step` is TRL's: its public methods are the tools, and a turn without a call ends the episode. It may
 have no tools, and only make the task in `reset`. Methods may be async.
 """
 
-import asyncio
 import inspect
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
-from lowmem_grpo.data.owned import owned
-from lowmem_grpo.environments.observations import Anew, AskBase
 from lowmem_grpo.types import Message
-
-logger = logging.getLogger(__name__)
 
 NO_TOOLS = ("reset", "get_reward", "close", "state_key", "step")  # public methods that are not the policy's
 ROLES = ("user", "tool", "system", "assistant")
-Factory = Callable[[], Any]
 
 
 class EnvironmentFailedError(RuntimeError):
     """An environment failed, or gave what cannot be used; the message names the call."""
+
+
+@dataclass(frozen=True)
+class Anew:
+    """An observation with which the conversation begins anew: the policy sees the row's prompt and this, and nothing of
+    what was said before. What follows is trained as another sequence of the same episode."""
+
+    observation: Any  # a text, messages of a chat, or None
+
+
+@dataclass(frozen=True)
+class AskBase:
+    """`reset` or `step` returns it to have the base model (the model without its adapter) say something first. The
+    engine of the run samples that, together with what other episodes ask; nothing is trained on it.
+
+    `then` gets the reply as text, and returns what `reset` or `step` would have returned: another AskBase is possible.
+    A reply of which `readable` says False is counted (`other/failure_frequency`), and `then` gets it all the same. So
+    does an empty reply, which is what a question gets that does not fit into the context. ValueError for other values
+    than these.
+    """
+
+    messages: Any  # a text of the user, or messages of a chat
+    then: Callable[[str], Any]
+    readable: Callable[[str], bool] | None = None
+    max_tokens: int = 64
+    temperature: float = 0.0  # 0: the likeliest reply
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.temperature, Real) and 0 <= self.temperature < float("inf")
+        wrong = [
+            f"{name} is {value!r}, not {expected}" for name, value, expected, right in (
+                ("then", self.then, "a function of the reply", callable(self.then)),
+                ("readable", self.readable, "a function of the reply, or None",
+                 self.readable is None or callable(self.readable)),
+                ("max_tokens", self.max_tokens, "a whole number above 0",
+                 type(self.max_tokens) is int and self.max_tokens > 0),
+                ("temperature", self.temperature, "0 or above", number),
+            ) if not right
+        ]
+        if wrong:
+            raise ValueError(f"AskBase: {'; '.join(wrong)}")
 
 
 @dataclass
@@ -142,85 +176,6 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
         return list(tools() if callable(tools) else tools)
     names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
     return [getattr(made, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
-
-
-class Factories:
-    """The value of `environment_factory`: a class, another callable without arguments, or several by name, of
-    which the column `environment` of a row picks one."""
-
-    def __init__(self, value: Any) -> None:
-        """TypeError for what cannot make environments; each is tried once."""
-        self.several = isinstance(value, Mapping)
-        factories: Mapping[str, Any] = value if isinstance(value, Mapping) else {"": value}
-        if not factories or not all(callable(factory) for factory in factories.values()):
-            fix = f" (write {type(value).__name__}, not {type(value).__name__}())" if hasattr(value, "reset") else ""
-            raise TypeError(f"environment_factory is {short(value)}; pass a class{fix}, or a dict of classes by name, "
-                            "from which environments are made without arguments")
-        self.by_name = dict(factories)
-        self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
-
-    def name_of(self, row: Mapping[str, Any]) -> str:
-        """Return which factory a row asks for; ValueError where it names none of them."""
-        name = row.get("environment") if self.several else ""
-        if name not in self.by_name:
-            raise ValueError(f"the row's environment is {name!r}, which is not among the environments; "
-                             f"environment_factory has {', '.join(self.by_name)}")
-        return str(name)
-
-    def lacking(self, row: Mapping[str, Any]) -> str:
-        """Return what is wrong with a row that lacks a column which `reset` needs; empty where nothing is."""
-        reset = self.samples[self.name_of(row)].reset
-        needed = [parameter.name for parameter in inspect.signature(reset).parameters.values()
-                  if parameter.default is parameter.empty
-                  and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
-        missing = next((name for name in needed if name not in row), None)
-        if missing is None:
-            return ""
-        return (f"{reset.__qualname__} needs {missing!r}, and the row has {', '.join(row)}; rename the parameter or "
-                "the column, or give the parameter a default")
-
-    def make(self, row: Mapping[str, Any]) -> Any:
-        factory = self.by_name[self.name_of(row)]
-        try:
-            return factory()
-        except Exception as error:
-            raise EnvironmentFailedError(f"{short(factory)}() raised {type(error).__name__}: {short(error)}") from error
-
-    def columns_for(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `reset` may get of a row, as objects of its own."""
-        return {name: owned(value) for name, value in row.items() if not (self.several and name == "environment")}
-
-    @property
-    def paying(self) -> list[type]:
-        return list({type(environment): None for environment in self.samples.values() if any(
-            callable(getattr(environment, name, None)) for name in ("step", "get_reward"))})
-
-
-def sample(factory: Factory, name: str) -> Any:
-    """Return one environment, to see what it can do; TypeError where it is none."""
-    label = f"environment_factory[{name!r}]" if name else "environment_factory"
-    try:
-        made = factory()
-    except Exception as error:
-        raise TypeError(f"{label}() raised {type(error).__name__}: {short(error)}; environments are made without "
-                        "arguments (functools.partial gives them theirs)") from error
-    if not callable(getattr(made, "reset", None)):
-        raise TypeError(f"{label} made a {type(made).__name__} without a method reset(**row)")
-    shut(made)  # nobody will play in this one
-    return made
-
-
-def shut(made: Any) -> None:
-    """Close an environment at once; a failure is only said."""
-    async def waiting(ended: Any) -> None:
-        await ended
-
-    try:
-        ended = made.close() if callable(getattr(made, "close", None)) else None
-        if inspect.isawaitable(ended):
-            asyncio.run(waiting(ended))
-    except Exception as error:  # noqa: BLE001  (it is the user's, and nothing hangs on it)
-        logger.warning("%s.close raised %s: %s", type(made).__name__, type(error).__name__, short(error))
 
 
 def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

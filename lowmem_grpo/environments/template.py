@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text
+from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text, with_functions
 from lowmem_grpo.types import Message
 
 STEM = "Zq7w"  # begins stand-in words; it grows by a letter wherever somebody writes it
@@ -187,7 +187,5 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
     """Return the message with the arguments of its calls in another form, where they are no text."""
-    calls = [call | {"function": call["function"] | {"arguments": form(call["function"]["arguments"])}}
-             if not isinstance(call["function"]["arguments"], str) else call
-             for call in message.get("tool_calls") or []]
-    return message | {"tool_calls": calls} if calls else message
+    return with_functions(message, lambda function: function if isinstance(function["arguments"], str) else
+                          function | {"arguments": form(function["arguments"])})

@@ -76,10 +76,10 @@ class Workers:
         job = WorkerJob(key, work, limit, self.loop)
         self.running.add(job)
         self.waiting.put(job)
-        self.man()
+        self.start_threads()
         return job
 
-    def man(self) -> None:
+    def start_threads(self) -> None:
         """Begin as many threads as there are jobs, within the bound."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
@@ -124,7 +124,7 @@ class Workers:
             job.dropped, job.error = True, job.too_late()
         self.threads -= len(late)  # their threads are lost
         self.running.difference_update(late)
-        self.man()
+        self.start_threads()
         return late
 
     def hurry(self, seconds: float) -> None:

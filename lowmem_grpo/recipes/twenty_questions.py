@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.environments.observations import AskBase
+from lowmem_grpo.environments.protocol import AskBase
 from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach

@@ -3,37 +3,41 @@
     while there are episodes: put finished results in as requests; decode; hand finished turns to the workers
 
 The groups finish early, so that their rewards overlap with the play of others. An episode that an environment failed is
-played once more, with the same seeds; the second time its rollout stays out of the step.
+played once more, with the same seeds; the second time its rollout stays out of the step. A run in which all fail ends.
 """
 
 import logging
 import math
 import random
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.engines.base import Engine, OnGroup, Request
-from lowmem_grpo.engines.rounds import converse
+from lowmem_grpo.engines.base import Engine, OnGroup, Request, slots_of
+from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.environments.env_spec import EnvSpecs, messages_of
 from lowmem_grpo.environments.episode import Episode, EpisodeBounds
-from lowmem_grpo.environments.observations import AskBase
-from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError
+from lowmem_grpo.environments.protocol import Answer, AskBase, EnvHandle, EnvironmentFailedError
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import ToolOutage
 from lowmem_grpo.environments.workers import WorkerJob, Workers
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
-from lowmem_grpo.rollout.base_model_player import BaseModelPlayer
-from lowmem_grpo.rollout.failed_episodes import Failure, Outages, say_too_long
+from lowmem_grpo.rollout.speakers import BaseModelPlayer
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
 TRIES = 2  # how often an episode is played that an environment fails
 BESIDE = 1.5  # episodes that are played at a time, for each sequence that an engine decodes at a time
 CLOSING = 5.0  # seconds for environments to close where a batch breaks off
+ALL_FAILED = 3  # batches in a row in which all episodes fail end a run; before an episode has not failed, one does
+NAMED = 3  # failures of a batch that the log names
+PACKAGE = str(Path(__file__).parents[1])
+Failure = tuple[str, BaseException]  # (what to say, the error)
 
 
 class Episodes:
@@ -44,22 +48,17 @@ class Episodes:
         self.specs, self.bounds, self.stopping = specs, bounds, stopping
         self.loop = BackgroundLoop("environments")  # what an async tool keeps open belongs to its loop
         self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
-        self.outages = Outages()
+        self.worked = False  # whether an episode has not failed
+        self.failed_batches = 0  # in a row, in which all episodes failed
+        self.shown: set[str] = set()  # lines of users that are in the log
         self.said_empty = False
-
-    def say_empty(self) -> None:
-        """Warn once that a policy reads nothing of its task."""
-        if not self.said_empty:
-            self.said_empty = True
-            logger.warning("reset returned nothing and the row has no prompt, so the policy reads an empty message of "
-                           "the user, as in TRL; to give it a task let reset return a text, or give the rows a prompt")
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
         """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got. EnvironmentFailedError
         where all episodes fail: of the first batch, or of three batches in a row."""
-        slots = getattr(engine, "slots", None)  # a caller's own engine may not say
+        slots = slots_of(engine)
         live = None if slots is None else math.ceil(BESIDE * slots)
         batch = EpisodeBatch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
         try:
@@ -67,10 +66,50 @@ class Episodes:
         finally:
             batch.close()
         self.waited = batch.workers.waited
-        result = batch.result()
-        say_too_long(batch.too_long, self.bounds.context)
-        self.outages.settle([rollout for group in result for rollout in group], batch.failures)
+        result = [batch.results[index] for index in range(len(prompts))]
+        if batch.too_long:
+            logger.warning("what reset returned did not fit in %d episodes: the first prompt has %d tokens, and the "
+                           "context has room for %d. Return less, or load the model with a larger max_seq_length",
+                           len(batch.too_long), max(batch.too_long), self.bounds.context)
+        self.name_failures(batch.failures)
+        self.check_working([rollout for group in result for rollout in group], batch.failures)
         return result
+
+    def warn_of_empty_prompt(self) -> None:
+        """Warn once that a policy reads nothing of its task."""
+        if not self.said_empty:
+            self.said_empty = True
+            logger.warning("reset returned nothing and the row has no prompt, so the policy reads an empty message of "
+                           "the user, as in TRL; to give it a task let reset return a text, or give the rows a prompt")
+
+    def name_failures(self, failures: list[Failure]) -> None:
+        """Name the first failures of a batch in the log, each kind once with the user's own lines."""
+        for said, error in failures[:NAMED]:
+            lines = where_it_failed(error)
+            logger.warning("an environment failed: %s%s", said, "" if lines in self.shown else lines)
+            self.shown.add(lines)
+        if len(failures) > NAMED:
+            logger.warning("environments failed %d times in this batch", len(failures))
+
+    def check_working(self, rollouts: list[Rollout], failures: list[Failure]) -> None:
+        """Raise EnvironmentFailedError where an environment seems to be broken."""
+        failed = all(rollout.failed for rollout in rollouts)
+        self.worked, self.failed_batches = self.worked or not failed, self.failed_batches + 1 if failed else 0
+        if self.failed_batches >= (ALL_FAILED if self.worked else 1):
+            in_a_row = f" in {self.failed_batches} batches in a row" if self.worked else ""
+            said, error = failures[-1]
+            raise EnvironmentFailedError(f"all {len(rollouts)} episodes failed{in_a_row}, so there is nothing to train "
+                                         f"on: {said}. Mend the environment, then begin again or go on") from error
+
+
+def where_it_failed(error: BaseException) -> str:
+    """The user's own lines of the error behind this one, for the log; empty where there are none."""
+    if error.__cause__ is None:
+        return ""
+    told = traceback.TracebackException.from_exception(error.__cause__)
+    own = [frame for frame in told.stack if not frame.filename.startswith(PACKAGE)]
+    told.stack = traceback.StackSummary.from_list(own)
+    return "\n" + "".join(told.format(chain=False)).rstrip() if told.stack else ""
 
 
 class EpisodeBatch:
@@ -110,7 +149,7 @@ class EpisodeBatch:
 
     def next_requests(self, busy: bool) -> list[Request]:
         """The turns that can be decoded; see `Conversation`. None while the base model is to speak."""
-        self.collect_all(not busy and self.in_rounds)
+        self.collect_all(not busy)
         while not busy and self.workers.running and not (self.ready or self.held):
             self.collect(wait=True)
         if self.held:
@@ -140,7 +179,7 @@ class EpisodeBatch:
         """Begin an episode, for the first time or again."""
         index, member = divmod(key, self.n)
         row = self.prompts[index].row
-        spec = self.owner.specs.kit_for(row)
+        spec = self.owner.specs.spec_for(row)
         self.tries[key] += 1
         self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, spec.renderer(row), spec.toolbox, None,
                                  partial(self.seed_of, index, member), self.owner.specs.within)
@@ -197,7 +236,7 @@ class EpisodeBatch:
                 return self.ask(episode, job.result.asks, job.seconds)
             (episode.answered(job.result, job.seconds) if episode.turns else episode.open_prompt(job.result))
             if episode.empty:
-                self.owner.say_empty()
+                self.owner.warn_of_empty_prompt()
         except (RendererError, EnvironmentFailedError) as error:  # foreign text that the template cannot hold, or none
             return self.fail(episode, error)
         if episode.ending == "context" and not episode.turns:
@@ -253,9 +292,6 @@ class EpisodeBatch:
         self.results[index] = [episode.rollout(prompt) for episode in members]
         if self.on_group is not None:
             self.on_group(index, self.results[index])
-
-    def result(self) -> list[list[Rollout]]:
-        return [self.results[index] for index in range(len(self.prompts))]
 
     def close(self) -> None:
         """Close what is still open, also where the call broke off: nobody then waits for what its calls may yet say."""

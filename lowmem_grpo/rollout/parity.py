@@ -138,9 +138,8 @@ class ParityGate:
             pairs = self.packer.run("the parity check", groups, Limits(TOKENS_AT_ONCE), self.pairs)
         finally:
             self.policy.model.train(was_training)
-        sampled, recomputed, later = (
-            torch.cat([parts[i] for parts in pairs] or [torch.empty(0, dtype=torch.bool if i == 2 else None)])
-            for i in range(3))
+        empty = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.bool)
+        sampled, recomputed, later = (torch.cat(parts) for parts in zip(*(pairs or [empty]), strict=True))
         return sampled, recomputed, later
 
     @torch.no_grad()
@@ -149,7 +148,8 @@ class ParityGate:
         compared = []
         for batch in batches:
             logprobs, _ = self.policy.logprobs(batch, self.temperature)
-            later = later_turns(batch).to(logprobs.device)
+            several = any(rollout.turns for rollout in batch.rollouts)
+            later = later_turns(batch).to(logprobs.device) if several else torch.zeros_like(logprobs, dtype=torch.bool)
             compared.append((batch.at_trained(batch.rollout_logprobs), logprobs.float(), later))
         return compared
 

@@ -1,25 +1,56 @@
-"""The one place that uses Scores: rewards of every function, their weighted sum, baselines and advantages."""
+"""The one place that uses Scores: rewards of every function, and of environments beside them, their weighted sum,
+baselines and advantages."""
 
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import fields
 from operator import and_
+from typing import Any
 
 import torch
 
 from lowmem_grpo.config.sampling import EpisodeSettings
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, combine_rewards, without_metrics_alone
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
 from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import RolloutGroup, Turn
 
 logger = logging.getLogger(__name__)
+
+
+class EnvironmentReward:
+    """The reward function of the environments of one class, under the name of the class: the sum of what an episode's
+    turns were paid. None for an episode in an environment of another class, and where nothing was paid."""
+
+    by_group = True  # looks at one episode at a time: may be called while other groups are sampled
+
+    def __init__(self, kind: type) -> None:
+        self.kind, self.__name__ = kind, kind.__name__
+
+    def __call__(self, *, turns: list[list[Turn]], environments: list[Any], **kwargs: Any) -> list[float | None]:
+        """Return the pay (N,) of N episodes. TypeError for what is no number, ValueError for NaN and infinity."""
+        played = zip(turns, environments, strict=True)
+        return [self.pay(each) if environment is None or type(environment) is self.kind else None
+                for each, environment in played]
+
+    def pay(self, turns: list[Turn]) -> float | None:
+        paid = [self.finite(turn.reward) for turn in turns if turn.reward is not None]
+        return self.finite(sum(paid)) if paid else None
+
+    def finite(self, value: Any) -> float:
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{self.__name__} paid {value!r:.100}, a {type(value).__name__}; it must pay a number")
+        if not math.isfinite(value):
+            raise ValueError(f"{self.__name__} paid {value}; it must pay a finite number, or None for no reward")
+        return float(value)
+
+    def __repr__(self) -> str:
+        return f"<reward of the environment {self.__name__}>"
 
 
 class Scoring:
@@ -83,7 +114,7 @@ class Scoring:
         """Set advantages as they are where these groups are the batch: of completions, and of the turns of episodes."""
         settings = self.weighted
         assign_advantages(groups, self.names, settings)
-        if self.credit is not None:
+        if self.credit is not None and any(rollout.turns for group in groups for rollout in group.rollouts):
             weights = dict(zip(self.names, self.scorer.weights, strict=True))
             paid = [func.__name__ for func in self.scorer.funcs if isinstance(func, EnvironmentReward)]
             discount, state_weight = self.credit.turn_discount, self.credit.state_weight

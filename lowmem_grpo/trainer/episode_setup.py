@@ -6,15 +6,15 @@ from typing import Any
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.prompts import DataError, PromptEncoder
 from lowmem_grpo.data.stream import Stream, rows_of
-from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, WithPrompts
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories, WithPrompts
 from lowmem_grpo.environments.episode import EpisodeBounds
-from lowmem_grpo.environments.protocol import Factories, short, tools_of
-from lowmem_grpo.environments.reward import EnvironmentReward
+from lowmem_grpo.environments.protocol import short, tools_of
 from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.rewards.reward_model import with_models
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.rollout.sampler import Player
+from lowmem_grpo.rollout.scoring import EnvironmentReward
 from lowmem_grpo.trainer.model_setup import loading_options
 from lowmem_grpo.trainer.preflight.subject import Turns
 

@@ -17,7 +17,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
-from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.engines.base import Engine, OnGroup, check_own_engine
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.memory.plan import MemoryPlan
@@ -25,8 +25,8 @@ from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
+from lowmem_grpo.rollout.assessment import Evaluation
 from lowmem_grpo.rollout.collector import Collector, SharedCollector
-from lowmem_grpo.rollout.evaluation import Evaluation
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
@@ -121,9 +121,12 @@ class GRPOTrainer(Trainer):
         return longest, longest + config.max_completion_length
 
     def first_engine(self, own: Engine | None) -> Engine:
-        """The caller's engine, or the model's own; ValueError where `use_vllm` asks for another."""
+        """The caller's engine, or the model's own; TypeError where it lacks something, ValueError where `use_vllm` asks
+        for another."""
         prompts = len(self.ranks.place.share(self.args.prompts_per_generation)) or 1
         self.model.loaded.keeper.expect(prompts * self.args.num_generations)
+        if own is not None:
+            check_own_engine(own)
         engine = own or self.model.engine(self.policy, self.tokenizer)
         if self.args.use_vllm and engine.name != "vllm":
             raise ValueError(f'use_vllm=True, and the engine is {engine.name}: load the model with '

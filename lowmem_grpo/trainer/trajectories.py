@@ -2,7 +2,7 @@
 
     with trainer.running():
         while ...:
-            groups = ...                    # rollouts made of turns (rollout/from_turns.py), each with its `reward`
+            groups = ...                    # rollouts made of turns (rollout/rollout_func.py), each with its `reward`
             metrics = trainer.step(groups)
 
 Everything else is as in every run: records, checkpoints, alarms, the check of the sampler, the report at the end.

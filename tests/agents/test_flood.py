@@ -29,9 +29,9 @@ from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.trajectories import Trajectory
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, Engine, OnGroup, Request
-from lowmem_grpo.engines.rounds import in_rounds
+from lowmem_grpo.engines.decoding import in_rounds
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.rollout.from_turns import rollout_of
+from lowmem_grpo.rollout.rollout_func import rollout_of
 from lowmem_grpo.server.openai.chat import Chat
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE

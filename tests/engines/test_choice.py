@@ -24,7 +24,7 @@ from lowmem_grpo.engines import choice
 from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, why_not_here
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
-from lowmem_grpo.engines.vllm.settings import explain
+from lowmem_grpo.engines.vllm.process_state import explain
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, RequestOutput
 from lowmem_grpo.models.packing import collate

@@ -8,7 +8,8 @@ from episodes import Talk
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import rounds
+from lowmem_grpo.engines import decoding
+from lowmem_grpo.engines.base import check_own_engine
 from lowmem_grpo.types import Rollout
 
 
@@ -44,12 +45,12 @@ class Telling(Plain):
 def test_an_engine_without_converse_decodes_rounds_and_one_warning_says_so(
     kind: type[Plain], order: list[int], tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rounds.say.cache_clear()
+    decoding.warn_of_rounds.cache_clear()
     engine = kind()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             played = Talk([[5], [6, 7], [8]], 2, max_tokens=lambda key, turn: 2 + key + turn)
-            rounds.converse(engine, played, SamplingParams(temperature=0.7, n=4), tokenizer)
+            decoding.converse(engine, played, SamplingParams(temperature=0.7, n=4), tokenizer)
             assert played.given == order * 2
             assert {len(r.ids) for r in played.asked if r.key == 1} == {2, 2 + 3 + 3}
     assert caplog.text.count("the engine plain has no converse(conversation, params)") == 1
@@ -73,5 +74,10 @@ def test_an_engine_with_converse_is_asked_itself(tokenizer: PreTrainedTokenizerB
             asked.append((conversation, params))
 
     played, params = Talk([[5]]), SamplingParams()
-    rounds.converse(Own(), played, params, tokenizer)
+    decoding.converse(Own(), played, params, tokenizer)
     assert asked == [(played, params)] and not played.takes
+
+
+def test_an_engine_that_lacks_what_a_run_uses_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"engine is a Plain without kv_bytes, on_policy_update, sleep; an engine has"):
+        check_own_engine(Plain())

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from tables import every_row
 
-from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError, Factories, tools_of
+from lowmem_grpo.environments.env_spec import Factories
+from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError, tools_of
 
 
 def here(function: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:

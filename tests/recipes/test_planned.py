@@ -7,7 +7,7 @@ import pytest
 import torch
 from card import gpu
 
-from lowmem_grpo.engines.vllm.capacity import default_kv_bytes
+from lowmem_grpo.engines.vllm.settings import default_kv_bytes
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes.options import fill

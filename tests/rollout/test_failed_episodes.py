@@ -11,9 +11,9 @@ from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.environments.env_spec import EnvSpecs
+from lowmem_grpo.environments.env_spec import EnvSpecs, Factories
 from lowmem_grpo.environments.episode import EpisodeBounds
-from lowmem_grpo.environments.protocol import EnvironmentFailedError, Factories
+from lowmem_grpo.environments.protocol import EnvironmentFailedError
 from lowmem_grpo.rollout.episodes import Episodes
 
 ROW = {"prompt": [{"role": "user", "content": "Play."}]}

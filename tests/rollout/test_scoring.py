@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import GRPOConfig
-from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rollout.scoring import Scoring
+from lowmem_grpo.rollout.scoring import EnvironmentReward, Scoring
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 

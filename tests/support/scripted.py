@@ -10,10 +10,9 @@ from template_tokenizers import tokenizer_of
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.engines.base import Conversation, OnGroup
-from lowmem_grpo.engines.rounds import in_rounds
-from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder
+from lowmem_grpo.engines.decoding import in_rounds
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories
 from lowmem_grpo.environments.episode import EpisodeBounds
-from lowmem_grpo.environments.protocol import Factories
 from lowmem_grpo.environments.workers import WorkerJob
 from lowmem_grpo.rewards.judge.judge import Judge, Round, unanswered
 from lowmem_grpo.rewards.judge.question import Question

@@ -12,8 +12,8 @@ from trainer_runs import adapter, same
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.recipes.guess import Guess
-from lowmem_grpo.rollout.from_turns import group_of
 from lowmem_grpo.rollout.parity import ParityError
+from lowmem_grpo.rollout.rollout_func import group_of
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.trajectories import TrajectoryTrainer

@@ -14,15 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.loading import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Calls, Conversation, ExpectedLengths, Meanwhile, OnGroup
-from lowmem_grpo.engines.pace import Pace
-from lowmem_grpo.engines.vllm import capacity as vllm_capacity
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile, OnGroup
+from lowmem_grpo.engines.progress import Calls, ExpectedLengths, Pace
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
-from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
-from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, random_states_kept
+from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, explain, random_states_kept
 from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns, Prompts, Steps
+from lowmem_grpo.engines.vllm.settings import Capacity
 from lowmem_grpo.engines.vllm.shared_linear import check_family
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing, active_adapter
 from lowmem_grpo.memory.cards import AUTO, in_8_bits
@@ -130,7 +129,7 @@ class VLLMEngine:
     def start(self) -> None:
         if not PROCESS.clean:
             vllm_pool.reset()
-        vllm_capacity.check_room(self.policy.device, self.capacity.cache)
+        vllm_settings.check_room(self.policy.device, self.capacity.cache)
         PROCESS.clean = not self.on_card  # until it has started: a start that fails leaves the pool as it is
         room = vllm_pool.room_for(self.sampling_weights, self.eager)
         with torch.inference_mode(False):
@@ -145,7 +144,7 @@ class VLLMEngine:
             except BaseException as error:
                 self.loan.close()
                 self.vllm.cleanup_dist_env_and_memory()
-                vllm_settings.explain(error, self.policy)
+                explain(error, self.policy)
                 raise
         if self.loan.wide is None:
             self.sampling_weights = FOUR
@@ -168,8 +167,7 @@ class VLLMEngine:
         with random_states_kept(self.policy.device):
             self.in_less_memory(lambda: self.run_with_restart(call), call)
         groups = call.result()
-        for prompt, rollouts in zip(prompts, groups, strict=True):
-            self.expected.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
+        self.expected.note_groups(prompts, groups)
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
@@ -280,7 +278,7 @@ class VLLMEngine:
             return
         free(self.policy.device)
         wide = 0 if self.loan.wide is None else self.loan.wide.nbytes
-        vllm_capacity.check_room(self.policy.device, self.cache + wide)
+        vllm_settings.check_room(self.policy.device, self.cache + wide)
         try:
             self.llm.wake_up()
         except BaseException:

@@ -26,10 +26,10 @@ from packaging.version import Version
 from torch import Tensor
 
 from lowmem_grpo.config.loading import FOUR
-from lowmem_grpo.engines.step_buffers import forget_all_graphs
+from lowmem_grpo.engines.token_step import forget_all_graphs
 from lowmem_grpo.engines.vllm import sampling_weights as wide
-from lowmem_grpo.engines.vllm.capacity import Capacity
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed
+from lowmem_grpo.engines.vllm.settings import Capacity
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.models.policy import Policy
 

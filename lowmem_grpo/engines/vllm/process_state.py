@@ -1,4 +1,5 @@
-"""What vLLM changes in the process it runs in, and how we put it back; and the one engine that a process can have.
+"""What vLLM changes in the process it runs in, and how we put it back; the one engine that a process can have, and the
+words where it does not start.
 
 When it starts, vLLM seeds every random generator, hooks torch.distributed into tracebacks, and freezes every object
 against garbage collection. Its import keeps the errors of imports that failed.
@@ -20,9 +21,12 @@ import torch
 
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
+from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
+from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
+NOT_STARTED = "vLLM did not start"
 
 
 @contextmanager
@@ -95,3 +99,16 @@ def end(llm: Any, loan: WeightSharing) -> None:
         PROCESS.clean = False
         logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
     vllm_pool.drop_workspaces()
+
+
+def explain(error: BaseException, policy: Policy) -> None:
+    """Add to the message of a failed start of vLLM what was tried and what to do; our own errors say it already."""
+    if isinstance(error, Exception) and not isinstance(error, BorrowError):
+        error.add_note(f"{NOT_STARTED} with {type(policy.base).__name__} and these settings. Change them, or "
+                       'sample with fast_inference="transformers"')
+
+
+def is_of_start(error: Exception) -> bool:
+    """Return whether vLLM could not be used, or did not start: whatever it raised then has a note of `explain`."""
+    noted = any(note.startswith(NOT_STARTED) for note in getattr(error, "__notes__", ()))
+    return noted or isinstance(error, EngineUnavailableError | BorrowError)

@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Calls, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.base import Conversation, Meanwhile, OnGroup, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
-from lowmem_grpo.engines.pace import Pace
+from lowmem_grpo.engines.progress import Calls, ExpectedLengths, FinishedPrompts, Pace
 from lowmem_grpo.engines.vllm.process_state import torch_states_kept
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout

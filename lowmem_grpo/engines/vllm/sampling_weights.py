@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.loading import FOUR, SIXTEEN
-from lowmem_grpo.engines.vllm.capacity import BLOCK, kv_bytes_of
+from lowmem_grpo.engines.vllm.settings import BLOCK, kv_bytes_of
 from lowmem_grpo.engines.vllm.shared_linear import Product
 from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE
 from lowmem_grpo.memory.layer_forms import FP8, NF4

@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.engines.decoding import budget_of
-from lowmem_grpo.engines.request_output import Answers, Logprob
-from lowmem_grpo.engines.rounds import converse
+from lowmem_grpo.engines.decoding import budget_of, converse
+from lowmem_grpo.engines.request_output import Logprob, OutputProcessor
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
@@ -184,7 +183,7 @@ class EngineWorker:
         if call.adapter == LIVE and turn.policy_version != self.policy_version:
             raise RuntimeError("the model was trained between this completion and its top_logprobs; ask again")
         drawn = Rollout(turn.completion_ids, turn.logprobs, turn.finish_reason, routes=turn.routes)
-        answers = Answers(self.policy, self.tokenizer, SamplingParams(logprobs=count))
+        answers = OutputProcessor(self.policy, self.tokenizer, SamplingParams(logprobs=count))
         with self.computing_with(call.adapter):
             return answers.likeliest(call.ids, drawn)
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lowmem_grpo.engines.messages import plain_message
+from lowmem_grpo.engines.prompt_inputs import plain_message
 from lowmem_grpo.server.bodies import shown
 from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.types import Message

@@ -7,8 +7,7 @@ import torch
 from vllm_models import CONTEXT, NEEDS_VLLM, engine_on, policy_of
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
-from lowmem_grpo.engines.vllm.settings import BLOCK_ON_CPU
+from lowmem_grpo.engines.vllm.settings import BLOCK_ON_CPU, kv_bytes_of
 
 pytestmark = NEEDS_VLLM
 

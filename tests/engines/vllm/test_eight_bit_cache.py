@@ -8,8 +8,8 @@ import torch
 from vllm_models import CONTEXT, KV_BYTES, NEEDS_VLLM, engine_on, ids_of, move_adapter, policy_of
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.settings import least_kv_bytes
 from lowmem_grpo.losses.off_policy import MismatchWatch
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.parity import ParityError, ParityGate

@@ -28,9 +28,9 @@ from vllm_models import (
 )
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.engines.vllm.settings import kv_bytes_of
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS, BorrowedLinear, BorrowError
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout

@@ -22,15 +22,14 @@ from vllm_models import NEEDS_VLLM
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
-from lowmem_grpo.engines.step_buffers import StepBuffers
-from lowmem_grpo.engines.vllm import capacity as vllm_capacity
+from lowmem_grpo.engines.token_step import StepBuffers
 from lowmem_grpo.engines.vllm import engine as vllm_engine
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
-from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.process_state import PROCESS
+from lowmem_grpo.engines.vllm.settings import least_kv_bytes
 from lowmem_grpo.memory import oom
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.named_configs import named_config
@@ -63,7 +62,7 @@ def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.Monke
     made = Machine(20 * unit, request.param)
     monkeypatch.setattr(vllm_engine, "import_plugin", lambda: made)
     monkeypatch.setattr(vllm_engine, "free", made.empty_caches)
-    monkeypatch.setattr(vllm_capacity, "free_bytes", lambda device: made.card.free)
+    monkeypatch.setattr(vllm_settings, "free_bytes", lambda device: made.card.free)
     monkeypatch.setattr(vllm_settings, "on_card", lambda policy: True)
     monkeypatch.setattr(vllm_settings, "write_config", lambda *_: None)  # nobody reads it
     monkeypatch.setattr(PROCESS, "engine", None)
@@ -88,7 +87,7 @@ def engine(machine: Machine, policy: Policy, tokenizer: PreTrainedTokenizerBase,
 def blind(machine: Machine, monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
     """Let the driver say nothing, so that vLLM finds out by itself, where not `seen`."""
     if not seen:
-        monkeypatch.setattr(vllm_capacity, "free_bytes", lambda device: None)
+        monkeypatch.setattr(vllm_settings, "free_bytes", lambda device: None)
 
 
 def all_sampled(groups: list[list[Rollout]]) -> bool:

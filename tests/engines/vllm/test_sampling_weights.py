@@ -31,9 +31,9 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import sampling_weights
 from lowmem_grpo.engines.vllm import weight_sharing as loan
-from lowmem_grpo.engines.vllm.capacity import kv_bytes_of
 from lowmem_grpo.engines.vllm.pool import SleepingRoom
 from lowmem_grpo.engines.vllm.sampling_weights import choose, new_buffer, wide_bytes
+from lowmem_grpo.engines.vllm.settings import kv_bytes_of
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS, BorrowError, Product
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize

@@ -7,8 +7,8 @@ from small_models import load_model, with_adapter
 from vllm_models import CONTEXT, NEEDS_VLLM, engine_on
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.settings import least_kv_bytes
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from vllm_models import CONTEXT, KV_BYTES, LONG, NEEDS_VLLM, OTHER, SAME, distance, dying, states
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm.capacity import least_kv_bytes
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.settings import least_kv_bytes
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy

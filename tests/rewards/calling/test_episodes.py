@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from episodes import CALL, episode, game, tool_use, turn
 
-from lowmem_grpo.environments.reward import EnvironmentReward
 from lowmem_grpo.rewards import RewardError, RewardScorer, number_equal, repetition_penalty, soft_overlong_penalty
 from lowmem_grpo.rewards.calling.contract import MissingColumnError
 from lowmem_grpo.rewards.calling.reward_batch import EpisodeMessages, RewardBatch, score_groups
 from lowmem_grpo.rewards.texts import completion_text
+from lowmem_grpo.rollout.scoring import EnvironmentReward
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 

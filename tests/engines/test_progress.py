@@ -1,12 +1,13 @@
-"""Where an engine's time goes: every second counts in one phase, and every drawn token in one."""
+"""Where an engine's time goes: every second counts in one phase, and every drawn token in one. Prompts whose answers
+were long come first, and without such knowledge the order is as given."""
 
 from typing import Any
 
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import pace as module
-from lowmem_grpo.engines.pace import Pace
+from lowmem_grpo.engines import progress as module
+from lowmem_grpo.engines.progress import ExpectedLengths, Pace
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 
 
@@ -96,3 +97,23 @@ def test_the_transformers_engine_counts_every_token_once(small_policy: Any, toke
     assert counted == drawn - first if rows is None else 0 < counted <= drawn - first  # not those beside new prompts
     assert pace.most == (rows or 8)
     assert rows or pace.spent["prefill"].tokens == sum(map(len, prompts))
+
+
+def test_the_longest_expected_come_first_and_unknown_prompts_in_the_middle() -> None:
+    expected = ExpectedLengths()
+    assert expected.order([[1], [2], [3]]) == [0, 1, 2]
+    expected.note([1], [10, 20])
+    expected.note([2], [100, 50])
+    assert expected.order([[1], [3], [2], [4]]) == [2, 1, 3, 0]
+    expected.note([1], [500])  # the newest answers count
+    assert expected.order([[1], [3], [2]]) == [0, 1, 2]
+
+
+def test_only_so_many_prompts_are_remembered() -> None:
+    expected = ExpectedLengths(most=2)
+    for number in range(4):
+        expected.note([number], [number])
+    assert list(expected.known.values()) == [2, 3]
+    expected.note([2], [7])
+    expected.note([9], [9])
+    assert list(expected.known.values()) == [7, 9]

@@ -10,12 +10,12 @@ from template_tokenizers import tokenizer_of
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.environments import AskBase
-from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories
 from lowmem_grpo.environments.episode import EpisodeBounds
-from lowmem_grpo.environments.protocol import EnvironmentFailedError, Factories
+from lowmem_grpo.environments.protocol import EnvironmentFailedError
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.rollout.metrics import episode_metrics
-from lowmem_grpo.rollout.traced import HumanEngine, Watched
+from lowmem_grpo.rollout.speakers import HumanEngine, Watched
 from lowmem_grpo.types import Rollout
 
 ROW = {"prompt": [{"role": "user", "content": ""}]}

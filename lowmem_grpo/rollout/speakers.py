@@ -1,19 +1,73 @@
-"""Episodes that somebody follows or plays: engines that tell what is said, and one whose turns a person types."""
+"""Who speaks in an episode beside the policy: the base model, a person, and those who are told what is said.
+
+Environments ask the base model, which the engine decodes that samples the policy. It has one set of weights at a time,
+so all that was asked is decoded together, once half of the episodes in play wait for it.
+"""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import CONVERSE, Conversation, Request
-from lowmem_grpo.rollout.base_model_player import base_model
+from lowmem_grpo.engines.base import CONVERSE, Conversation, Request, slots_of
+from lowmem_grpo.engines.decoding import converse
+from lowmem_grpo.environments.protocol import AskBase
 from lowmem_grpo.runs.trajectory import content_text, speaker
 from lowmem_grpo.types import Message, Rollout
 
+Heard = Callable[[int, AskBase, str], None]  # (key of the episode, what was asked, the reply)
 Tell = Callable[[str, str], None]  # (who, what was said)
 CONTEXT = ("system", "user", "tool")
+
+
+class BaseModelPlayer:
+    """The requests of a batch's episodes to the base model, as an engine sees them: a `Conversation`."""
+
+    def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:
+        """`heard` takes a reply in; `collect` takes in what workers have done (True: after waiting for all)."""
+        self.heard, self.collect = heard, collect
+        self.waiting: dict[int, tuple[Request, AskBase]] = {}  # by the key of the episode
+        self.open: dict[int, AskBase] = {}  # in the engine
+        self.temperature = 0.0  # that the requests in the engine have
+
+    def ask(self, request: Request, ask: AskBase) -> None:
+        """A question, to be decoded with others; one that leaves no room for a reply gets an empty one at once."""
+        if request.max_tokens < 1:
+            self.heard(request.key, ask, "")
+        else:
+            self.waiting[request.key] = (request, ask)
+
+    def next_requests(self, busy: bool) -> list[Request]:
+        """Return what can be decoded now; see `Conversation`."""
+        self.collect(not busy)
+        keys = sorted(key for key, (_, ask) in self.waiting.items() if ask.temperature == self.temperature)
+        taken = [self.waiting.pop(key) for key in keys]
+        self.open |= {request.key: ask for request, ask in taken}
+        return [request for request, _ in taken]
+
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
+        self.heard(key, self.open.pop(key), rollout.text)
+
+    def speak(self, engine: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Decode all that is asked, and what is asked meanwhile."""
+        with base_model(engine):
+            while self.waiting:
+                self.temperature = next(iter(self.waiting.values()))[1].temperature
+                most = max(ask.max_tokens for _, ask in self.waiting.values())
+                params = SamplingParams(n=1, temperature=self.temperature, max_tokens=most)
+                converse(engine, self, params, tokenizer)
+
+
+def base_model(engine: Any) -> AbstractContextManager[Any]:
+    """Inside, the engine samples the base model. TypeError for a caller's own engine that cannot."""
+    owner: Any = engine if hasattr(engine, "base_model") else getattr(engine, "policy", None)
+    if not hasattr(owner, "base_model"):
+        raise TypeError(f"the environment asks the base model (AskBase), and the engine {getattr(engine, 'name', '?')} "
+                        "has neither base_model() nor policy.base_model(), a context in which it samples without the "
+                        "adapter")
+    return owner.base_model()
 
 
 class HumanEngine:
@@ -47,7 +101,7 @@ class Watched:
         self.engine, self.tell, self.who = engine, tell, who
         self.base = base or (lambda: engine)
         self.asked: Any = None  # the engine that speaks for the base model now
-        self.name, self.slots = engine.name, getattr(engine, "slots", None)
+        self.name, self.slots = engine.name, slots_of(engine)
 
     def converse(self, conversation: Any, params: SamplingParams) -> None:
         """Decode as `Engine.converse` does, and tell it. What the base model says is for the environment only."""

@@ -10,7 +10,7 @@ from trainer_runs import close, exact, gradient
 
 from lowmem_grpo.models.packing import sequences_of
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.rollout.from_turns import group_of, rollout_of
+from lowmem_grpo.rollout.rollout_func import group_of, rollout_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 PROMPT = [5, 6, 7]

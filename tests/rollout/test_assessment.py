@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from trainer_runs import ROWS, make
 
-from lowmem_grpo.rollout.evaluation import over_completions
+from lowmem_grpo.rollout.assessment import over_completions
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.types import Rollout, RolloutGroup
 

@@ -10,8 +10,8 @@ import transformers
 from small_models import TINY, random_model
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.engines import token_step
-from lowmem_grpo.engines.token_step import check_graphs, not_on_card, say_plain
+from lowmem_grpo.engines import cuda_graphs
+from lowmem_grpo.engines.cuda_graphs import check_graphs, not_on_card, say_plain
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 
 CARD = "Tesla T4 (compute capability 7.5, CUDA 12.8)"
@@ -23,7 +23,7 @@ def a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(work: Any) -> Any:
         raise RuntimeError("CUDA driver version is insufficient\nmore")
 
-    monkeypatch.setattr(token_step, "CudaGraph", refuses)
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuses)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -37,7 +37,7 @@ def test_a_card_that_records_nothing_is_named() -> None:
 
 def test_a_card_that_records_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[torch.Tensor] = []
-    monkeypatch.setattr(token_step, "CudaGraph", lambda work, beside=None: lambda: ran.append(work()))
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", lambda work, beside=None: lambda: ran.append(work()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert not_on_card(torch.device("cpu")) == "" and len(ran) == 1
@@ -71,7 +71,7 @@ def test_the_reason_and_the_way_out_are_told() -> None:
 def test_families_are_refused_by_their_config_and_for_the_others_the_card_is_tried(
     kind: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_step, "not_on_card", lambda device: "this card was tried")
+    monkeypatch.setattr(cuda_graphs, "not_on_card", lambda device: "this card was tried")
     assert why in asked_for("transformers", "cuda:0", getattr(transformers, kind)())
 
 

@@ -1,0 +1,120 @@
+"""CUDA graphs of token steps, and why there are none: for a card, a model, or what a user asked for."""
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.config.engine import VLLM
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.memory.families import family_of, has_experts
+from lowmem_grpo.memory.offload.embedding import on_host
+from lowmem_grpo.models.hub import first_line
+from lowmem_grpo.models.policy import Policy
+
+logger = logging.getLogger(__name__)
+AGREE = 0.02  # share of the largest logit: how far the first run of a graph may be from the same step without one
+HOST = "its embedding is on the host"
+FIX = "leave enforce_eager out, and token steps run without graphs where they must"
+
+Run = Callable[[], Tensor]
+Record = Callable[[Run, Any], Run]  # work, and a graph beside which it may use memory
+
+
+class CudaGraph:
+    """Work that reads and writes tensors that stay where they are, and asks the device for nothing: one launch."""
+
+    def __init__(self, work: Run, beside: "CudaGraph | None" = None) -> None:
+        """Record the work without running it, in the memory of a graph `beside` it that never runs at the same time.
+        RuntimeError where it cannot be recorded."""
+        self.graph = torch.cuda.CUDAGraph()
+        pool = None if beside is None else beside.graph.pool()
+        # another thread may train meanwhile, and what it asks of the device is none of this graph's concern
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.result = work()
+
+    def __call__(self) -> Tensor:
+        """Run it; the result is the same tensor each time."""
+        self.graph.replay()
+        return self.result
+
+
+def differs(replayed: Tensor, logits: Tensor) -> str:
+    """Return how a graph's logits (B, V) differ from those of the same step without one; "" where they agree or are
+    NaN."""
+    far = (replayed - logits).abs().max() / logits.abs().max()
+    if bool(far <= AGREE) or bool(logits.isnan().any()):
+        return ""
+    return f"it gave logits that differ by {float(far):.2g} of the largest from the same step without a graph"
+
+
+def not_of_model(config: Any) -> str:
+    """Return why a model of this config cannot have its cache at fixed addresses, as CUDA graphs need; "" where it
+    can."""
+    family = family_of(config)
+    if family is not None and family.experts is not None and has_experts(config):
+        return "its experts' routes are recorded"
+    if family is not None and family.delta_net:
+        return "the states of its gated delta nets are replaced in each step"
+    if family is not None and family.unlike_layers:
+        return "its layers lend each other keys"
+    return ""
+
+
+def not_recorded(policy: Policy) -> str:
+    """Return why a step of a loaded model cannot be a CUDA graph; "" where it can, as far as is known untried."""
+    if policy.device.type != "cuda":
+        return f"the model is on the {policy.device.type}"
+    if policy.autocast_dtype is not None:
+        return f"mixed precision converts weights in each step (load the model in {policy.autocast_dtype})"
+    if on_host(policy.base):
+        return HOST
+    return not_of_model(policy.base.config)
+
+
+def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:
+    """Raise EngineUnavailableError where `enforce_eager=False` asks for CUDA graphs that this model cannot have.
+    Nothing is loaded; a card is tried with a graph of one addition. vLLM judges for itself, but for a mixture on a
+    card."""
+    if asked is not False:
+        return
+    if engine == VLLM:
+        refuse_graphs("" if device.startswith("cpu") or not has_experts(config) else
+                      "how many tokens each expert has is read on the host", FIX)
+        return
+    refuse_graphs("" if device.startswith("cuda") else f"the model is on the {device}", FIX)
+    refuse_graphs(HOST if offloaded else "", "leave enforce_eager or offload_embedding out")
+    refuse_graphs(not_of_model(config) or not_on_card(torch.device(device)), FIX)
+
+
+def refuse_graphs(why: str, fix: str = FIX) -> None:
+    """Raise EngineUnavailableError with the reason and what to do; nothing for no reason."""
+    if why:
+        raise EngineUnavailableError(f"enforce_eager is False, which asks for token steps as CUDA graphs, and {why}; "
+                                     f"{fix}")
+
+
+def not_on_card(device: torch.device) -> str:
+    """Return why a card, or its driver, records no CUDA graph, by trying one addition; "" where it does."""
+    numbers = torch.zeros(8, device=device)
+    try:
+        with torch.cuda.device(device):
+            CudaGraph(lambda: numbers.add_(1))()
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"{card_text(device)} records no graph ({first_line(error)})"
+    return ""
+
+
+def card_text(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}, CUDA {torch.version.cuda})"
+
+
+@cache
+def say_plain(why: str) -> None:
+    logger.warning("token steps run without CUDA graphs, several times slower where rows are few: %s. "
+                   "enforce_eager=True says that this is meant", why)
