@@ -20,7 +20,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.errors import Limits
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE, Call
@@ -138,9 +138,9 @@ def scripted_desk(says: Callable[[str], str] = lambda prompt: "Yes.", context: i
     return EngineWorker(model, policy=policy, engine=engine, seed=seed)
 
 
-def chat_over(worker: EngineWorker, **more: Any) -> Chat:
+def chat_over(worker: EngineWorker, **more: Any) -> ChatHandler:
     """Its chat; the live model is called "agent"."""
-    return Chat(worker, worker.tokenizer, lambda: {"agent": LIVE}, **more)
+    return ChatHandler(worker, worker.tokenizer, lambda: {"agent": LIVE}, **more)
 
 
 def call_of(worker: EngineWorker, text: str, temperature: float = 1.0, **more: Any) -> Call:
