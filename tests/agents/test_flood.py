@@ -33,6 +33,7 @@ from lowmem_grpo.engines.rounds import in_rounds
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.from_turns import rollout_of
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.types import Rollout, Turn
@@ -147,7 +148,7 @@ def flood(engine: str, clients: int, calls: int, turns: int, tokens: int = 24) -
     model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False)
     record = Recorded(Echo(tokenizer) if engine == "echo" else model.engine(Policy(model.inner), tokenizer))
     worker = EngineWorker(model, tokenizer, engine=record)  # type: ignore[arg-type]
-    chat = ChatHandler(worker, tokenizer, lambda: {"agent": LIVE},
+    chat = ChatHandler(worker, lambda: {"agent": LIVE}, ConversationCache(tokenizer),
                        max_turn_tokens=tokens if engine == "model" else None)
     found, client = Flood(), openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-")
     with AgentEndpoint(chat, owned=[worker.close]) as endpoint, ThreadPoolExecutor(clients) as pool:

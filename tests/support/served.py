@@ -22,6 +22,7 @@ from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.errors import Limits
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE, Call
 from lowmem_grpo.server.server import made_for, make_server_app, open_socket
@@ -140,7 +141,8 @@ def scripted_desk(says: Callable[[str], str] = lambda prompt: "Yes.", context: i
 
 def chat_over(worker: EngineWorker, **more: Any) -> ChatHandler:
     """Its chat; the live model is called "agent"."""
-    return ChatHandler(worker, worker.tokenizer, lambda: {"agent": LIVE}, **more)
+    histories = more.pop("histories", None) or ConversationCache(worker.tokenizer)
+    return ChatHandler(worker, lambda: {"agent": LIVE}, histories, **more)
 
 
 def call_of(worker: EngineWorker, text: str, temperature: float = 1.0, **more: Any) -> Call:

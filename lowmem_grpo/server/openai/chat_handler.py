@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
 from lowmem_grpo.server.errors import ChatError
@@ -35,20 +33,11 @@ class ChatHandler:
     kept."""
 
     def __init__(
-        self, worker: EngineWorker, tokenizer: PreTrainedTokenizerBase, names: Names, *,
-        histories: ConversationCache | None = None, max_turn_tokens: int | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        parse: Callable[..., Any] | str | None = None,
+        self, worker: EngineWorker, names: Names, histories: ConversationCache, max_turn_tokens: int | None = None,
     ) -> None:
-        """`names` is asked at each request. `max_turn_tokens` bounds every answer. `template_kwargs` and `parse`
-        belong to the histories that are made here where none are given."""
-        if histories is not None and (template_kwargs or parse):
-            raise ValueError("template_kwargs and parse are settings of the ConversationCache: give them to it")
-        if max_turn_tokens is not None and max_turn_tokens < 1:
-            raise ValueError(f"max_turn_tokens is {max_turn_tokens}; it must be 1 or above, or None")
-        self.worker, self.names, self.max_turn_tokens = worker, names, max_turn_tokens
-        self.histories = histories or ConversationCache(tokenizer, template_kwargs=template_kwargs, parse=parse)
-        self.texts = TokenTexts(copy.deepcopy(tokenizer))
+        """`names` is asked at each request. `max_turn_tokens` bounds every answer."""
+        self.worker, self.names, self.histories, self.max_turn_tokens = worker, names, histories, max_turn_tokens
+        self.texts = TokenTexts(copy.deepcopy(worker.tokenizer))
 
     def models(self) -> list[str]:
         return list(self.names())

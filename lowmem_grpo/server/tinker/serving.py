@@ -83,10 +83,9 @@ class Chats:
     def __call__(self, user: User) -> ChatHandler:
         with self.lock:
             if user.name not in self.made:
-                tokenizer = self.worker.tokenizer
-                histories = ConversationCache(tokenizer, keys=self.keys)
-                self.made[user.name] = ChatHandler(self.worker, tokenizer, histories=histories,
-                                                   names=lambda: SavedModels(self.base, self.shelf, user.name))
+                self.made[user.name] = ChatHandler(
+                    self.worker, lambda: SavedModels(self.base, self.shelf, user.name),
+                    ConversationCache(self.worker.tokenizer, keys=self.keys))
             return self.made[user.name]
 
 
