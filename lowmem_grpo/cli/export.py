@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.models.export.gguf import TYPES
+from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.views.terminal import plain_errors, quiet
 from lowmem_grpo.utils import size_text
 
@@ -45,6 +46,7 @@ def export(
 
             check_repo(repo)
         check_adapter(run, unfinished)
+        check_place(out, "--out")
     quiet()
     with plain_errors():
         from lowmem_grpo.models.export.formats import ExportSettings, export

@@ -62,6 +62,9 @@ def plan(
         from lowmem_grpo.memory.time_plan import PROMPTS, Workload, plan_time
         from lowmem_grpo.models.model_names import config_of
 
+        if settings["load_in_fp8"] and was_given("load_in_4bit"):
+            raise ValueError(f"--fp8 and --{'load-in-4bit' if settings['load_in_4bit'] else '16bit'} contradict each "
+                             "other; give one of them")
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         settings["engine"] = settings["engine"] or engine_of(card)
         said = planned_as(config, model, settings["engine"])
@@ -94,6 +97,10 @@ def plan(
             click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))
     if not memory.fits:
         raise SystemExit(1)
+
+
+def was_given(option: str) -> bool:
+    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
 def stored_in_fp8(config: Any) -> bool:

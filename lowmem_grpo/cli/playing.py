@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.cli.asked_model import CONTEXT, adapter_and_base, load
+from lowmem_grpo.cli.options import NO_EPISODES
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.recipes.eval_task import find_exam
 from lowmem_grpo.recipes.presets import Preset, choose
@@ -31,8 +32,7 @@ def play(
     exam = find_exam(recipe)
     played = exam.play
     if played is None:
-        raise ValueError(f"the recipe {recipe!r} has no episodes: one completion is the whole answer. Ask a question "
-                         "with lowmem-grpo generate \"...\", or measure with lowmem-grpo eval")
+        raise ValueError(NO_EPISODES.format(recipe))
     if you == "against":
         played = against(played, recipe)
     folder, base = adapter_and_base(adapter)

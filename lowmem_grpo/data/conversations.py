@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.data.kinds import DataError
 
 COLUMNS = ("conversations", "messages", "conversation")
 ALIASES = {

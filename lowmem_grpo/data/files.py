@@ -10,16 +10,14 @@ from typing import Any
 from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled, load_dataset
 from datasets.exceptions import DatasetsError
 
-from lowmem_grpo.data.kinds import KINDS, broken_line, is_file_name, listed, refuse_unreadable
+from lowmem_grpo.data.kinds import KINDS, broken_line, check_prompt_column, is_file_name, refuse_unreadable
 from lowmem_grpo.models.hub import find_dataset
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
     """Return `read_rows`, with the prompts in a column `prompt`. ValueError where their column is missing."""
     rows = read_rows(source, split)
-    if prompt_column not in rows.column_names:
-        raise ValueError(f"{source} has no column {prompt_column!r}; it has {listed(rows.column_names)}. Name the "
-                         "one with the prompts: --prompt-column NAME")
+    check_prompt_column(source, rows.column_names, prompt_column)
     return rows if prompt_column == "prompt" else rows.rename_column(prompt_column, "prompt")
 
 

@@ -15,6 +15,10 @@ ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to te
 PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
 
 
+class DataError(ValueError):
+    """The dataset cannot be trained on; the message says why and what to do."""
+
+
 def is_file_name(source: str) -> bool:
     return Path(source).suffix.lower() in KINDS or Path(source).exists()
 
@@ -123,6 +127,13 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
     if columns and missing:
         raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {listed(columns)}. Rename one, or "
                          f"let `lowmem-grpo new NAME --data {source}` write a recipe for these")
+
+
+def check_prompt_column(source: str, columns: Sequence[str], wanted: str) -> None:
+    """Raise ValueError where the column with the prompts is not among those of a source, if these are known."""
+    if columns and wanted not in columns:
+        raise ValueError(f"{source} has no column {wanted!r}; it has {listed(columns)}. Name the one with the prompts: "
+                         "--prompt-column NAME")
 
 
 def listed(names: Sequence[str]) -> str:

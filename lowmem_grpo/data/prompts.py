@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.difficulty import DifficultyPools
+from lowmem_grpo.data.kinds import DataError as DataError
 from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.types import Rollout, RolloutGroup
 
@@ -16,10 +17,6 @@ logger = logging.getLogger(__name__)
 
 SHOWN = 3  # how many bad rows of a kind are named in the log
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-
-
-class DataError(ValueError):
-    """The dataset cannot be trained on; the message says why and what to do."""
 
 
 @dataclass

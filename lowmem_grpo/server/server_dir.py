@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.users import new_key
 
@@ -37,6 +38,7 @@ class ServerDir:
     @contextlib.contextmanager
     def owned(self) -> Iterator[Database]:
         """Inside, this process has the folder, which is made if need be. OSError where another server has it."""
+        check_place(self.folder, "--folder")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:

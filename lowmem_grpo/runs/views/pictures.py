@@ -13,7 +13,14 @@ from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.runs.views.chart import Chart, Line, how_smoothed
 from lowmem_grpo.runs.views.charts import figures
 from lowmem_grpo.runs.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
-from lowmem_grpo.runs.views.report import MOST_POINTS, completions_of_run, one_file, rows_of_run, summary_of_run
+from lowmem_grpo.runs.views.report import (
+    MOST_POINTS,
+    completions_of_run,
+    from_summary,
+    one_file,
+    rows_of_run,
+    summary_of_run,
+)
 from lowmem_grpo.utils import GIB
 
 COLUMNS, ROW, NOTE = 2, 322, 40  # charts beside each other; pixels of a row of them, and of what is said above
@@ -48,8 +55,9 @@ def curves(run_dir: str | Path, *titles: str) -> Picture:
     """Draw the curves of a run's report, which may go on: those with these titles, or all. FileNotFoundError without a
     metrics.jsonl; ValueError for an unknown title, with those that there are."""
     folder = Path(run_dir)
-    charts = {chart.title: chart for chart in
-              figures(rows_of_run(folder), completions_of_run(folder), summary_of_run(folder))}
+    rows, completions = rows_of_run(folder), completions_of_run(folder)
+    drawn = from_summary(lambda summary: figures(rows, completions, summary), summary_of_run(folder))
+    charts = {chart.title: chart for chart in drawn}
     if unknown := [title for title in titles if title not in charts]:
         raise ValueError(f"the run in {run_dir} has no curve {unknown[0]!r}; it has {', '.join(charts) or 'none yet'}")
     return framed(folder.resolve().name, [charts[title] for title in titles or charts])

@@ -1,16 +1,15 @@
 """A run that is followed: its records as far as they were read, and what a page shows of them."""
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, SUMMARY
 from lowmem_grpo.runs.views.chart import Chart
 from lowmem_grpo.runs.views.charts import figures, is_drawn
 from lowmem_grpo.runs.views.headline import PREFIX, Warned, count_alarms
-from lowmem_grpo.runs.views.report import RunSnapshot, content
+from lowmem_grpo.runs.views.report import RunSnapshot, content, from_summary
 from lowmem_grpo.runs.views.samples import LARGEST, Record, Reservoir, shown_sample
 from lowmem_grpo.server.page.plain_file import JsonlTail, json_file, log_tail
 from lowmem_grpo.utils import count_text, size_text
@@ -18,13 +17,11 @@ from lowmem_grpo.utils import count_text, size_text
 MOST_ROWS = 1600
 MOST_NAMES = 500  # metrics of a run that are kept
 AVERAGED = ("time/", "episodes/", "reward_std")  # drawn on top of each other, or around another line
-Shown = TypeVar("Shown")
 SAMPLES, NEWEST = 600, 200  # samples that are kept over the run, and of its end
 JUDGED = 20_000  # samples whose rewards are kept for the curve of the accuracy
 LAST_BYTES = 64 * 1024 * 1024  # read from the end of completions.jsonl when a run is first looked at
 PAGE_BYTES, PAGE_POINTS = 800_000, 15_000  # in a page that follows a run
 NOW = ("running", "killed", "silent")  # states that a summary does not know
-UNFIT = (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError)  # a summary of another form
 
 
 class Series:
@@ -155,14 +152,6 @@ class RunFollower:
     def log(self) -> str:
         """Return the end of its output, where somebody keeps it; empty otherwise."""
         return "" if self.log_path is None else log_tail(self.log_path)
-
-
-def from_summary(make: Callable[[Record], Shown], summary: Record) -> Shown:
-    """Return what is made of a summary; of one that has another form than a run writes, what is made without it."""
-    try:
-        return make(summary)
-    except UNFIT:
-        return make({})
 
 
 def stamp(path: Path | None) -> tuple[int, int, int] | None:
