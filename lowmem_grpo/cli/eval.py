@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.runs.views.terminal import plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import plain_errors, quiet, was_given
 
 FILE = "eval.json"
 MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
@@ -29,7 +29,7 @@ class Candidate:
         """Return the model, and what makes it answer with its adapter (None without one)."""
         from torch import cuda
 
-        from lowmem_grpo.cli.asked_model import load
+        from lowmem_grpo.cli.playing import load
 
         chosen = engine if engine != "auto" else cuda.is_available() or "transformers"
         return load(self.model, self.adapter, context, load_in_4bit=self.load_in_4bit, load_in_fp8=self.load_in_fp8,
@@ -131,7 +131,7 @@ def check_source(chosen: dict[str, Any]) -> None:
 def refuse_beside_recipe() -> None:
     """click.UsageError for an option that says how --dataset is read, where a recipe reads it in its own way."""
     for name in ("split", "prompt_column"):
-        if click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+        if was_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} has no effect beside --recipe, which reads splits and "
                                    "columns in its own way; leave it out, or write --dataset FILE --reward NAME "
                                    "without --recipe")

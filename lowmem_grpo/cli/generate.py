@@ -76,7 +76,7 @@ def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples
 def answer(
     prompt: str, model: str | None, adapter: Path | None, form: dict[str, bool], params: Any, as_json: bool
 ) -> None:
-    from lowmem_grpo.cli.asked_model import CONTEXT, adapter_and_base, load
+    from lowmem_grpo.cli.playing import CONTEXT, adapter_and_base, load
 
     folder, base = adapter_and_base(adapter)
     loaded, request = load(model or base or "tiny", folder, CONTEXT, **form)

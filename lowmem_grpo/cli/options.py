@@ -16,7 +16,7 @@ from lowmem_grpo.data.kinds import check_columns, columns_of, is_file_name, refu
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.models.hub import REPO, find_dataset
 from lowmem_grpo.models.model_names import find
-from lowmem_grpo.recipes.recipe_file import is_recipe_file, own_traceback, recipe_path, unknown_recipe
+from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceback, recipe_path, unknown_recipe
 from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.saved_adapter import adapter_settings, find_adapter
@@ -26,10 +26,10 @@ from lowmem_grpo.utils import check_value
 
 WIDTH, QUOTE = 100, "'"
 PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings")  # arguments of a Preset
-NO_EXAM = "the recipe {!r} has no EXAM; test it with --dataset FILE --reward NAME"
 OWN_PROBLEMS = "the recipe {!r} makes its own problems; leave --dataset out, or --recipe"
 NO_EPISODES = ("the recipe {!r} has no episodes: one completion is the whole answer. Ask a question with lowmem-grpo "
                "generate \"...\", or measure with lowmem-grpo eval")
+OPTIONS_OF_EXAM = 5  # the place from which on `takes_source` and `play` can stand without their names
 FOOT = "Every field of GRPOConfig can be set too: learning_rate=1e-5, max_steps=50, num_generations=16, ..."
 Option = tuple[str, str, str, str]  # name, type, default, what it is
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
@@ -124,12 +124,10 @@ def check_exam(name: str, source: str | None = None, plays: bool = False) -> Non
     """Raise ValueError for a recipe that has no EXAM, for one that takes no problems from a `source`, and where it is
     to be played, for one without episodes, as far as its file tells: it is read, and not run."""
     tree = recipe_tree(name)
-    names = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-             for alias in node.names}
-    exam = assigned(tree, "EXAM")
-    if exam is None and not names & {"EXAM", "*"}:
+    if not may_have(tree, "EXAM"):
         raise ValueError(NO_EXAM.format(name))
-    if isinstance(exam, ast.Call):
+    exam = assigned(tree, "EXAM")
+    if isinstance(exam, ast.Call) and ast.unparse(exam.func) == "Exam" and len(exam.args) < OPTIONS_OF_EXAM:
         words = {word.arg for word in exam.keywords}
         if source and not words & {"takes_source", None}:
             raise ValueError(OWN_PROBLEMS.format(name))
@@ -190,6 +188,13 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
     values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)
               and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) == name]
     return values[-1] if values else None
+
+
+def may_have(tree: ast.Module, name: str) -> bool:
+    """Return whether a file assigns, reads or imports a name anywhere."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    return not names.isdisjoint({name, "*"})
 
 
 def literal(node: ast.expr | None) -> Any:

@@ -9,7 +9,7 @@ import click
 
 from lowmem_grpo.memory.cache_dtype import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
-from lowmem_grpo.runs.views.terminal import plain_errors
+from lowmem_grpo.runs.views.terminal import plain_errors, was_given
 from lowmem_grpo.utils import check_given, up_to
 
 MOST_PROMPTS = 100_000  # in a step
@@ -97,10 +97,6 @@ def plan(
             click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))
     if not memory.fits:
         raise SystemExit(1)
-
-
-def was_given(option: str) -> bool:
-    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
 def stored_in_fp8(config: Any) -> bool:

@@ -13,6 +13,7 @@ FILES = {  # by their paths below the folder in which the commands run
     "rows.jsonl": ROWS, "broken.jsonl": "{", "bad.py": "def (", "bare.py": "x = 1\n", "empty/.keep": "",
     "stepless/metrics.jsonl": '{"loss": 1.0}\n',
     "list/config.json": "[1]", "adapter/adapter_config.json": '{"peft_type": "IA3"}',
+    "lora/adapter_config.json": '{"peft_type": "LORA"}', "lora/adapter_model.safetensors": "",
     "adapter/adapter_model.safetensors": "", "torn/adapter_config.json": "{", "torn/adapter_model.safetensors": "",
 }
 LLAMA = "plan --model llama-3.1-8b --gpu 4090"
@@ -30,6 +31,10 @@ REFUSED = {  # the command, and what its one line says
     "plan --model tiny --gpu nocard": "no card 'nocard'",
     "export missing --out new": "there is no missing", "export empty --out new": "neither a run nor an adapter",
     "export adapter --out new": "is of type IA3; only LoRA can be loaded", "export torn --out new": "cannot be read",
+    "export lora --out plain": "plain is a file",
+    "export lora --out empty": "empty is not empty; choose another folder",
+    "export lora --out new --device tpu": "--device is 'tpu'", "export lora --out new --base empty": "no config.json",
+    "export lora --out new --format gguf --llama-cpp empty": "empty", "export lora --out new --push me": "OWNER/NAME",
     "export adapter --out new --format ggml": "'ggml' is not one of",
     "eval tiny --recipe nope": "no recipe 'nope'", "eval tiny --recipe ./nope.py": "(no such file)",
     "eval tiny --recipe ./bad.py": "SyntaxError: invalid syntax", "eval tiny --recipe ./bare.py": "has no EXAM",

@@ -30,13 +30,18 @@ class plain_errors:  # noqa: N801  (used like a function)
         if isinstance(error, KeyboardInterrupt):
             click.echo("\nstopped by Ctrl-C", err=True)
             raise SystemExit(130) from error
-        refused = isinstance(error, OSError) and error.filename is not None
-        if isinstance(error, written_for_users) and is_ours(trace, through_python=refused):
+        refused = getattr(error, "filename", None) if isinstance(error, OSError) else None
+        if isinstance(error, written_for_users) and is_ours(trace, through_python=refused is not None):
             words = str(getattr(error, "strerror", None) or error)  # without the number of an error of the system
-            words = f"{error.filename}: {words}; mend that, or name another path" if refused else words
+            words = words if refused is None else f"{refused}: {words}; mend that, or name another path"
             notes = "\n".join(getattr(error, "__notes__", []))
             said = fitting(f"Error: {words}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
             raise click.ClickException(said) from error
+
+
+def was_given(option: str) -> bool:
+    """Return whether the command line of the command that runs has this option, by its Python name."""
+    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
 def is_ours(trace: Any, through_python: bool = False) -> bool:

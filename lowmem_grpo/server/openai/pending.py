@@ -121,6 +121,7 @@ class PendingCompletions:
         raise NotImplementedError
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
+        """Keep a turn, and return its choice as it is told."""
         return choice
 
     def pieces(self, choice: Choice) -> Iterator[Choice]:
@@ -134,9 +135,11 @@ class PendingCompletions:
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def reply(self, choices: list[Choice]) -> dict[str, Any]:
+        """Return the JSON of the whole reply."""
         return self.head | {"object": self.whole, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON of a piece of a reply that is streamed."""
         return self.head | {"object": self.piece, "choices": choices, "usage": usage}
 
     def finish_request(self) -> None:
@@ -253,4 +256,5 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, m
 
 
 def event(data: dict[str, Any]) -> bytes:
+    """Return an object as a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

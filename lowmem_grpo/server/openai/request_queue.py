@@ -37,7 +37,7 @@ class Call:
     key: int | None = None  # the conversation's: what was computed for its last call need not be computed again
     version: int | None = None  # the policy's, where `adapter` is a saved one
     future: "Future[Turn]" = field(default_factory=Future)
-    seed: int = 0  # of its random numbers, which the worker sets
+    seed: int = 0  # for its random numbers; the worker sets it
 
     @cached_property
     def batch_key(self) -> tuple[object, ...]:
@@ -95,8 +95,7 @@ class RequestQueue:
             return job
 
     def take_calls(
-        self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round = NO_ROUND,
-        widest: Round = NO_ROUND,
+        self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round, widest: Round,
     ) -> list[Call]:
         """Calls of a `batch_key`, at most so many. None where something else waits, but for the first ones of a
         conversation.
