@@ -68,9 +68,9 @@ def check_asked(
         raise ValueError(f"--device is {device!r}; write cpu, or cuda:0 for the first card")
     if device is not None and device.startswith("cuda") and driver_version() is None:
         raise ValueError(f"--device is {device!r}, and there is no driver of a card here; write cpu, or leave it out")
+    check_adapter(run, unfinished)
     if kind == "gguf":
         find_converter(llama_cpp, [gguf_type])
-    check_adapter(run, unfinished)
     check_model(base)
     check_out(out, overwrite, None)
     check_place(out, "--out")
