@@ -24,8 +24,9 @@ from lowmem_grpo.runs.checkpoint import prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.runs.whole_files import list_checkpoints
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.trainer.distributed import ranks
@@ -64,8 +65,8 @@ class LocalRun:
                 raise
         atexit.register(self.at_exit)
         OPEN.append(self)
-        self.chat = Chat(self.worker, adapted.loaded.tokenizer, self.names,
-                         template_kwargs=self.trainer.args.chat_template_kwargs)
+        self.chat = ChatHandler(self.worker, self.names, ConversationCache(
+            self.worker.tokenizer, template_kwargs=self.trainer.args.chat_template_kwargs))
 
     def loaded(self, model: Any) -> Any:
         if self.ranks.leads:

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.recipes.recipe_file import unknown_recipe
-from lowmem_grpo.runs.views.terminal import plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import plain_errors, quiet, was_given
 
 FILE = "eval.json"
 MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
@@ -30,7 +29,7 @@ class Candidate:
         """Return the model, and what makes it answer with its adapter (None without one)."""
         from torch import cuda
 
-        from lowmem_grpo.cli.asked_model import load
+        from lowmem_grpo.cli.playing import load
 
         chosen = engine if engine != "auto" else cuda.is_available() or "transformers"
         return load(self.model, self.adapter, context, load_in_4bit=self.load_in_4bit, load_in_fp8=self.load_in_fp8,
@@ -76,21 +75,29 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json."""
     check_source(chosen)
     with plain_errors():
-        from lowmem_grpo.cli.options import check_data, check_model
+        from lowmem_grpo.cli.options import check_adapter, check_data, check_exam, check_model
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
+        from lowmem_grpo.data.files import check_prompt_column, columns_of, is_file_name
         from lowmem_grpo.rewards.by_name import refuse_unknown
+        from lowmem_grpo.runs.files import check_place
 
         SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # refuses what cannot be drawn
-        if chosen["recipe"] and (problem := unknown_recipe(chosen["recipe"])):
-            raise ValueError(problem)
+        if chosen["recipe"]:
+            check_exam(chosen["recipe"], chosen["dataset"])
         for name in chosen["rewards"]:
             refuse_unknown(name)
         form_of_weights(chosen["load_in_4bit"], False, chosen["load_in_fp8"])  # refuses both
-        check_data(None if chosen["recipe"] else chosen["dataset"])
+        if not chosen["recipe"]:
+            check_data(chosen["dataset"])
+            if is_file_name(chosen["dataset"]):
+                columns = columns_of(Path(chosen["dataset"]))
+                check_prompt_column(chosen["dataset"], columns, chosen["prompt_column"])
         if not Path(target).exists():
             check_model(target)
         subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
+        check_adapter(subject.adapter)
+        check_place(out or subject.out, "--out")
     quiet()
     with plain_errors():
         result = run(subject, chosen)
@@ -124,7 +131,7 @@ def check_source(chosen: dict[str, Any]) -> None:
 def refuse_beside_recipe() -> None:
     """click.UsageError for an option that says how --dataset is read, where a recipe reads it in its own way."""
     for name in ("split", "prompt_column"):
-        if click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+        if was_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} has no effect beside --recipe, which reads splits and "
                                    "columns in its own way; leave it out, or write --dataset FILE --reward NAME "
                                    "without --recipe")
@@ -206,11 +213,12 @@ def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str,
         dataset = read_dataset(chosen["dataset"], chosen["split"], chosen["prompt_column"])
         rows = rows_of(dataset, chosen["limit"])
         return rows, functions, chosen["max_tokens"] or tokens_of_run(subject) or MAX_TOKENS, None
+    from lowmem_grpo.cli.options import OWN_PROBLEMS
     from lowmem_grpo.recipes.eval_task import find_exam
 
     exam = find_exam(chosen["recipe"])
     if chosen["dataset"] and not exam.takes_source:
-        raise ValueError(f"the recipe {chosen['recipe']!r} makes its own problems; leave --dataset out, or --recipe")
+        raise ValueError(OWN_PROBLEMS.format(chosen["recipe"]))
     size = chosen["limit"] or exam.size
     rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], chosen["dataset"]), size)
     longest = chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens_of(subject.model)

@@ -1,13 +1,17 @@
 """`lowmem-grpo export`: make an adapter, a merged model or a GGUF file from a run."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lowmem_grpo.models.export.gguf import TYPES
+from lowmem_grpo.models.export.gguf import TYPES, find_converter
+from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.views.terminal import plain_errors, quiet
 from lowmem_grpo.utils import size_text
+
+DEVICE = re.compile(r"cpu|mps|(cuda|xpu)(:\d+)?")
 
 
 @click.command(short_help="Export an adapter, a merged model or a GGUF file.")
@@ -38,13 +42,7 @@ def export(
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
     with plain_errors():
-        from lowmem_grpo.cli.options import check_adapter
-
-        if repo is not None:
-            from lowmem_grpo.models.hub import check_repo
-
-            check_repo(repo)
-        check_adapter(run, unfinished)
+        check_asked(run, kind, out, unfinished, overwrite, repo, **chosen)
     quiet()
     with plain_errors():
         from lowmem_grpo.models.export.formats import ExportSettings, export
@@ -52,6 +50,30 @@ def export(
         done = export(run, kind, out, ExportSettings(**chosen), unfinished, overwrite, repo, private=not public)
     for line in summary(done):
         click.echo(line)
+
+
+def check_asked(
+    run: Path, kind: str, out: Path, unfinished: bool, overwrite: bool, repo: str | None, device: str | None,
+    base: str | None, llama_cpp: Path | None, gguf_type: str, **_: Any,
+) -> None:
+    """Refuse, before a heavy library is loaded, what an export would refuse; its errors are those of `export`."""
+    from lowmem_grpo.cli.options import check_adapter, check_model
+    from lowmem_grpo.models.card_check import driver_version
+    from lowmem_grpo.models.export.folder import check_out
+    from lowmem_grpo.models.hub import check_repo
+
+    if repo is not None:
+        check_repo(repo)
+    if device is not None and not DEVICE.fullmatch(device):
+        raise ValueError(f"--device is {device!r}; write cpu, or cuda:0 for the first card")
+    if device is not None and device.startswith("cuda") and driver_version() is None:
+        raise ValueError(f"--device is {device!r}, and there is no driver of a card here; write cpu, or leave it out")
+    check_adapter(run, unfinished)
+    if kind == "gguf":
+        find_converter(llama_cpp, [gguf_type])
+    check_model(base)
+    check_out(out, overwrite, None)
+    check_place(out, "--out")
 
 
 def summary(done: Any) -> list[str]:

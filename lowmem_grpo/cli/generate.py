@@ -36,16 +36,15 @@ def generate(
     With --recipe, an episode is played and shown turn by turn."""
     check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
-        from lowmem_grpo.cli.options import check_adapter, check_model
+        from lowmem_grpo.cli.options import check_adapter, check_exam, check_model
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
-        from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
         longest = sampling.pop("max_tokens")
         params = SamplingParams(n=sampling.pop("samples"), max_tokens=MAX_TOKENS if longest is None else longest,
                                 **sampling)
-        if recipe and (problem := unknown_recipe(recipe)):
-            raise ValueError(problem)
+        if recipe:
+            check_exam(recipe, plays=True)
         check_model(model)
         check_adapter(adapter)
         form = {"load_in_4bit": load_in_4bit, "load_in_fp8": load_in_fp8}
@@ -77,7 +76,7 @@ def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples
 def answer(
     prompt: str, model: str | None, adapter: Path | None, form: dict[str, bool], params: Any, as_json: bool
 ) -> None:
-    from lowmem_grpo.cli.asked_model import CONTEXT, adapter_and_base, load
+    from lowmem_grpo.cli.playing import CONTEXT, adapter_and_base, load
 
     folder, base = adapter_and_base(adapter)
     loaded, request = load(model or base or "tiny", folder, CONTEXT, **form)

@@ -6,7 +6,6 @@ import keyword
 import os
 import pkgutil
 import re
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ import click
 from lowmem_grpo import recipes
 from lowmem_grpo.data.files import ONE_ROW, first_rows, has_one_row, is_file_name, refuse_unreadable
 from lowmem_grpo.recipes.tasks.arithmetic import problems
+from lowmem_grpo.runs.files import free_bytes
 from lowmem_grpo.runs.views.terminal import plain_errors
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def check_place(recipe: Path, overwrite: bool) -> None:
     """Raise ValueError where the recipe cannot be written."""
     if recipe.parent.exists() and not recipe.parent.is_dir():
         raise ValueError(f"--out {recipe.parent} is no folder")
-    place = next(place for place in (recipe.parent.absolute(), *recipe.parent.absolute().parents) if place.exists())
-    if not shutil.disk_usage(place).free:
+    if free_bytes(recipe.parent) == 0:
         raise ValueError(UNWRITABLE.format(recipe.parent, os.strerror(errno.ENOSPC)))
     if recipe.exists() and (not overwrite or not recipe.is_file()):
         raise ValueError(f"{recipe} is there already; choose another name, or replace it with --overwrite")

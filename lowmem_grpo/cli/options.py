@@ -15,16 +15,20 @@ from lowmem_grpo.data.files import check_columns, columns_of, is_file_name, refu
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.models.hub import REPO, find_dataset
 from lowmem_grpo.models.model_names import find
-from lowmem_grpo.recipes.recipe_file import is_recipe_file, recipe_path
-from lowmem_grpo.runs.files import place_fault
+from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceback, recipe_path, unknown_recipe
+from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.runs.saved_adapter import find_adapter
+from lowmem_grpo.runs.saved_adapter import adapter_settings, find_adapter
 from lowmem_grpo.runs.views.sinks import refuse_absent_sinks
 from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import check_value
 
 WIDTH, QUOTE = 100, "'"
 PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings")  # arguments of a Preset
+OWN_PROBLEMS = "the recipe {!r} makes its own problems; leave --dataset out, or --recipe"
+NO_EPISODES = ("the recipe {!r} has no episodes: one completion is the whole answer. Ask a question with lowmem-grpo "
+               "generate \"...\", or measure with lowmem-grpo eval")
+OPTIONS_OF_EXAM = 5  # the place from which on `takes_source` and `play` can stand without their names
 FOOT = "Every field of GRPOConfig can be set too: learning_rate=1e-5, max_steps=50, num_generations=16, ..."
 Option = tuple[str, str, str, str]  # name, type, default, what it is
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
@@ -38,12 +42,7 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     from lowmem_grpo.recipes.options import RecipeOptions, fill  # which bring pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
-    try:
-        tree = parsed(recipe_path(name) if is_recipe_file(name) else file_of(name))
-    except ValueError as error:
-        if isinstance(error.__cause__, SyntaxError):
-            return {}  # Python shows the line, when the file is loaded
-        raise
+    tree = recipe_tree(name)
     owner = named(tree, "OPTIONS")
     shared = {setting.name for setting in fields(RecipeOptions)}
     written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner) if option not in shared}
@@ -91,8 +90,7 @@ def check_run_folder(settings: dict[str, Any]) -> None:
     if "output_dir" not in settings:
         return
     folder = Path(settings["output_dir"])
-    if fault := place_fault(folder):
-        raise OSError("; ".join(fault))
+    check_place(folder, "output_dir")
     if not settings["resume"] and not settings.get("overwrite_output_dir"):
         RunRecords(folder).refuse_another_run()
 
@@ -116,9 +114,24 @@ def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
 
 
 def check_adapter(path: Path | None, unfinished: bool = True) -> None:
-    """Raise RunError or CheckpointError for a path that leads to no adapter."""
+    """Raise RunError, CheckpointError or AdapterError for a path that leads to no adapter of ours."""
     if path is not None:
-        find_adapter(path, unfinished)
+        adapter_settings(find_adapter(path, unfinished).folder)
+
+
+def check_exam(name: str, source: str | None = None, plays: bool = False) -> None:
+    """Raise ValueError for a recipe that has no EXAM, for one that takes no problems from a `source`, and where it is
+    to be played, for one without episodes, as far as its file tells: it is read, and not run."""
+    tree = recipe_tree(name)
+    if not may_have(tree, "EXAM"):
+        raise ValueError(NO_EXAM.format(name))
+    exam = assigned(tree, "EXAM")
+    if isinstance(exam, ast.Call) and ast.unparse(exam.func) == "Exam" and len(exam.args) < OPTIONS_OF_EXAM:
+        words = {word.arg for word in exam.keywords}
+        if source and not words & {"takes_source", None}:
+            raise ValueError(OWN_PROBLEMS.format(name))
+        if plays and not words & {"play", None}:
+            raise ValueError(NO_EPISODES.format(name))
 
 
 # The options and presets of a recipe, from its file
@@ -126,6 +139,20 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 
 def file_of(recipe: str) -> Path:
     return Path(recipes.__path__[0], f"{recipe}.py")
+
+
+def recipe_tree(name: str) -> ast.Module:
+    """The syntax tree of a recipe's file. ValueError where there is none; of a mistake in it, Python shows the line."""
+    if problem := unknown_recipe(name):
+        raise ValueError(problem)
+    path = recipe_path(name) if is_recipe_file(name) else file_of(name)
+    try:
+        return parsed(path)
+    except ValueError as error:
+        if isinstance(error.__cause__, SyntaxError):
+            with own_traceback(path):
+                raise error.__cause__ from None
+        raise
 
 
 def recipe_help(path: Path) -> str:
@@ -160,6 +187,13 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
     values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)
               and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) == name]
     return values[-1] if values else None
+
+
+def may_have(tree: ast.Module, name: str) -> bool:
+    """Return whether a file assigns, reads or imports a name anywhere."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    return not names.isdisjoint({name, "*"})
 
 
 def literal(node: ast.expr | None) -> Any:

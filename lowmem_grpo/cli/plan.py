@@ -9,7 +9,7 @@ import click
 
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
-from lowmem_grpo.runs.views.terminal import plain_errors
+from lowmem_grpo.runs.views.terminal import plain_errors, was_given
 from lowmem_grpo.utils import check_given, up_to
 
 MOST_PROMPTS = 100_000  # in a step
@@ -62,6 +62,9 @@ def plan(
         from lowmem_grpo.memory.time_plan import PROMPTS, Workload, plan_time
         from lowmem_grpo.models.model_names import config_of
 
+        if settings["load_in_fp8"] and was_given("load_in_4bit"):
+            raise ValueError(f"--fp8 and --{'load-in-4bit' if settings['load_in_4bit'] else '16bit'} contradict each "
+                             "other; give one of them")
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         settings["engine"] = settings["engine"] or engine_of(card)
         said = planned_as(config, model, settings["engine"])

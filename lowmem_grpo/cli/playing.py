@@ -1,4 +1,5 @@
-"""An episode of a recipe on the terminal: a model plays it, and a person before it or against it."""
+"""The model that `lowmem-grpo eval` and `generate` sample from; an episode of a recipe that it plays on the terminal,
+and a person before it or against it."""
 
 import json
 import random
@@ -10,17 +11,42 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.cli.asked_model import CONTEXT, adapter_and_base, load
+from lowmem_grpo.cli.options import NO_EPISODES
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.recipes.eval_task import find_exam
 from lowmem_grpo.recipes.presets import Preset, choose
 from lowmem_grpo.recipes.recipe_file import find_recipe
+from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
+from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
 from lowmem_grpo.trainer.play import Play
 from lowmem_grpo.types import Rollout
 
+CONTEXT = 2048  # tokens of prompt and answer
 PATIENCE = 24 * 3600.0  # seconds that a person may think
 COLOURS = {"model": "cyan", "you": "green"}
+
+
+def adapter_and_base(adapter: Path | None) -> tuple[Path | None, str | None]:
+    """Return the folder of an adapter, given as that of a run or a checkpoint too, and the model it was trained on."""
+    folder = None if adapter is None else find_adapter(adapter, unfinished=True).folder
+    return folder, None if folder is None else base_of_adapter(folder).model
+
+
+def load(model: str, adapter: Path | None, context: int, **options: Any) -> tuple[Any, Any]:
+    """Return the model, and what makes it answer with an adapter (None without one), which is checked before anything
+    is loaded. `options` are those of FastLanguageModel.from_pretrained."""
+    layers, tokenizer = (None, None) if adapter is None else (layers_of(read_adapter(adapter)[1]),
+                                                              tokenizer_beside(adapter))
+    bare, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, **options)
+    if adapter is None or layers is None:
+        return bare, None
+    modules = sorted({name.rpartition(".")[2] for name in layers})
+    wrapped = FastLanguageModel.get_peft_model(bare, target_modules=modules, use_gradient_checkpointing=False)
+    wrapped.take_up(adapter, tokenizer)
+    return wrapped, wrapped.load_lora(adapter)
 
 
 def play(
@@ -31,8 +57,7 @@ def play(
     exam = find_exam(recipe)
     played = exam.play
     if played is None:
-        raise ValueError(f"the recipe {recipe!r} has no episodes: one completion is the whole answer. Ask a question "
-                         "with lowmem-grpo generate \"...\", or measure with lowmem-grpo eval")
+        raise ValueError(NO_EPISODES.format(recipe))
     if you == "against":
         played = against(played, recipe)
     folder, base = adapter_and_base(adapter)

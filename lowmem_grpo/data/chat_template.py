@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.data.files import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,10 @@ ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to te
 PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
 
 
+class DataError(ValueError):
+    """The dataset cannot be trained on; the message says why and what to do."""
+
+
 def is_file_name(source: str) -> bool:
     return Path(source).suffix.lower() in KINDS or Path(source).exists()
 
@@ -132,6 +136,13 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
                          f"let `lowmem-grpo new NAME --data {source}` write a recipe for these")
 
 
+def check_prompt_column(source: str, columns: Sequence[str], wanted: str) -> None:
+    """Raise ValueError where the column with the prompts is not among those of a source, if these are known."""
+    if columns and wanted not in columns:
+        raise ValueError(f"{source} has no column {wanted!r}; it has {listed(columns)}. Name the one with the prompts: "
+                         "--prompt-column NAME")
+
+
 def listed(names: Sequence[str]) -> str:
     rest = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
@@ -140,9 +151,7 @@ def listed(names: Sequence[str]) -> str:
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
     """Return `read_rows`, with the prompts in a column `prompt`. ValueError where their column is missing."""
     rows = read_rows(source, split)
-    if prompt_column not in rows.column_names:
-        raise ValueError(f"{source} has no column {prompt_column!r}; it has {listed(rows.column_names)}. Name the "
-                         "one with the prompts: --prompt-column NAME")
+    check_prompt_column(source, rows.column_names, prompt_column)
     return rows if prompt_column == "prompt" else rows.rename_column(prompt_column, "prompt")
 
 

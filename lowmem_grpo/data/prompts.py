@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.files import DataError as DataError
 from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.types import Rollout, RolloutGroup
 
@@ -17,10 +18,6 @@ logger = logging.getLogger(__name__)
 LONGEST_REST = 8  # epochs that a row rests
 SHOWN = 3  # how many bad rows of a kind are named in the log
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-
-
-class DataError(ValueError):
-    """The dataset cannot be trained on; the message says why and what to do."""
 
 
 @dataclass

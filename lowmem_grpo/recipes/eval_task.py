@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_grpo.models.model_names import EMBEDDED
-from lowmem_grpo.recipes.recipe_file import find_recipe
+from lowmem_grpo.recipes.recipe_file import NO_EXAM, find_recipe
 from lowmem_grpo.trainer.play import Play
 
 
@@ -37,5 +37,5 @@ def find_exam(recipe: str) -> Exam:
     """The exam of a recipe or of a recipe file. Raises ValueError for an unknown recipe, or one without an exam."""
     exam = getattr(find_recipe(recipe), "EXAM", None)
     if not isinstance(exam, Exam):
-        raise ValueError(f"the recipe {recipe!r} has no EXAM; test it with --dataset FILE --reward NAME")
+        raise ValueError(NO_EXAM.format(recipe))
     return exam

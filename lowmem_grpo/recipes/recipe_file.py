@@ -16,6 +16,7 @@ from lowmem_grpo.data.files import KINDS
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.runs.views.terminal import is_ours, plain_errors, quiet
 
+NO_EXAM = "the recipe {!r} has no EXAM; test it with --dataset FILE --reward NAME"
 NEEDED = ("A recipe has OPTIONS, a subclass of lowmem_grpo.recipes.options.RecipeOptions, and run(options). "
           "`lowmem-grpo new NAME` writes one")
 

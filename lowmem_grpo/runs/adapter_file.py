@@ -1,6 +1,5 @@
 """The tensors of a saved LoRA adapter, and whether they are whole, finite and made for the model that loads them."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowmem_grpo.config.unsupported import is_off
+from lowmem_grpo.runs.saved_adapter import adapter_settings
 from lowmem_grpo.runs.whole_files import ADAPTER_FILE, AdapterError, check_adapter_folder
 
 PREFIX = "base_model.model."  # PEFT puts this before the names of a model's modules
@@ -38,7 +38,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     """
     check_adapter_folder(folder)
     try:
-        config = lora_config(json.loads((folder / "adapter_config.json").read_text("utf-8")), folder)
+        config = lora_config(adapter_settings(folder), folder)
         tensors = load_file(folder / ADAPTER_FILE)
     except AdapterError:
         raise
@@ -58,12 +58,8 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     return config, tensors
 
 
-def lora_config(settings: Any, folder: Path) -> LoraConfig:
+def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
     """Return adapter_config.json as PEFT reads it; AdapterError names the first setting that is not loaded here."""
-    if not isinstance(settings, dict):
-        raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings; use an older checkpoint")
-    if settings.get("peft_type") != "LORA":
-        raise AdapterError(f"the adapter in {folder} is of type {settings.get('peft_type')}; only LoRA can be loaded")
     start = settings.get("init_lora_weights", True)
     if not starts_plainly(start):
         raise AdapterError(

@@ -25,15 +25,22 @@ def existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-def place_fault(run_dir: Path) -> tuple[str, str] | None:
-    """Return what keeps a run's folder from being written to, and what to do. Nothing is written to find out."""
-    place = existing(run_dir)
+def place_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | None:
+    """Return what keeps a folder from being written to, and what to do. Nothing is written to find out; `option` is
+    what names the folder."""
+    place = existing(folder)
     if not place.is_dir():
-        return f"output_dir is {str(run_dir)!r}, and {place} is a file", "choose another output_dir"
+        return f"{option} is {str(folder)!r}, and {place} is a file", f"choose another {option}"
     if not os.access(place, os.W_OK | os.X_OK):
-        return (f"output_dir is {str(run_dir)!r}, and {place} cannot be written to",
-                "choose another output_dir, or change the folder's permissions")
+        return (f"{option} is {str(folder)!r}, and {place} cannot be written to",
+                f"choose another {option}, or change the folder's permissions")
     return None
+
+
+def check_place(folder: Path, option: str) -> None:
+    """Raise OSError where a folder that `option` names could not be written to."""
+    if fault := place_fault(folder, option):
+        raise OSError("; ".join(fault))
 
 
 def free_bytes(path: Path) -> int | None:

@@ -110,11 +110,22 @@ def base_of_adapter(folder: Path) -> BaseRecord:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{own} cannot be read ({error}); name the base with --base, and how it was held with "
                              "--load-in-4bit, --fp8 or --16bit") from error
+    return BaseRecord(adapter_settings(folder).get("base_model_name_or_path") or None)
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """Return adapter_config.json. AdapterError for one that cannot be read, or is of another kind than LoRA."""
+    path = folder / "adapter_config.json"
     try:
-        config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+        settings = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{folder / 'adapter_config.json'} cannot be read: {error}") from error
-    return BaseRecord(config.get("base_model_name_or_path") or None)
+        raise AdapterError(f"the adapter in {folder} cannot be read: {path.name}: {error}; use an older checkpoint"
+                           ) from error
+    if not isinstance(settings, dict):
+        raise AdapterError(f"{path} holds no settings; use an older checkpoint")
+    if settings.get("peft_type") != "LORA":
+        raise AdapterError(f"the adapter in {folder} is of type {settings.get('peft_type')}; only LoRA can be loaded")
+    return settings
 
 
 BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # the same weights, stored in 4 bit

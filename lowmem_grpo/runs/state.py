@@ -1,5 +1,6 @@
-"""The state of a run, and what its listeners and Ctrl-C may ask of it."""
+"""The state of a run, what its listeners and Ctrl-C may ask of it, and where it ended, under transformers' names."""
 
+import math
 import os
 import signal
 import stat
@@ -8,7 +9,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
+
+OF_STEPS = ("loss", "grad_norm", "learning_rate")  # in a line of the log, and not in the summary
 
 
 @dataclass
@@ -54,6 +58,43 @@ class TrainerControl:
         asked = replace(self)
         self.should_save = self.should_log = self.should_evaluate = False
         return asked
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error's kind and message, with the notes that say what to do."""
+    return "\n".join([f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])])
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """The result of `train`."""
+
+    global_step: int
+    metrics: dict[str, Any]  # the last line of the log: `summary`
+    finished: bool
+
+    @property
+    def training_loss(self) -> float:
+        """The mean loss of this call's steps; 0.0 where it made none."""
+        return float(self.metrics["train_loss"])
+
+
+def summary(state: TrainerState, losses: list[float], samples: int, seconds: float, parameters: int) -> dict[str, Any]:
+    """Return the last line of a run's log: transformers' figures, and what the last step's line measured. `losses` are
+    those of the steps that this call of `train` made, on so many `samples`. As in transformers, total_flos is 6 for
+    each token and each of the `parameters` that are no embedding, over all calls."""
+    state.total_flos = 6.0 * state.num_tokens * parameters
+    last: dict[str, Any] = next((line for line in reversed(state.log_history) if losses and "loss" in line), {})
+    known = [loss for loss in losses if math.isfinite(loss)]
+    return {**{name: value for name, value in last.items() if name.partition("/")[0] not in OF_STEPS},
+            **speed("train", seconds, samples, len(losses)), "total_flos": state.total_flos,
+            "train_loss": fmean(known) if known else 0.0, "step": state.global_step, "epoch": state.epoch}
+
+
+def speed(prefix: str, seconds: float, samples: int, steps: int) -> dict[str, float]:
+    """Return how long something took, and its samples and steps a second, under transformers' names."""
+    rates = {"samples": samples / seconds, "steps": steps / seconds} if seconds else {}
+    return {f"{prefix}_runtime": seconds, **{f"{prefix}_{name}_per_second": rate for name, rate in rates.items()}}
 
 
 STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}

@@ -1,5 +1,6 @@
 """An HTTP server: the gate that every request passes, the application, and the server, until Ctrl-C or SIGTERM."""
 
+import errno
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,8 +140,9 @@ def open_socket(host: str, port: int) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise OSError(error.errno, f"cannot have port {port} of {host} ({error.strerror}): another program may have "
-                                   "it; take another one, or 0 (port=0, --port 0), which finds a free one") from error
+        advice = ("another program may have it; take another one, or 0 (port=0, --port 0), which finds a free one"
+                  if error.errno in (errno.EADDRINUSE, errno.EACCES) else "name an address of this machine (--host)")
+        raise OSError(error.errno, f"cannot have port {port} of {host} ({error.strerror}): {advice}") from error
     return listening
 
 

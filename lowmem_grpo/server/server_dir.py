@@ -1,7 +1,6 @@
 """The folder of a server: its database, what it saves, and where it is reached; `ServerClient`: requests to it."""
 
 import contextlib
-import fcntl
 import http.client
 import json
 import os
@@ -12,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.jobs.keeper import lock_file
 from lowmem_grpo.server.users import new_key
 
 DEFAULT = Path("~/.lowmem-grpo")
@@ -37,12 +38,11 @@ class ServerDir:
     @contextlib.contextmanager
     def owned(self) -> Iterator[Database]:
         """Inside, this process has the folder, which is made if need be. OSError where another server has it."""
+        check_place(self.folder, "--folder")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = lock_file(self.folder / LOCK)
         except BlockingIOError:
-            os.close(lock)
             raise OSError(f"another server has {self.folder}: use that one, stop it, or give --folder another "
                           "one") from None
         database = Database(self.folder / DATABASE)

@@ -107,7 +107,10 @@ def read_users(path: Path, usual: Allowance | None = None) -> list[tuple[User, s
     that is wrong, OSError a file that others can read."""
     if path.stat().st_mode & 0o077:
         raise OSError(f"{path} holds keys, and others on this machine can read it: chmod 600 {path}")
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    try:
+        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no key file: {error}; write NAME KEY on each line") from error
     return [user_of(words, f"{path}, line {number}", usual or Allowance()) for number, line in lines
             if (words := line.partition("#")[0].split())]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream, rows_of
-from lowmem_grpo.runs.summary import speed
+from lowmem_grpo.runs.state import speed
 from lowmem_grpo.trainer.trl_api import TrlApi
 
 LONGEST = 100_000  # rows of a stream to evaluate on

@@ -13,8 +13,7 @@ from lowmem_grpo.data.prompts import PromptSource
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.checkpoint import save_adapter
 from lowmem_grpo.runs.records import FINAL, RunRecords
-from lowmem_grpo.runs.state import Interrupt, TrainerControl
-from lowmem_grpo.runs.summary import error_text, summary
+from lowmem_grpo.runs.state import Interrupt, TrainerControl, error_text, summary
 from lowmem_grpo.runs.views.report import write_report
 from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.trainer.evaluator import Evaluator

@@ -31,8 +31,7 @@ from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import NoRecords, RunRecords
-from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState
-from lowmem_grpo.runs.summary import TrainOutput
+from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState, TrainOutput
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.runs.views.sinks import make_sinks
 from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree, check_settings, ranks

@@ -32,7 +32,8 @@ from lowmem_grpo.engines.base import Conversation, Engine, OnGroup, Request
 from lowmem_grpo.engines.decoding import in_rounds
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.rollout_func import rollout_of
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.types import Rollout, Turn
@@ -147,7 +148,8 @@ def flood(engine: str, clients: int, calls: int, turns: int, tokens: int = 24) -
     model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False)
     record = Recorded(Echo(tokenizer) if engine == "echo" else model.engine(Policy(model.inner), tokenizer))
     worker = EngineWorker(model, tokenizer, engine=record)  # type: ignore[arg-type]
-    chat = Chat(worker, tokenizer, lambda: {"agent": LIVE}, max_turn_tokens=tokens if engine == "model" else None)
+    chat = ChatHandler(worker, lambda: {"agent": LIVE}, ConversationCache(tokenizer),
+                       max_turn_tokens=tokens if engine == "model" else None)
     found, client = Flood(), openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-")
     with AgentEndpoint(chat, owned=[worker.close]) as endpoint, ThreadPoolExecutor(clients) as pool:
         def work(numbers: Iterator[int]) -> None:
@@ -202,7 +204,7 @@ def asked(client: openai.OpenAI, messages: list[Any], stream: bool) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
 
 
-def check(chat: Chat, trajectory: Trajectory, words: list[str], found: Flood, record: Recorded) -> None:
+def check(chat: ChatHandler, trajectory: Trajectory, words: list[str], found: Flood, record: Recorded) -> None:
     """Count what is wrong with a trajectory, and strike its turns off the engine's record."""
     histories = [[turn_of(chat, one) for one in history.messages_and_choices if isinstance(one, Choice)]
                  for history in trajectory.histories]
@@ -229,7 +231,7 @@ def check(chat: Chat, trajectory: Trajectory, words: list[str], found: Flood, re
         found.inexact += bool(ids) + bool(rollout.splits)
 
 
-def turn_of(chat: Chat, choice: Choice) -> Turn:
+def turn_of(chat: ChatHandler, choice: Choice) -> Turn:
     """The turn that a reply names. LookupError where it is not held."""
     turn = chat.turn(choice.turn)  # type: ignore[attr-defined]
     if turn is None:

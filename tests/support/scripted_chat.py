@@ -1,4 +1,4 @@
-"""A Chat without a model, whose replies a script writes; and an endpoint that serves it."""
+"""A ChatHandler without a model, whose replies a script writes; and an endpoint that serves it."""
 
 import asyncio
 import functools
@@ -30,7 +30,7 @@ async def nothing() -> None:
 
 
 class ScriptedChat:
-    """Answers as a Chat does. A message that is sent to it may be continued by the text that it became."""
+    """Answers as a ChatHandler does. A message that is sent to it may be continued by the text that it became."""
 
     def __init__(self, says: Says = echo, between: Callable[[], Awaitable[None]] = nothing) -> None:
         self.says, self.between, self.numbers, self.cancelled = says, between, itertools.count(), 0
@@ -47,7 +47,9 @@ class ScriptedChat:
     def parent(self, turn: str) -> str | None:
         return self.before[turn]
 
-    async def create(self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded) -> dict[str, Any]:
+    async def create(
+        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
+    ) -> dict[str, Any]:
         if body.get("model") not in self.names():
             raise ChatError(404, f"no model {body.get('model')!r}", "model", "model_not_found")
         choices = [await self.choice(body, session, index) for index in range(body.get("n") or 1)]
@@ -74,7 +76,7 @@ class ScriptedChat:
                 "message": {"role": "assistant", "content": text}}
 
     async def stream(
-        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
+        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
     ) -> AsyncIterator[dict[str, Any]]:
         reply = await self.create(body, session)
         about = {"id": reply["id"], "object": "chat.completion.chunk", "created": 1, "model": reply["model"]}

@@ -20,8 +20,9 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.errors import Limits
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE, Call
 from lowmem_grpo.server.server import made_for, make_server_app, open_socket
@@ -138,9 +139,10 @@ def scripted_desk(says: Callable[[str], str] = lambda prompt: "Yes.", context: i
     return EngineWorker(model, policy=policy, engine=engine, seed=seed)
 
 
-def chat_over(worker: EngineWorker, **more: Any) -> Chat:
+def chat_over(worker: EngineWorker, **more: Any) -> ChatHandler:
     """Its chat; the live model is called "agent"."""
-    return Chat(worker, worker.tokenizer, lambda: {"agent": LIVE}, **more)
+    histories = more.pop("histories", None) or ConversationCache(worker.tokenizer)
+    return ChatHandler(worker, lambda: {"agent": LIVE}, histories, **more)
 
 
 def call_of(worker: EngineWorker, text: str, temperature: float = 1.0, **more: Any) -> Call:

@@ -14,8 +14,8 @@ from trainer_runs import ROWS, SMALL, digit_sum, make
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
-from lowmem_grpo.cli import asked_model
 from lowmem_grpo.cli import eval as eval_command
+from lowmem_grpo.cli import playing
 from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.rewards import SelfJudge
 from lowmem_grpo.trainer.preflight.checks import PreflightError
@@ -70,7 +70,7 @@ def from_pretrained(folder: Path) -> Any:
 
 
 def generate(folder: Path) -> Any:
-    return asked_model.load("tiny", asked_model.adapter_and_base(folder)[0], 128, **FORM)[0]
+    return playing.load("tiny", playing.adapter_and_base(folder)[0], 128, **FORM)[0]
 
 
 def evaluate(folder: Path) -> Any:

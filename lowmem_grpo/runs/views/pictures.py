@@ -10,10 +10,10 @@ from typing import Any
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
 from lowmem_grpo.runs.records import prompt_text
+from lowmem_grpo.runs.views import report
 from lowmem_grpo.runs.views.chart import Chart, Line, how_smoothed
 from lowmem_grpo.runs.views.charts import figures
 from lowmem_grpo.runs.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
-from lowmem_grpo.runs.views.report import MOST_POINTS, completions_of_run, one_file, rows_of_run, summary_of_run
 from lowmem_grpo.utils import GIB
 
 COLUMNS, ROW, NOTE = 2, 322, 40  # charts beside each other; pixels of a row of them, and of what is said above
@@ -48,8 +48,9 @@ def curves(run_dir: str | Path, *titles: str) -> Picture:
     """Draw the curves of a run's report, which may go on: those with these titles, or all. FileNotFoundError without a
     metrics.jsonl; ValueError for an unknown title, with those that there are."""
     folder = Path(run_dir)
-    charts = {chart.title: chart for chart in
-              figures(rows_of_run(folder), completions_of_run(folder), summary_of_run(folder))}
+    rows, completions = report.rows_of_run(folder), report.completions_of_run(folder)
+    drawn = report.from_summary(lambda summary: figures(rows, completions, summary), report.summary_of_run(folder))
+    charts = {chart.title: chart for chart in drawn}
     if unknown := [title for title in titles if title not in charts]:
         raise ValueError(f"the run in {run_dir} has no curve {unknown[0]!r}; it has {', '.join(charts) or 'none yet'}")
     return framed(folder.resolve().name, [charts[title] for title in titles or charts])
@@ -63,8 +64,8 @@ def line(values: Sequence[float], title: str, axis: str = "") -> Picture:
 
 def framed(title: str, charts: list[Chart]) -> Picture:
     """Return charts in a frame that lets them run no script but their own, and load nothing."""
-    page = one_file({"title": title, "framed": True, "charts": [chart.to_dict(MOST_POINTS) for chart in charts],
-                     "note": how_smoothed(charts)})
+    drawn = [chart.to_dict(report.MOST_POINTS) for chart in charts]
+    page = report.one_file({"title": title, "framed": True, "charts": drawn, "note": how_smoothed(charts)})
     height = NOTE + ROW * max(1, -(-len(charts) // COLUMNS))
     return Picture(title, f'<iframe sandbox="allow-scripts" srcdoc="{escape(page)}" title="{escape(title)}" '
                           f'style="width:100%;height:{height}px;border:0"></iframe>')

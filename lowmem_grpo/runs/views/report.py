@@ -4,12 +4,12 @@ What a model wrote reaches the page only as JSON, which its script puts there as
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
@@ -31,6 +31,10 @@ HEAD = """<meta charset="utf-8"><meta name="viewport" content="width=device-widt
 LINKS = """<link rel="stylesheet" href="/page/files/page.css"><script src="/page/files/uplot.js" defer></script>
 <script src="/page/files/page.js" defer></script>"""
 NO_SCRIPTS = "<noscript>This page is drawn by its own scripts, which load nothing. Allow them to see it.</noscript>"
+
+
+UNFIT = (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError)  # a summary of another form
+Shown = TypeVar("Shown")
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,18 @@ def write_report(run_dir: Path) -> Path:
     snapshot = RunSnapshot(run_dir.resolve().name, rows, [shown_sample(line) for line in completions], completions,
                            len(completions), count_alarms(rows))
     report, partial = run_dir / REPORT, run_dir / f"{REPORT}.partial"
-    partial.write_text(one_file(content(snapshot, summary)), encoding="utf-8", errors="replace")
+    shown = from_summary(lambda summary: content(snapshot, summary), summary)
+    partial.write_text(one_file(shown), encoding="utf-8", errors="replace")
     os.replace(partial, report)
     return report
+
+
+def from_summary(make: Callable[[Record], Shown], summary: Record) -> Shown:
+    """Return what is made of a summary; of one that has another form than a run writes, what is made without it."""
+    try:
+        return make(summary)
+    except UNFIT:
+        return make({})
 
 
 def rows_of_run(run_dir: Path) -> list[Record]:

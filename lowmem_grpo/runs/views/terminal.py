@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from lowmem_grpo.config.launcher import this_place
 
 MOST_COLUMNS = 160  # longer lines are hard to read
 PACKAGE = Path(__file__).parents[2]
+PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's own library
 
 
 class plain_errors:  # noqa: N801  (used like a function)
-    """An error whose message was written for the user is shown without a traceback. Ctrl-C ends with the status 130."""
+    """An error whose message was written for the user is shown without a traceback, and so is a file or folder that the
+    system refused us. Ctrl-C ends with the status 130."""
 
     def __enter__(self) -> None:
         pass
@@ -27,17 +30,27 @@ class plain_errors:  # noqa: N801  (used like a function)
         if isinstance(error, KeyboardInterrupt):
             click.echo("\nstopped by Ctrl-C", err=True)
             raise SystemExit(130) from error
-        if isinstance(error, written_for_users) and is_ours(trace):
+        refused = getattr(error, "filename", None) if isinstance(error, OSError) else None
+        if isinstance(error, written_for_users) and is_ours(trace, through_python=refused is not None):
+            words = str(getattr(error, "strerror", None) or error)  # without the number of an error of the system
+            words = words if refused is None else f"{refused}: {words}; mend that, or name another path"
             notes = "\n".join(getattr(error, "__notes__", []))
-            said = fitting(f"Error: {error}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
+            said = fitting(f"Error: {words}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
             raise click.ClickException(said) from error
 
 
-def is_ours(trace: Any) -> bool:
-    """Return whether the error was raised by this package (and not inside a library, where the traceback matters)."""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
+def was_given(option: str) -> bool:
+    """Return whether the command line of the command that runs has this option, by its Python name."""
+    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
+
+
+def is_ours(trace: Any, through_python: bool = False) -> bool:
+    """Return whether the error was raised by this package (and not inside a library, where the traceback matters), or
+    `through_python`, by Python's own library when this package called it."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    while through_python and (files[-1].startswith("<frozen") or Path(files[-1]).is_relative_to(PYTHONS)):
+        files.pop()
+    return Path(files[-1]).is_relative_to(PACKAGE)
 
 
 def columns(most: int) -> int:

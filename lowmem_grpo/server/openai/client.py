@@ -1,4 +1,4 @@
-"""openai's own client, whose requests a Chat answers in this process, without a socket."""
+"""openai's own client, whose requests a ChatHandler answers in this process, without a socket."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from lowmem_grpo.server.errors import ChatError
-from lowmem_grpo.server.openai.chat import Chat, model_entry
+from lowmem_grpo.server.openai.chat_handler import ChatHandler, model_entry
 from lowmem_grpo.server.openai.pending import DONE, event
 from lowmem_grpo.server.openai.sessions import RECORDER, SESSION
 
@@ -17,7 +17,7 @@ from lowmem_grpo.server.openai.sessions import RECORDER, SESSION
 httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 
-def client_of(chat: Chat, timeout: float | None = None) -> openai.AsyncOpenAI:
+def client_of(chat: ChatHandler, timeout: float | None = None) -> openai.AsyncOpenAI:
     """Return a client whose `chat.completions` are the model's own; each `choices[i].turn` names its turn. All else is
     404. Turns of the rollout in whose task a call is made belong together; `timeout` is in seconds, for each call."""
     return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
@@ -32,9 +32,9 @@ class OpenClient(openai.DefaultAsyncHttpxClient):
 
 
 class ChatTransport(httpx.AsyncBaseTransport):
-    """Answers requests by a Chat."""
+    """Answers requests by a ChatHandler."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: ChatHandler) -> None:
         self.chat = chat
 
     async def handle_async_request(self, request: Any) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.sampling import HISTORIES
 from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
@@ -127,16 +126,12 @@ class ConversationCache:
     """Held turns, in threads: at most so many turns and tokens, of which those unused for the longest time go first."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, history: str = "append", max_tokens: int = 8_000_000,
-        max_turns: int = 50_000, template_kwargs: Mapping[str, Any] | None = None,
-        parse: Callable[..., Any] | str | None = None, keys: Iterator[int] | None = None,
+        self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 8_000_000, max_turns: int = 50_000,
+        template_kwargs: Mapping[str, Any] | None = None, parse: Callable[..., Any] | str | None = None,
+        keys: Iterator[int] | None = None,
     ) -> None:
-        """`history` is as in GRPOConfig, else ValueError. `keys` number conversations for all histories of a worker."""
-        if history not in HISTORIES:
-            raise ValueError(f"history is {history!r}; allowed are {', '.join(HISTORIES)}")
-        if max_tokens < 1 or max_turns < 1:
-            raise ValueError(f"max_tokens is {max_tokens} and max_turns is {max_turns}; both must be 1 or above")
-        self.append, self.max_tokens, self.max_turns = history == "append", max_tokens, max_turns
+        """`keys` number conversations for all histories of a worker; the other options are those of `Dialects`."""
+        self.max_tokens, self.max_turns = max_tokens, max_turns
         self.dialects = Dialects(tokenizer, template_kwargs, parse)
         self.lock, self.numbers = threading.RLock(), itertools.count()
         self.keys = itertools.count() if keys is None else keys
@@ -240,9 +235,6 @@ class ConversationCache:
                                                    not held.continued, held.number))
         self.use(parent)
         before = parent.ids()
-        if not self.append:
-            whole = self.rendered(dialect, messages)
-            return (parent, whole) if whole[:len(before)] == before else (None, whole)
         rest = list(messages[last + 1:])
         try:
             ended = dialect.renderer.closed(parent.completion.tolist(), rest)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
 from lowmem_grpo.server.errors import Limits
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.routes import ROUTES, Completions, openai_router
 from lowmem_grpo.server.openai.sessions import OpenSessions, Session
 from lowmem_grpo.server.server import CLOSE, HOSTS, LOOPBACK, made_for, make_server_app, open_socket
@@ -20,11 +20,11 @@ S = TypeVar("S", bound=Session)
 
 
 class Endpoint:
-    """Serves a Chat at `base_url`, in a thread of this process, to whoever on this machine has `api_key`. It ends with
-    the program, or with `close`, which answers what waits with 503; Ctrl-C stays with the main thread."""
+    """Serves a ChatHandler at `base_url`, in a thread of this process, to whoever on this machine has `api_key`. It
+    ends with the program, or with `close`, which answers what waits with 503; Ctrl-C stays with the main thread."""
 
     def __init__(
-        self, chat: Chat, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
+        self, chat: ChatHandler, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
         owned: Sequence[Callable[[], object]] = (),
     ) -> None:
         """`port` 0 takes a free one. `owned` is called at `close`, such as that of what `chat` works with. ValueError

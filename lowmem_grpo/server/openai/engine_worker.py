@@ -30,7 +30,6 @@ from lowmem_grpo.server.openai.request_queue import (
     Call,
     EngineSession,
     Keys,
-    OpenCall,
     RequestQueue,
     WorkerClosedError,
     WorkerTask,
@@ -75,27 +74,24 @@ class EngineWorker:
         """Return the turn of a call, as soon as it is drawn; ValueError for a call that cannot be decoded. Where the
         future is cancelled, a call in the engine is drawn to its end all the same, and dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
-        future: Future[Turn] = Future()
         own, number = call.params.seed, next(self.numbers)
-        seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
+        call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
         try:
             self.check(call)
-            self.waiting.add(call.batch_key, OpenCall(call, seed, future))
-        except (ValueError, WorkerClosedError) as error:
-            future.set_exception(error)
-        return future
+        except ValueError as error:
+            call.future.set_exception(error)
+        else:
+            self.waiting.add(call)
+        return call.future
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
         """Run a function in the owner's thread while no call is in the engine (training, saving); return its result.
         The engine sleeps first, which frees its memory, unless `sleep` is false. RuntimeError where that thread itself
         asks, since it would wait for its own end; the same holds for `submit`."""
         self.check_elsewhere("call the function itself")
-        future: Future[T] = Future()
-        try:
-            self.waiting.add(None, WorkerTask(function, sleep, future))
-        except WorkerClosedError as error:
-            future.set_exception(error)
-        return future
+        job = WorkerTask(function, sleep)
+        self.waiting.add(job)
+        return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
         """For each token of a turn that this call got: itself and the `count` likeliest ones, by one more pass."""

@@ -7,8 +7,8 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
+from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.server.errors import ChatError
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache, PromptState
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.request import CompletionRequest
+from lowmem_grpo.server.openai.messages import message_of
+from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest
 from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
 from lowmem_grpo.types import Turn
 
@@ -74,23 +77,25 @@ class PendingCompletions:
     prefix, whole, piece = "", "", ""  # what the reply's id begins with; the types of a reply and of a chunk
 
     def __init__(
-        self, worker: EngineWorker, texts: TokenTexts, asked: CompletionRequest, prompts: list[list[int]],
-        adapter: Path | str | None, most: int | None, key: Callable[[int], int | None] = lambda place: None,
+        self, asked: CompletionRequest, prompts: list[list[int]], keys: Sequence[int | None] = (), *,
+        worker: EngineWorker, texts: TokenTexts, adapter: Path | str | None, most: int | None,
     ) -> None:
-        """`most` bounds every completion; `key` returns that of a conversation. ChatError without room to answer."""
+        """`keys` are those of the conversations, by completion; `most` bounds every completion. ChatError without room
+        to answer."""
         step = asked.model.rpartition("@")[2]  # the version of the policy, as in RUN@12
         version = int(step) if step.isdecimal() else None
         self.worker, self.texts, self.asked, self.turns = worker, texts, asked, list[Turn]()
-        self.calls = [Call(ids, params_of(asked, len(ids), place, worker.context, most), adapter, key(place), version)
-                      for ids in prompts for place in range(asked.n)]
-        self.futures: list[Future[Turn]] = [worker.submit(call) for call in self.calls]
+        self.calls = [Call(ids, params_of(asked, len(ids), place, worker.context, most), adapter, key, version)
+                      for ids in prompts for place, key in enumerate(keys or [None] * asked.n)]
+        for call in self.calls:
+            worker.submit(call)
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
 
     async def drawn(self, place: int) -> tuple[Turn, list[dict[int, Logprob]] | None]:
         """Return a call's turn, once it is drawn, and the likeliest tokens, if asked for. ChatError says why not."""
         call, count = self.calls[place], self.asked.likeliest
         try:
-            turn = await asyncio.wrap_future(self.futures[place])
+            turn = await asyncio.wrap_future(call.future)
             likeliest = None
             if count:
                 likeliest = await asyncio.wrap_future(self.worker.likeliest(call, turn, count))
@@ -116,6 +121,7 @@ class PendingCompletions:
         raise NotImplementedError
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
+        """Keep a turn, and return its choice as it is told."""
         return choice
 
     def pieces(self, choice: Choice) -> Iterator[Choice]:
@@ -129,60 +135,111 @@ class PendingCompletions:
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     def reply(self, choices: list[Choice]) -> dict[str, Any]:
+        """Return the JSON of the whole reply."""
         return self.head | {"object": self.whole, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON of a piece of a reply that is streamed."""
         return self.head | {"object": self.piece, "choices": choices, "usage": usage}
 
     def finish_request(self) -> None:
         """The request is answered, or nobody waits for the answer any more."""
-        for future in self.futures:
-            future.cancel()
+        for call in self.calls:
+            call.future.cancel()
+
+
+class PendingChat(PendingCompletions):
+    """The answers to one request, each a turn of its conversation."""
+
+    prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    asked: ChatRequest
+
+    def __init__(self, histories: ConversationCache, opening: PromptState, asked: ChatRequest, **options: Any) -> None:
+        """`opening` is the prompt that `histories` made of the request; `options` are those of PendingCompletions."""
+        self.histories, self.opening, self.kept = histories, opening, False
+        keys = [opening.key, *(histories.next_key() for _ in range(asked.n - 1))]
+        super().__init__(asked, [opening.ids], keys, **options)
+
+    async def answer(self, place: int) -> tuple[Turn, Choice]:
+        asked, (turn, likeliest) = self.asked, await self.drawn(place)
+        reading = self.histories.read(self.opening, turn) if asked.tool_choice != "none" else Reading(turn.text)
+        if not asked.parallel_tool_calls:
+            reading.calls = reading.calls[:1]
+        turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
+        message = reply_message(reading)
+        turn.message = message_of(message, "message")  # as it is read when the client sends it back
+        return turn, {
+            "index": place, "message": message, "finish_reason": "tool_calls" if reading.calls else turn.finish_reason,
+            "logprobs": self.logprobs(turn, likeliest)}
+
+    def keep(self, turn: Turn, choice: Choice) -> Choice:
+        """Hold the turn, under a name that its choice then carries."""
+        self.kept = True
+        choice["turn"] = self.histories.keep(self.opening, turn, turn.message, self.calls[choice["index"]].key)
+        choice["completion_tokens"] = len(turn.completion_ids)
+        return choice | ({"token_ids": turn.completion_ids} if self.asked.return_token_ids else {})
+
+    def pieces(self, choice: Choice) -> Iterator[Choice]:
+        message, rest = choice["message"], {name: value for name, value in choice.items() if name != "message"}
+
+        def piece(delta: dict[str, Any], **more: Any) -> Choice:
+            return {"index": rest["index"], "delta": delta, "finish_reason": None, "logprobs": None,
+                    "turn": rest["turn"], **more}
+
+        yield piece({"role": "assistant", "content": ""})
+        if message["content"]:
+            yield piece({"content": message["content"]}, logprobs=rest.pop("logprobs"))
+        for place, call in enumerate(message.get("tool_calls", ())):
+            yield piece({"tool_calls": [{"index": place, **call}]})
+        yield piece({}) | rest
+
+    def usage(self) -> dict[str, Any]:
+        cached = max((turn.cached_tokens for turn in self.turns), default=0)
+        return super().usage() | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    def reply(self, choices: list[Choice]) -> dict[str, Any]:
+        return super().reply(choices) | ({"prompt_token_ids": self.opening.ids} if self.asked.return_token_ids else {})
+
+    def finish_request(self) -> None:
+        super().finish_request()
+        self.histories.close_prompt(self.opening, self.kept)
+
+
+class PendingTexts(PendingCompletions):
+    """The completions of one request's prompts."""
+
+    prefix, whole, piece = "cmpl", "text_completion", "text_completion"
+
+    async def answer(self, place: int) -> tuple[Turn, Choice]:
+        turn, likeliest = await self.drawn(place)
+        choice = {"index": place, "text": turn.text, "finish_reason": turn.finish_reason,
+                  "logprobs": self.logprobs(turn, likeliest)}
+        if self.asked.return_token_ids:
+            choice |= {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.completion_ids}
+        return turn, choice
+
+    def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None) -> dict[str, Any] | None:
+        told = super().logprobs(turn, likeliest)
+        if told is None:
+            return None
+        places = told["content"]
+        tokens = [place["token"] for place in places]
+        others = [{other["token"]: other["logprob"] for other in place["top_logprobs"]} for place in places]
+        return {"tokens": tokens, "token_logprobs": [place["logprob"] for place in places],
+                "top_logprobs": others if self.asked.likeliest else None,
+                "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}
+
+
+def reply_message(reading: Reading) -> dict[str, Any]:
+    """Return what a completion says and calls as a message in OpenAI's form; each call has an id."""
+    calls = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {
+        "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}} for call in reading.calls]
+    content = reading.content if reading.content or not calls else None
+    return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
 
 
 async def unrecorded(choices: list[Choice]) -> None:
     """Nobody records these choices."""
-
-
-class Completer:
-    """Answers requests, from any thread and event loop. `record` is called with the choices that are about to be told.
-
-    Where the caller goes away (the coroutine is cancelled), nothing is kept."""
-
-    def start_request(self, body: Mapping[str, Any], session: str) -> PendingCompletions:
-        """Read a request, and let its calls wait at the worker. ChatError in OpenAI's form."""
-        raise NotImplementedError
-
-    async def create(self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded) -> dict[str, Any]:
-        """Return the JSON of a reply. Turns of one `session` belong together. ChatError in OpenAI's form."""
-        if body.get("stream") is True:
-            raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
-        pending = self.start_request(body, session)
-        try:
-            answers = await asyncio.gather(*map(pending.answer, range(len(pending.calls))))
-            choices = [pending.keep(*answer) for answer in answers]
-            await record(choices)
-            return pending.reply(choices)
-        finally:
-            pending.finish_request()
-
-    async def stream(
-        self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded,
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of a reply. The text of a choice comes in one, as soon as its turn is drawn. A request that
-        is refused raises ChatError before the first chunk."""
-        pending = self.start_request({**body, "stream": True}, session)
-        try:
-            for answer in asyncio.as_completed(map(pending.answer, range(len(pending.calls)))):
-                choice = pending.keep(*await answer)
-                for piece in pending.pieces(choice):
-                    if piece["finish_reason"] is not None:
-                        await record([choice])
-                    yield pending.chunk([piece])
-            if pending.asked.stream_options.get("include_usage"):
-                yield pending.chunk([], pending.usage())
-        finally:
-            pending.finish_request()
 
 
 def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, most: int | None) -> SamplingParams:
@@ -199,4 +256,5 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, m
 
 
 def event(data: dict[str, Any]) -> bytes:
+    """Return an object as a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,17 @@ logger = logging.getLogger(__name__)
 MOST = 4096  # conversations that are remembered; an engine keeps fewer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
-    """One completion that is asked for. Calls of one `batch_key` are decoded together."""
+    """One completion that is asked for, at most once. Calls of one `batch_key` are decoded together."""
 
     ids: list[int]  # (P,) of the prompt
     params: SamplingParams  # n is 1; max_tokens and seed are its own
     adapter: Path | str | None = LIVE  # the folder of a saved adapter, LIVE, or None for the base model
     key: int | None = None  # the conversation's: what was computed for its last call need not be computed again
     version: int | None = None  # the policy's, where `adapter` is a saved one
+    future: "Future[Turn]" = field(default_factory=Future)
+    seed: int = 0  # for its random numbers; the worker sets it
 
     @cached_property
     def batch_key(self) -> tuple[object, ...]:
@@ -50,21 +52,12 @@ class WorkerClosedError(RuntimeError):
 
 
 @dataclass(eq=False)
-class OpenCall:
-    """A call that waits, or is in the engine."""
-
-    call: Call
-    seed: int
-    future: "Future[Turn]"
-
-
-@dataclass(eq=False)
 class WorkerTask:
     """A function that is to run in the owner's thread."""
 
     function: Callable[[], Any]
     sleep: bool  # the engine frees its memory first
-    future: "Future[Any]"
+    future: "Future[Any]" = field(default_factory=Future)
 
 
 class RequestQueue:
@@ -75,13 +68,14 @@ class RequestQueue:
         self.lines: dict[tuple[object, ...] | None, deque[Any]] = {}  # none is empty; the next one to be served first
         self.closed = False
 
-    def add(self, line: tuple[object, ...] | None, item: OpenCall | WorkerTask) -> None:
-        """Let somebody wait. WorkerClosedError after `close`."""
+    def add(self, item: Call | WorkerTask) -> None:
+        """Let somebody wait; after `close`, their future has WorkerClosedError."""
         with self.changed:
             if self.closed:
-                raise WorkerClosedError("the worker is closed: nothing is sampled or run any more; make a new "
-                                        "EngineWorker, or close it later")
-            self.lines.setdefault(line, deque()).append(item)
+                item.future.set_exception(WorkerClosedError("the worker is closed: nothing is sampled or run any more; "
+                                                            "make a new EngineWorker, or close it later"))
+                return
+            self.lines.setdefault(item.batch_key if isinstance(item, Call) else None, deque()).append(item)
             self.changed.notify_all()
 
     def next(self) -> WorkerTask | Call | None:
@@ -92,7 +86,7 @@ class RequestQueue:
                 return None
             line = next(iter(self.lines))
             if line is not None:
-                call: Call = self.lines[line][0].call
+                call: Call = self.lines[line][0]
                 return call
             jobs = self.lines.pop(None)
             job: WorkerTask = jobs.popleft()
@@ -101,9 +95,8 @@ class RequestQueue:
             return job
 
     def take_calls(
-        self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round = NO_ROUND,
-        widest: Round = NO_ROUND,
-    ) -> list[OpenCall]:
+        self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round, widest: Round,
+    ) -> list[Call]:
         """Calls of a `batch_key`, at most so many. None where something else waits, but for the first ones of a
         conversation.
 
@@ -136,11 +129,11 @@ class RequestQueue:
             if 1 == count >= back or not self.changed.wait(quiet if count < back else LEAST):
                 return
 
-    def drain(self, batch_key: tuple[object, ...]) -> list[OpenCall]:
+    def drain(self, batch_key: tuple[object, ...]) -> list[Call]:
         with self.changed:
             return list(self.lines.pop(batch_key, ()))
 
-    def close(self) -> list[OpenCall | WorkerTask]:
+    def close(self) -> list[Call | WorkerTask]:
         """Let nobody in any more; returns who waited."""
         with self.changed:
             self.closed = True
@@ -182,7 +175,7 @@ class EngineSession:
         """`before` is a round of an earlier session, its calls and its seconds: as many may come again."""
         self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
-        self.open: dict[int, OpenCall] = {}
+        self.open: dict[int, Call] = {}
         self.engine: Engine | None = None
         self.begun = False
         self.back, self.since = 0, time.monotonic()  # callers that were served since the engine took calls, and when
@@ -195,25 +188,25 @@ class EngineSession:
         self.widest = max(self.widest, self.last)
         while taken := self.waiting.take_calls(self.batch_key, self.room, not busy, not self.begun, *self.expected):
             self.begun, self.back, self.since = True, 0, time.monotonic()
-            if requests := [self.enter(asked) for asked in taken if not asked.future.cancelled()]:
+            if requests := [self.enter(call) for call in taken if not call.future.cancelled()]:
                 return requests
         return []
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
         """The turn of a call is drawn. One that was cancelled is dropped."""
-        asked = self.open.pop(key)
+        call = self.open.pop(key)
         self.back += 1
-        if asked.future.set_running_or_notify_cancel():
-            asked.future.set_result(turn_of(asked.call, rollout))
+        if call.future.set_running_or_notify_cancel():
+            call.future.set_result(turn_of(call, rollout))
 
     def fail(self, error: BaseException) -> None:
         """The engine failed: its calls are told; where there are none, those that wait for the same."""
         left = list(self.open.values()) or self.waiting.drain(self.batch_key)
         self.open.clear()
         logger.warning("%d calls failed with the engine: %s: %s", len(left), type(error).__name__, error)
-        for asked in left:
-            if asked.future.set_running_or_notify_cancel():
-                asked.future.set_exception(error)
+        for call in left:
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(error)
 
     def check_done(self) -> None:
         """RuntimeError where an engine ended the conversation without all of its turns."""
@@ -239,14 +232,13 @@ class EngineSession:
             return NO_ROUND, NO_ROUND
         return self.last, max(self.before, self.widest)
 
-    def enter(self, asked: OpenCall) -> Request:
+    def enter(self, call: Call) -> Request:
         """A call as the engine takes it; of each key one at a time."""
-        call = asked.call
         key = self.keys.number_of(call, self.number)
         if key in self.open:
             key = self.keys.new()
-        self.open[key] = asked
-        return Request(key, call.ids, call.params.max_tokens, asked.seed)
+        self.open[key] = call
+        return Request(key, call.ids, call.params.max_tokens, call.seed)
 
 
 def turn_of(call: Call, rollout: Rollout) -> Turn:

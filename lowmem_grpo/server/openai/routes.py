@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from lowmem_grpo.server.bodies import json_of
 from lowmem_grpo.server.errors import CLOSED, NO_RETRY, ChatError, Limits
-from lowmem_grpo.server.openai.chat import Chat, TextCompletions, model_entry
+from lowmem_grpo.server.openai.chat_handler import ChatHandler, model_entry
 from lowmem_grpo.server.openai.pending import DONE, Choice, event
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.server.openai.sessions import OpenSessions
@@ -21,12 +21,12 @@ from lowmem_grpo.server.openai.sessions import OpenSessions
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
 SINCE = int(time.time())  # this program's start
-Chats = Callable[[Any], Chat]  # by whose key the request has, as the gate found it
+Chats = Callable[[Any], ChatHandler]  # by whose key the request has, as the gate found it
 Counted = Callable[[Any], AbstractContextManager[None]]  # the same: it is among the requests of a key inside
 
 
 class Completions:
-    """Answers requests by the Chat of whoever asks."""
+    """Answers requests by the ChatHandler of whoever asks."""
 
     def __init__(
         self, chats: Chats, sessions: OpenSessions, limits: Limits, closing: asyncio.Event,
@@ -40,7 +40,7 @@ class Completions:
         """Return the reply to POST /chat/completions, and to POST /completions."""
         body, chat = await self.body(request), self.chats(request.scope["holder"])
         session = self.sessions.find(request.path_params.get("session"))
-        source = chat if request.url.path.endswith("/chat/completions") else TextCompletions(chat)
+        texts = not request.url.path.endswith("/chat/completions")
 
         async def record(choices: list[Choice]) -> None:
             """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""
@@ -50,11 +50,11 @@ class Completions:
                     raise client_left()
                 session.record(body, choices, chat.parent)
 
-        asked = (body, session.name if session else "", record)
+        asked = (body, session.name if session else "", record, texts)
         if body.get("stream") is True:
-            return Events(source.stream(*asked), self.working_for(request))
+            return Events(chat.stream(*asked), self.working_for(request))
         async with self.working_for(request):
-            return JSONResponse(await source.create(*asked))
+            return JSONResponse(await chat.create(*asked))
 
     async def body(self, request: Request) -> dict[str, Any]:
         try:

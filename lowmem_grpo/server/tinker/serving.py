@@ -19,7 +19,7 @@ from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.errors import ChatError, Limits
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.routes import Completions, openai_router
@@ -73,20 +73,19 @@ class SavedModels(Mapping[str, Path | str | None]):
 
 
 class Chats:
-    """A Chat for each user, over one worker: nothing that one of them said is known to another."""
+    """A ChatHandler for each user, over one worker: nothing that one of them said is known to another."""
 
     def __init__(self, worker: EngineWorker, shelf: CheckpointStore, base: str) -> None:
         self.worker, self.shelf, self.base = worker, shelf, base
         self.lock, self.keys = threading.Lock(), itertools.count()  # a key for each conversation in the engine
-        self.made: dict[str, Chat] = {}
+        self.made: dict[str, ChatHandler] = {}
 
-    def __call__(self, user: User) -> Chat:
+    def __call__(self, user: User) -> ChatHandler:
         with self.lock:
             if user.name not in self.made:
-                tokenizer = self.worker.tokenizer
-                histories = ConversationCache(tokenizer, keys=self.keys)
-                self.made[user.name] = Chat(self.worker, tokenizer, histories=histories,
-                                            names=lambda: SavedModels(self.base, self.shelf, user.name))
+                self.made[user.name] = ChatHandler(
+                    self.worker, lambda: SavedModels(self.base, self.shelf, user.name),
+                    ConversationCache(self.worker.tokenizer, keys=self.keys))
             return self.made[user.name]
 
 

@@ -3,6 +3,7 @@
 import io
 import logging
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import click
@@ -10,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.runs.files import flush
 from lowmem_grpo.runs.views.console import any_console, print_line
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.runs.views.terminal import BetweenWords, CurrentStderr, plain_errors
+from lowmem_grpo.runs.whole_files import fingerprint
 from lowmem_grpo.utils import check_value
 
 ENCODINGS = ["ascii", "cp1252", "cp932", "latin-1"]
@@ -92,3 +95,9 @@ def test_a_terminal_that_has_all_characters_gets_them_unchanged(monkeypatch: pyt
     monkeypatch.setattr(sys, "stdout", terminal)
     any_console().print(TEXT)
     assert terminal.shown == f"{TEXT}\n"
+
+
+def test_a_file_that_the_system_refuses_is_one_line_also_where_pythons_library_asked_for_it(tmp_path: Path) -> None:
+    for call in (flush, fingerprint):
+        with pytest.raises(click.ClickException, match="missing: No such file or directory; mend that"), plain_errors():
+            call(tmp_path / "missing")

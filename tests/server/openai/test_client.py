@@ -13,7 +13,7 @@ from served import chat_over, scripted_desk
 from tables import every_row
 
 from lowmem_grpo.server.errors import Limits
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.sessions import RECORDER, SESSION, Session
 
@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 
 @pytest.fixture
-def chat() -> Iterator[Chat]:
+def chat() -> Iterator[ChatHandler]:
     worker = scripted_desk(lambda prompt: "3" if "<tool_response>" in prompt else CALL)
     yield chat_over(worker)
     engine_of(worker).gate.set()
@@ -30,7 +30,7 @@ def chat() -> Iterator[Chat]:
 
 
 @pytest.fixture
-def client(chat: Chat) -> openai.AsyncOpenAI:
+def client(chat: ChatHandler) -> openai.AsyncOpenAI:
     return client_of(chat)
 
 
@@ -42,7 +42,9 @@ def asked(client: openai.AsyncOpenAI, **fields: Any) -> Any:
     return asyncio.run(client.chat.completions.create(**HELLO | fields))
 
 
-def test_replies_are_openais_own_and_their_messages_go_back_as_they_are(client: openai.AsyncOpenAI, chat: Chat) -> None:
+def test_replies_are_openais_own_and_their_messages_go_back_as_they_are(
+    client: openai.AsyncOpenAI, chat: ChatHandler
+) -> None:
     reply = asked(client, tools=SCHEMAS, timeout=60, extra_headers={"X-A": "b"}, user=openai.NOT_GIVEN)
     assert isinstance(reply, ChatCompletion)
     (choice,) = reply.choices
@@ -54,14 +56,14 @@ def test_replies_are_openais_own_and_their_messages_go_back_as_they_are(client: 
         assert chat.histories.parent(following.choices[0].turn) == choice.turn
 
 
-def test_extra_body_adds_fields_as_openais_client_does(client: openai.AsyncOpenAI, chat: Chat) -> None:
+def test_extra_body_adds_fields_as_openais_client_does(client: openai.AsyncOpenAI, chat: ChatHandler) -> None:
     reply = asked(client, extra_body={"return_token_ids": True, "top_k": 5}, top_p=1.0)
     turn = chat.turn(reply.choices[0].turn)
     assert turn is not None
     assert (reply.prompt_token_ids, reply.choices[0].token_ids) == (turn.prompt_ids, turn.completion_ids)
 
 
-def test_a_stream_is_read_like_openais_and_may_be_left(client: openai.AsyncOpenAI, chat: Chat) -> None:
+def test_a_stream_is_read_like_openais_and_may_be_left(client: openai.AsyncOpenAI, chat: ChatHandler) -> None:
     async def read() -> list[ChatCompletionChunk]:
         stream = await client.chat.completions.create(**HELLO, stream=True)
         async with stream:
@@ -94,7 +96,7 @@ def test_refusals_are_openais_errors(client: openai.AsyncOpenAI, fields: dict[st
 
 
 def test_a_call_that_takes_too_long_raises_openais_timeout_and_keeps_nothing(
-    client: openai.AsyncOpenAI, chat: Chat,
+    client: openai.AsyncOpenAI, chat: ChatHandler,
 ) -> None:
     engine = engine_of(chat.worker)
     engine.gate.clear()
@@ -106,7 +108,7 @@ def test_a_call_that_takes_too_long_raises_openais_timeout_and_keeps_nothing(
     assert len(chat.histories.held) == 1
 
 
-def test_an_engine_that_fails_is_openais_internal_error(client: openai.AsyncOpenAI, chat: Chat) -> None:
+def test_an_engine_that_fails_is_openais_internal_error(client: openai.AsyncOpenAI, chat: ChatHandler) -> None:
     engine_of(chat.worker).says = lambda prompt: 1 / 0
     with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
         asked(client)
@@ -118,7 +120,7 @@ def test_an_engine_that_fails_is_openais_internal_error(client: openai.AsyncOpen
     lambda client: client.completions.create(model="agent", prompt="Hello"),
     lambda client: client.models.retrieve("agent"),
 ])
-def test_what_is_not_served_is_refused_with_advice(client: openai.AsyncOpenAI, chat: Chat, call: Any) -> None:
+def test_what_is_not_served_is_refused_with_advice(client: openai.AsyncOpenAI, chat: ChatHandler, call: Any) -> None:
     with pytest.raises(openai.NotFoundError, match=r"there is no .*chat\.completions\.create"):
         asyncio.run(call(client))
 
@@ -148,7 +150,7 @@ def test_what_a_rollout_hears_is_recorded_with_its_tool_calls(client: openai.Asy
     assert (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 2}')  # type: ignore[union-attr]
 
 
-def test_each_task_of_a_rollout_has_its_session(client: openai.AsyncOpenAI, chat: Chat) -> None:
+def test_each_task_of_a_rollout_has_its_session(client: openai.AsyncOpenAI, chat: ChatHandler) -> None:
     histories, all_asked = chat.histories, asyncio.Barrier(4)
 
     async def rollout(name: str) -> list[str | None]:

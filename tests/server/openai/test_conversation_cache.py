@@ -197,23 +197,6 @@ def test_foreign_text_becomes_no_mark_and_the_systems_own_text_may(name: str, la
     assert rules == histories.open_prompt(plain([system | {"content": "Rules"}, USER])).ids.count(number) + 1
 
 
-def test_the_template_renders_anew_where_that_is_the_history() -> None:
-    """Qwen3 drops the thoughts of earlier turns, which begins another sequence; without them it goes on."""
-    thought = "<think>\n\n</think>\n\n7"
-    ids = tuple(tokenizer_of("qwen3")(f"{thought}<|im_end|>").input_ids)
-    for history, joins in (("template", False), ("append", True)):
-        histories = ConversationCache(tokenizer_of("qwen3"), history=history)
-        sampled(histories, [USER], thought, ids)
-        assert (histories.open_prompt(plain([USER, said(thought), HIGHER])).parent is not None) is joins
-    plain_model = ConversationCache(tokenizer_of("qwen2_5"), history="template")
-    tokens = tuple(tokenizer_of("qwen2_5")("7<|im_end|>", add_special_tokens=False).input_ids)
-    name = sampled(plain_model, [USER], ids=tokens)
-    joined = plain_model.open_prompt(plain([USER, said("7"), HIGHER]))
-    assert joined.parent is not None and joined.parent.name == name
-    with pytest.raises(ValueError, match="append, template"):
-        ConversationCache(tokenizer_of("qwen2_5"), history="rewrite")
-
-
 def test_the_oldest_conversations_go_first_and_those_in_use_stay_whole() -> None:
     histories = ConversationCache(tokenizer_of("qwen2_5"), max_turns=10)
     conversations: list[list[str]] = []
@@ -246,3 +229,10 @@ def test_a_conversation_that_is_too_long_to_be_held_is_said(caplog: pytest.LogCa
     name = sampled(histories, [USER])
     assert histories.turn(name) is None and histories.tokens == 0
     assert "hold more: max_tokens" in caplog.text
+
+
+def test_thoughts_of_earlier_turns_stay_where_the_template_would_drop_them() -> None:
+    thought = "<think>\n\n</think>\n\n7"
+    histories = ConversationCache(tokenizer_of("qwen3"))
+    sampled(histories, [USER], thought, tuple(tokenizer_of("qwen3")(f"{thought}<|im_end|>").input_ids))
+    assert histories.open_prompt(plain([USER, said(thought), HIGHER])).parent is not None

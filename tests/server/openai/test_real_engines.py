@@ -13,8 +13,9 @@ from vllm_models import NEEDS_VLLM
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
+from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
@@ -34,7 +35,8 @@ class Room:
         scatter(self.model, 0.05)
         self.model.save_lora(folder)
         self.worker = EngineWorker(self.model, tokenizer)
-        self.chat = Chat(self.worker, tokenizer, lambda: {"live": LIVE, "base": None, "saved@3": folder})
+        self.chat = ChatHandler(self.worker, lambda: {"live": LIVE, "base": None, "saved@3": folder},
+                                ConversationCache(tokenizer))
         self.client = client_of(self.chat)
 
     def ask(self, *messages: Any, model: str = "live", **fields: Any) -> Any:

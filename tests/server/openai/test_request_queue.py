@@ -4,6 +4,7 @@ take one conversation, or one set of weights, for another."""
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,6 @@ from lowmem_grpo.server.openai.request_queue import (
     Call,
     EngineSession,
     Keys,
-    OpenCall,
     RequestQueue,
     Round,
     WorkerTask,
@@ -63,10 +63,10 @@ class Line:
         self.call()
 
     def call(self) -> None:
-        self.waiting.add(CALL.batch_key, OpenCall(CALL, 0, Future()))
+        self.waiting.add(replace(CALL, future=Future()))
 
     def job(self) -> None:
-        self.waiting.add(None, WorkerTask(lambda: None, False, Future()))
+        self.waiting.add(WorkerTask(lambda: None, False))
 
     def taken(self, first: bool, last: Round, widest: Round) -> int:
         return len(self.waiting.take_calls(CALL.batch_key, None, True, first, last, widest))

@@ -1,4 +1,4 @@
-"""A run that is followed: what the page shows of it, also of one that an enemy wrote."""
+"""A run that is followed while it writes: its lines, its rows, and what a page shows of them."""
 
 import json
 import os
@@ -6,11 +6,182 @@ from pathlib import Path
 
 import pytest
 
+from lowmem_grpo.runs.views.headline import Warned
 from lowmem_grpo.runs.views.report import one_file
-from lowmem_grpo.server.page import plain_file, run_follower
-from lowmem_grpo.server.page.plain_file import log_tail
-from lowmem_grpo.server.page.run_follower import RunFollower
+from lowmem_grpo.server.page import run_follower
+from lowmem_grpo.server.page.run_follower import MOST_ROWS, JsonlTail, RunFollower, Series, log_tail
 from tests.support.run_pages import ATTACK, append, completion, metric, write_hostile, write_run
+
+
+def filled(steps: int, **at: float) -> Series:
+    series = Series()
+    for step in range(1, steps + 1):
+        series.add_record(metric(step))
+    return series
+
+
+@pytest.mark.parametrize("steps", [300, MOST_ROWS, MOST_ROWS + 1, 12_345])
+def test_rows_are_bounded_in_order_and_end_with_the_newest_step(steps: int) -> None:
+    series = filled(steps)
+    rows = series.rows()
+    found = [row["step"] for row in rows]
+    assert len(rows) <= 2000 and found == sorted(set(found))
+    assert found[0] == 1 and found[-1] == steps and series.steps == steps
+    assert steps > 300 or rows == [{name: row[name] for name in rows[0]} for row in map(metric, found)]
+    assert rows[-1]["reward"] == metric(steps)["reward"] and rows[-1]["kl"] == metric(steps)["kl"]
+
+
+def test_a_spike_of_one_step_is_still_there_and_near_its_step() -> None:
+    series = Series()
+    for step in range(1, 20_001):
+        series.add_record(metric(step, loss=7.0 if step == 7777 else 0.0, kl=-3.0 if step == 15_001 else 0.0))
+    rows = series.rows()
+    assert [abs(row["step"] - 7777) <= 2 * series.width for row in rows if row["loss"] == 7.0] == [True]
+    assert [abs(row["step"] - 15_001) <= 2 * series.width for row in rows if row["kl"] == -3.0] == [True]
+
+
+def test_shares_of_the_time_still_add_up() -> None:
+    series = Series()
+    for step in range(5000):
+        series.add_record(metric(step, **{"time/generate": step % 2 * 0.6 + 0.2,
+                                          "time/train": 0.6 - step % 2 * 0.6, "time/reward": 0.2}))
+    for row in series.rows()[:-1]:
+        assert row["time/generate"] + row["time/train"] + row["time/reward"] == pytest.approx(1)
+
+
+def test_an_evaluation_joins_its_step_and_a_step_that_was_made_again_counts_anew() -> None:
+    series = Series()
+    series.add_record({"step": 1, "reward": 0.25})
+    series.add_record({"step": 1, "eval_reward": 0.5})
+    series.add_record({"step": 1, "reward": 0.75})
+    assert series.rows() == [{"step": 1, "reward": 0.75, "eval_reward": 0.5}] and series.steps == 1
+
+
+def test_what_is_no_number_is_left_out_and_names_are_bounded() -> None:
+    series = Series()
+    series.add_record({"step": 1, "reward": "high", "loss": None, "kl": True, "entropy": 10**400, "grad_norm": 0.5})
+    assert series.rows() == [{"step": 1, "grad_norm": 0.5}]
+    for number in range(2000):
+        series.add_record({"step": 2, f"rewards/{number}/mean": 1.0})
+    assert len(series.rows()[-1]) <= 501
+
+
+def test_alarms_are_counted_over_all_steps() -> None:
+    series = Series()
+    for step in range(1, 5001):
+        series.add_record(metric(step, **({"alarms/kl": 1.0} if step in (17, 3000, 3001) else {"alarms/kl": 0.0})))
+    assert series.warned == {"kl": Warned(3, 17, 3001)}
+
+
+def test_steps_far_apart_end_in_bounded_time() -> None:
+    series = Series()
+    for place in range(3000):
+        series.add_record({"step": place * 2**41, "loss": 1.0})
+    assert len(series.rows()) <= 2000
+
+
+def test_steps_cost_the_same_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in rows that are put together: each step once, and all of them when the steps have doubled."""
+    looks, two_rows = [0], run_follower.two_rows
+
+    def counted(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+        looks[0] += len(rows)
+        return two_rows(rows)
+
+    monkeypatch.setattr(run_follower, "two_rows", counted)
+    series, counts = Series(), []
+    for part in range(6):
+        looks[0] = 0
+        for step in range(part * 4000, (part + 1) * 4000):
+            series.add_record(metric(step))
+        counts.append((looks[0] - 4000) / MOST_ROWS)
+    assert counts == [pytest.approx(doubled, abs=0.05) for doubled in (2, 1, 0, 1, 0, 0)]
+
+
+def steps(file: JsonlTail) -> list[int]:
+    file.is_new_file()
+    return [record["step"] for record in file.read_records()]
+
+
+def test_only_what_was_appended_is_read_and_a_half_written_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = JsonlTail(path)
+    assert steps(file) == [] and not file.more
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert steps(file) == [1, 2]
+    assert steps(file) == []
+    with path.open("a") as more:
+        more.write('ep": 3}\n')
+    assert steps(file) == [3] and file.damaged == 0
+
+
+def test_a_file_that_was_replaced_or_cut_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    file = JsonlTail(path)
+    assert steps(file) == [1, 2]
+    (tmp_path / "other").write_text('{"step": 1}\n{"step": 9}\n{"step": 10}\n')
+    os.replace(tmp_path / "other", path)
+    assert file.is_new_file() and [record["step"] for record in file.read_records()] == [1, 9, 10]
+    path.write_text('{"step": 4}\n')
+    assert file.is_new_file() and [record["step"] for record in file.read_records()] == [4]
+
+
+def test_damaged_lines_and_steps_that_are_none_are_counted_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 1e999}\n{"step": -1}\n{"step": NaN}\n{"step": true}\nno\n[]\n\n\xff\n'
+                    '{"step": 2, "reward": 1e999}\n', encoding="latin-1")
+    file = JsonlTail(path)
+    file.is_new_file()
+    assert file.read_records() == [{"step": 1}, {"step": 2, "reward": None}]
+    assert file.damaged == 7
+
+
+def test_a_line_that_is_too_long_does_not_block_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_follower, "PIECE", 1000)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "text": "' + "x" * 5000)
+    file = JsonlTail(path)
+    assert steps(file) == [1]
+    while file.more:
+        assert steps(file) == []
+    with path.open("a") as more:
+        more.write("x" * 3000 + '"}\n{"step": 3}\n')
+    found = steps(file)
+    while file.more:
+        found += steps(file)
+    assert found == [3] and file.damaged == 1
+
+
+def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_follower, "PIECE", 150)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "text": "x" * 100}) + "\n" for step in range(50)))
+    file, found, looks = JsonlTail(path), [], 0
+    while looks == 0 or file.more:
+        found += steps(file)
+        looks += 1
+    assert found == list(range(50)) and looks == 50
+
+
+def test_of_a_large_file_only_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1000)))
+    file = JsonlTail(path, last_bytes=100)
+    found = steps(file)
+    assert found == list(range(1000 - len(found), 1000)) and 5 <= len(found) <= 8
+    assert file.skipped == path.stat().st_size - 100 and file.damaged == 0
+
+
+def test_links_and_pipes_and_what_vanishes_are_not_read_and_do_not_block(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"step": 1}\n')
+    os.symlink(tmp_path / "secret", tmp_path / "link.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert steps(JsonlTail(tmp_path / "link.jsonl")) == steps(JsonlTail(tmp_path / "pipe.jsonl")) == []
+    file = JsonlTail(tmp_path / "secret")
+    assert file.is_new_file()
+    (tmp_path / "secret").unlink()  # between a look and reading
+    assert file.read_records() == []
 
 
 def test_what_a_run_appends_is_on_the_page_after_the_next_look(tmp_path: Path) -> None:
@@ -32,7 +203,7 @@ def test_a_page_is_told_that_all_is_read_though_the_last_look_found_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run(tmp_path / "run", 5)
-    monkeypatch.setattr(plain_file, "PIECE", (folder / "metrics.jsonl").stat().st_size)  # it ends with a piece
+    monkeypatch.setattr(run_follower, "PIECE", (folder / "metrics.jsonl").stat().st_size)  # it ends with a piece
     run = RunFollower(folder)
     run.read_news()
     assert "still being read" in run.content()["note"]
@@ -82,7 +253,7 @@ def test_of_a_long_run_the_page_says_what_is_left_out_and_a_look_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_follower, "LAST_BYTES", 2000)
-    monkeypatch.setattr(plain_file, "PIECE", 64 * 1024)
+    monkeypatch.setattr(run_follower, "PIECE", 64 * 1024)
     folder = write_run(tmp_path / "run", 3000)
     run = RunFollower(folder)
     looks = 0

@@ -1,6 +1,9 @@
-"""The runs of a folder as the page lists them."""
+"""The runs of a folder, and what a page may show and do with them."""
 
+import json
 import os
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +11,102 @@ from typing import Any
 
 import pytest
 
+from lowmem_grpo.runs.lock import boot, is_alive
 from lowmem_grpo.server.page import sources
-from lowmem_grpo.server.page.sources import RunsSource
+from lowmem_grpo.server.page.sources import RunsSource, one_run, runs_below, so_far, stop
 from lowmem_grpo.server.users import OWNER, User
+from lowmem_grpo.utils import time_text
+from tests.support.programs import owner_of
 from tests.support.run_pages import write_run
 
+HERE = {"host": socket.gethostname(), "boot": boot()}
 ROOT = User(OWNER)
+
+
+def owned_by(folder: Path, **owner: object) -> None:
+    (folder / ".owner.json").write_text(json.dumps(owner))
+
+
+def state(folder: Path) -> str:
+    found = one_run(folder.parent, folder.name)
+    assert found is not None
+    return found.state
+
+
+def test_the_state_is_that_of_the_summary_or_of_who_writes(tmp_path: Path) -> None:
+    for status in ("finished", "failed", "interrupted"):
+        assert state(write_run(tmp_path / status, 3, {"status": status})) == status
+    assert state(write_run(tmp_path / "cut", 3, {"status": "running"})) == "killed"
+    owned_by(write_run(tmp_path / "again", 3, {"status": "finished"}), pid=2**22 + 5, **HERE)
+    assert state(tmp_path / "again") == "killed"
+    owned_by(write_run(tmp_path / "lives", 3, {"status": "finished"}), pid=os.getppid(), **HERE)
+    assert state(tmp_path / "lives") == "running"
+
+
+def test_how_far_a_run_is_comes_from_its_last_whole_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 12)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "elap')
+    assert so_far(folder) == f"step 12 \u00b7 reward {last['reward']:.3g} \u00b7 {time_text(last['elapsed'])}"
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/metrics.jsonl").write_text('{"step": 3, "elapsed": 70.0, "loss": 1.25}\n{"step": 3, "x": [\n')
+    assert so_far(tmp_path / "sft") == "step 3 \u00b7 loss 1.25 \u00b7 1 min 10 s"
+    assert so_far(tmp_path) == ""
+
+
+@pytest.mark.parametrize("pid", [10**40, -1, 0, "x", None, [1], 1e300])
+def test_a_process_number_that_is_none_is_no_living_process(tmp_path: Path, pid: object) -> None:
+    assert not is_alive(HERE | {"pid": pid})
+    owned_by(write_run(tmp_path / "run", 3), pid=pid, **HERE)
+    assert state(tmp_path / "run") == "killed"
+
+
+def test_a_run_of_another_machine_that_writes_nothing_is_silent_after_a_while(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    owned_by(run, pid=5, host="elsewhere", boot="x")
+    assert state(run) == "running"
+    for path in run.iterdir():
+        os.utime(path, (time.time() - 7200,) * 2)
+    assert state(run) == "silent"
+    found = one_run(tmp_path, "run")
+    assert found is not None and found.where == "process 5 on elsewhere" and not found.can_stop
+
+
+def test_runs_are_found_below_and_the_newest_are_kept_not_the_first_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in range(12):
+        write_run(tmp_path / f"deep/er/run{place:02}", 1, {})
+        for name in ("metrics.jsonl", "summary.json"):
+            os.utime(tmp_path / f"deep/er/run{place:02}/{name}", (1000 + place,) * 2)
+    write_run(tmp_path / "deep/er/run00/earlier/1", 1)
+    write_run(tmp_path / "deep/er/run00/checkpoint-5", 1)
+    monkeypatch.setattr(sources, "MOST_RUNS", 4)
+    assert [run.name for run in runs_below(tmp_path)] == [f"deep/er/run{place}" for place in (11, 10, "09", "08")]
+
+
+@pytest.mark.parametrize("name", ["../outside", "in/../../outside", "/etc", "link", "a\0b", "x" * 5000, "in/..", ""])
+def test_a_name_never_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    write_run(tmp_path / "outside", 1)
+    write_run(tmp_path / "folder/in", 1)
+    os.symlink(tmp_path / "outside", tmp_path / "folder/link")
+    assert one_run(tmp_path / "folder", name) is None
+    assert [run.name for run in runs_below(tmp_path / "folder")] == ["in"]
+
+
+def test_a_run_that_holds_its_folder_can_be_stopped_and_others_cannot(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1)
+    with owner_of(run) as process:
+        found = one_run(tmp_path, "run")
+        assert found is not None and found.state == "running" and found.can_stop
+        stop(found)
+        assert process.wait(60) != 0
+    owned_by(run, pid=os.getppid(), **HERE)  # a number that another process has by now
+    found = one_run(tmp_path, "run")
+    assert found is not None and not found.can_stop
+    with pytest.raises(ValueError, match="cannot be stopped from here"):
+        stop(found)
 
 
 def test_the_list_is_made_anew_after_a_while_and_less_often_where_it_takes_long(

@@ -7,7 +7,7 @@ import pytest
 from trainer_runs import load, make
 
 from lowmem_grpo import SFTConfig, SFTTrainer
-from lowmem_grpo.runs.summary import speed, summary
+from lowmem_grpo.runs.state import speed, summary
 
 TRANSFORMERS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss",
                 "epoch", "step"}

@@ -13,7 +13,7 @@ from served import chat_over, scripted_desk
 from tables import every_row
 
 from lowmem_grpo.server.errors import ChatError
-from lowmem_grpo.server.openai.chat import Chat
+from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 
 HELLO: dict[str, Any] = {"model": "agent", "messages": [{"role": "user", "content": "Hello"}]}
@@ -21,29 +21,29 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 
 @pytest.fixture
-def chat() -> Iterator[Chat]:
+def chat() -> Iterator[ChatHandler]:
     worker = scripted_desk(lambda prompt: "Good day.", context=1000)
     yield chat_over(worker)
     worker.engine.gate.set()  # type: ignore[union-attr]
     worker.close()
 
 
-def engine(chat: Chat) -> Any:
+def engine(chat: ChatHandler) -> Any:
     return chat.worker.engine
 
 
-def asked(chat: Chat, **fields: Any) -> dict[str, Any]:
+def asked(chat: ChatHandler, **fields: Any) -> dict[str, Any]:
     return asyncio.run(chat.create(HELLO | fields))
 
 
-def chunks_of(chat: Chat, **fields: Any) -> list[dict[str, Any]]:
+def chunks_of(chat: ChatHandler, **fields: Any) -> list[dict[str, Any]]:
     async def read() -> list[dict[str, Any]]:
         return [chunk async for chunk in chat.stream(HELLO | fields)]
 
     return asyncio.run(read())
 
 
-def test_a_reply_has_openais_shape_and_names_its_turn(chat: Chat) -> None:
+def test_a_reply_has_openais_shape_and_names_its_turn(chat: ChatHandler) -> None:
     reply = asked(chat, return_token_ids=True, logprobs=True)
     (choice,) = reply["choices"]
     turn = chat.turn(choice["turn"])
@@ -59,14 +59,14 @@ def test_a_reply_has_openais_shape_and_names_its_turn(chat: Chat) -> None:
                               "prompt_tokens_details": {"cached_tokens": 0}}
 
 
-def test_a_letter_of_several_tokens_comes_as_its_bytes(chat: Chat) -> None:
+def test_a_letter_of_several_tokens_comes_as_its_bytes(chat: ChatHandler) -> None:
     engine(chat).says = lambda prompt: "\u6771 \U0001f600"
     told = asked(chat, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(one["bytes"]) for one in told[:-1]).decode() == "\u6771 \U0001f600"
     assert any(one["token"] == "\ufffd" for one in told)
 
 
-def test_what_a_request_leaves_out_is_drawn_as_in_training_with_all_the_room(chat: Chat) -> None:
+def test_what_a_request_leaves_out_is_drawn_as_in_training_with_all_the_room(chat: ChatHandler) -> None:
     prompt = asked(chat)["usage"]["prompt_tokens"]
     for most, expected in ((None, 1000 - prompt), (5, 5), (5000, 1000 - prompt)):
         reply = asked(chat, max_completion_tokens=most)
@@ -78,14 +78,14 @@ def test_what_a_request_leaves_out_is_drawn_as_in_training_with_all_the_room(cha
     assert engine(chat).requests[-1].max_tokens == 7
 
 
-def test_a_prompt_that_fills_the_context_is_refused_with_the_figures(chat: Chat) -> None:
+def test_a_prompt_that_fills_the_context_is_refused_with_the_figures(chat: ChatHandler) -> None:
     with pytest.raises(ChatError, match=r"maximum context length is 1000 tokens\. .*resulted in 2\d\d\d") as caught:
         asked(chat, messages=[{"role": "user", "content": "word " * 1000}])
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     assert not engine(chat).rounds and not chat.histories.held
 
 
-def test_choices_have_seeds_of_their_own_and_the_same_ones_again(chat: Chat) -> None:
+def test_choices_have_seeds_of_their_own_and_the_same_ones_again(chat: ChatHandler) -> None:
     for _ in range(2):
         reply = asked(chat, n=3, seed=11)
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
@@ -131,7 +131,9 @@ def test_choices_have_seeds_of_their_own_and_the_same_ones_again(chat: Chat) -> 
     ({"best_of": 4}, "best_of is not a field that is known here"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs has tokenize"),
 ])
-def test_a_field_that_cannot_be_served_is_refused_by_name(chat: Chat, fields: dict[str, Any], words: str) -> None:
+def test_a_field_that_cannot_be_served_is_refused_by_name(
+    chat: ChatHandler, fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ChatError, match=words) as caught:
         asked(chat, **fields)
     error = caught.value.body()["error"]
@@ -140,14 +142,14 @@ def test_a_field_that_cannot_be_served_is_refused_by_name(chat: Chat, fields: di
     assert not engine(chat).rounds and not chat.worker.waiting.lines
 
 
-def test_a_field_that_asks_for_what_happens_anyway_is_accepted(chat: Chat) -> None:
+def test_a_field_that_asks_for_what_happens_anyway_is_accepted(chat: ChatHandler) -> None:
     fine = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "store": True, "user": "me",
             "metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"], "response_format": {"type": "text"},
             "tool_choice": "auto", "parallel_tool_calls": True, "top_p": 1, "top_k": -1, "min_p": 0, "stop": None}
     assert asked(chat, **fine)["choices"][0]["message"]["content"] == "Good day."
 
 
-def test_tool_calls_are_told_and_their_results_continue_the_turn(chat: Chat) -> None:
+def test_tool_calls_are_told_and_their_results_continue_the_turn(chat: ChatHandler) -> None:
     engine(chat).says = lambda prompt: "3" if "<tool_response>" in prompt else f"Let me add.\n{CALL}"
     first = asked(chat, tools=SCHEMAS)
     (choice,) = first["choices"]
@@ -165,7 +167,7 @@ def test_tool_calls_are_told_and_their_results_continue_the_turn(chat: Chat) -> 
     assert asked(chat, tools=SCHEMAS, tool_choice="none")["choices"][0]["message"]["content"].endswith("</tool_call>")
 
 
-def test_calls_beyond_the_first_and_calls_that_cannot_be_read(chat: Chat) -> None:
+def test_calls_beyond_the_first_and_calls_that_cannot_be_read(chat: ChatHandler) -> None:
     engine(chat).says = lambda prompt: f"{CALL}\n{CALL}"
     assert len(asked(chat, tools=SCHEMAS)["choices"][0]["message"]["tool_calls"]) == 2
     assert len(asked(chat, tools=SCHEMAS, parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]) == 1
@@ -175,7 +177,7 @@ def test_calls_beyond_the_first_and_calls_that_cannot_be_read(chat: Chat) -> Non
     assert chat.turn(choice["turn"]).failures == 1  # type: ignore[union-attr]
 
 
-def test_a_stream_says_the_same_as_a_reply_in_chunks(chat: Chat) -> None:
+def test_a_stream_says_the_same_as_a_reply_in_chunks(chat: ChatHandler) -> None:
     engine(chat).says = lambda prompt: f"Let me add.\n{CALL}"
     chunks = chunks_of(chat, tools=SCHEMAS, n=2, logprobs=True, stream_options={"include_usage": True})
     *pieces, last = chunks
@@ -192,7 +194,7 @@ def test_a_stream_says_the_same_as_a_reply_in_chunks(chat: Chat) -> None:
         assert turn is not None and len(mine[1]["logprobs"]["content"]) == len(turn.completion_ids)
 
 
-def test_a_request_whose_caller_went_away_keeps_nothing(chat: Chat) -> None:
+def test_a_request_whose_caller_went_away_keeps_nothing(chat: ChatHandler) -> None:
     async def leave() -> None:
         engine(chat).gate.clear()
         task = asyncio.create_task(chat.create(HELLO | {"n": 2}))
@@ -214,7 +216,7 @@ def test_a_request_whose_caller_went_away_keeps_nothing(chat: Chat) -> None:
     assert len(chat.histories.held) == 2  # its turn was told
 
 
-def test_what_goes_wrong_in_the_engine_or_after_the_end_is_an_error_of_the_server(chat: Chat) -> None:
+def test_what_goes_wrong_in_the_engine_or_after_the_end_is_an_error_of_the_server(chat: ChatHandler) -> None:
     for raised, status, words in ((ValueError("too cold"), 400, "^too cold"), (OSError("gone"), 500, "OSError: gone")):
         engine(chat).says = Mock(side_effect=raised)
         with pytest.raises(ChatError, match=words) as caught:
