@@ -1,10 +1,9 @@
 """What the first steps of a run show: what the rewards paid in the first one, and how long the run will take."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.findings import warn
 from lowmem_grpo.runs.records import RunRecords
@@ -21,10 +20,11 @@ class FirstSteps:
     """Listens to a run with the methods of transformers' TrainerCallback."""
 
     def __init__(
-        self, records: RunRecords, say: Callable[[str], None] | None = None, scorer: RewardScorer | None = None
+        self, records: RunRecords, say: Callable[[str], None] | None = None, rewards: Mapping[str, float] | None = None
     ) -> None:
-        """`scorer` is None in a run without rewards; `say` prints a line, and is None where none is wanted."""
-        self.records, self.say, self.scorer = records, say, scorer
+        """`rewards` are the weights of a run's rewards by name; `say` prints a line, and is None where none is wanted.
+        """
+        self.records, self.say, self.rewards = records, say, rewards
         self.step_times = StepTimes()
         self.seen = 0  # updates since `train` was called
 
@@ -38,8 +38,8 @@ class FirstSteps:
         """`groups` are those of this step, with rewards."""
         self.seen += 1
         self.step_times.mark(state.global_step)
-        if self.seen == 1 and groups and self.scorer is not None and args.preflight:
-            warn(logger, "first step", about_rewards(groups, self.scorer))
+        if self.seen == 1 and groups and self.rewards and args.preflight:
+            warn(logger, "first step", about_rewards(groups, self.rewards))
         if self.seen == 2:
             self.expect(args, state)
 

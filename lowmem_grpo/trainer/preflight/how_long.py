@@ -59,7 +59,7 @@ def workload_of(
 def how_long(subject: Subject) -> str | None:
     """Return a run's estimate in one line; None on the CPU, on an unknown card, and in fine-tuning."""
     args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
-    if subject.scorer is None or not lengths:
+    if not subject.samples or not lengths:
         return None
     longest, updates = args.max_completion_length, args.optimizer_steps_per_generation * args.num_iterations
     mean = max(1.0, COMPLETION_SHARE * longest)  # a guess
