@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from openai import AsyncOpenAI
 
+from lowmem_grpo.agents.dev import ModelOptions
 from lowmem_grpo.agents.endpoint import AgentEndpoint
-from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.rewards import OPEN, EngineJudge
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.train_config import settings_of

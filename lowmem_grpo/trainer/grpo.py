@@ -231,5 +231,5 @@ def make_overlap(
     mode = config.train_while_sampling
     if not mode:
         return None
-    check_overlap(mode, parts.trained.policy, sampler.engine, scoring.scorer, sampler.player is not None)
+    check_overlap(mode, parts.policy, sampler.engine, scoring.scorer, sampler.player is not None)
     return OverlappedTraining(parts.learner, scoring, config.max_completion_length, parts.peaks.plan, mode == PARALLEL)

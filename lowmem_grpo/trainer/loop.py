@@ -51,8 +51,7 @@ class Trainer(Lifecycle):
         self.parts: TrainerParts = parts
         self.args, self.source, self.objective, self.learner = parts.args, parts.source, parts.objective, parts.learner
         self.memory, self.peaks, self.state, self.clock = parts.memory, parts.peaks, parts.state, parts.clock
-        self.model, self.tokenizer = parts.trained.model, parts.trained.tokenizer
-        self.policy, self.ranks = parts.trained.policy, parts.trained.ranks
+        self.model, self.tokenizer, self.policy, self.ranks = parts.model, parts.tokenizer, parts.policy, parts.ranks
         self.records, self.run_dir = parts.records, parts.records.run_dir
         self.rewards = dict(rewards or {})
         self.control, self.interrupt = TrainerControl(), Interrupt()

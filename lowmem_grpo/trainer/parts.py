@@ -39,7 +39,7 @@ from lowmem_grpo.types import RolloutGroup
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainedModel:
     """A model with LoRA, its tokenizer, what computes its log-probabilities, and the processes that train it."""
 
@@ -82,14 +82,13 @@ def bring_model(
     policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
     if args.gradient_checkpointing is not None:
         enable_checkpointing(policy.base, args.gradient_checkpointing)
-    return TrainedModel(model, tokenizer, policy, processes)
+    return TrainedModel(model=model, tokenizer=tokenizer, policy=policy, ranks=processes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerParts:
-    """What every trainer learns with."""
+class TrainerParts(TrainedModel):
+    """A model and what it learns with, of every trainer."""
 
-    trained: TrainedModel
     args: TrainSettings
     source: Any  # a PromptSource, or NoPrompts
     objective: Objective
@@ -122,7 +121,7 @@ def make_parts(
     offload = trained.model.loaded.offload and policy.base.is_gradient_checkpointing
     learner = Learner(policy, args, objective, optimizer, scheduler, offload=offload, fp16=fp16, bound=memory.train,
                       guard=Guard(args.nonfinite_steps, state, records), ranks=processes)
-    return TrainerParts(trained=trained, args=args, source=source, objective=objective, memory=memory, peaks=peaks,
+    return TrainerParts(**vars(trained), args=args, source=source, objective=objective, memory=memory, peaks=peaks,
                         state=state, clock=Clock(peaks), records=records, learner=learner)
 
 
@@ -133,19 +132,19 @@ class PolicyParts(TrainerParts):
     args: GRPOConfig
     objective: GRPOObjective
     parity: ParityGate
-    planned_time: PlannedTime
+    planned_time: PlannedTime | None  # of a run with a plan
 
     def move_reference(self) -> None:
         """Move the reference toward the policy, where the settings say so and when."""
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
-            self.trained.policy.move_reference(self.args.ref_model_mixup_alpha)
+            self.policy.move_reference(self.args.ref_model_mixup_alpha)
 
     def metrics(
         self, engine: Engine, sampled: Sequence[RolloutGroup], groups: Sequence[RolloutGroup], updates: int
     ) -> dict[str, float]:
         """Return the planned seconds of a step of so many updates on some of the sampled groups, and its memory."""
-        planned = self.planned_time.metrics(sampled, groups, updates, self.args.num_iterations,
-                                            self.objective.needed_before(updates))
+        planned = {} if self.planned_time is None else self.planned_time.metrics(
+            sampled, groups, updates, self.args.num_iterations, self.objective.needed_before(updates))
         return {**planned, "memory/kv_bytes": engine.kv_bytes, **self.memory.metrics(),
                 "policy_version": self.state.policy_version}
 
@@ -170,7 +169,7 @@ def make_policy_parts(
     warn_of_settings(config)
     return PolicyParts(**vars(parts) | {
         "alarms": Alarms(parts.state, config.nothing_to_learn_steps), "parity": parity,
-        "planned_time": PlannedTime(peaks.plan, trained.model.config)})
+        "planned_time": None if peaks.plan is None else PlannedTime(peaks.plan, trained.model.config)})
 
 
 def warn_of_settings(config: GRPOConfig) -> None:

@@ -124,7 +124,7 @@ def test_a_share_of_the_card_other_than_that_of_a_loaded_engine_of_vllm_is_refus
 ) -> None:
     trainer = make(tmp_path, vllm_gpu_memory_utilization=share)  # the engine of transformers takes no share
     with nullcontext() if share != 0.9 else pytest.raises(ValueError, match=r"is 0\.9, .* loaded with .*=0\.5; set"):
-        first_engine(trainer.parts.trained, trainer.args, cast(Any, SimpleNamespace(name="vllm")))
+        first_engine(trainer.parts, trainer.args, cast(Any, SimpleNamespace(name="vllm")))
 
 
 def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> None:
