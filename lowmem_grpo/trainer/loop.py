@@ -123,14 +123,15 @@ class Trainer(Lifecycle):
         return self.learner.forward_backward(groups)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply the gradients; returns their norm and the learning rate."""
+        """Apply the gradients; returns their norm and the learning rate. What GRPO compares with may follow then."""
         self.notify("on_pre_optimizer_step")
         metrics = self.learner.optim_step()
         self.state.global_step += 1
         self.state.policy_version += 1
-        self.parts.move_reference()
         self.weights_changed()
         self.notify("on_optimizer_step")
+        if getattr(self.args, "sync_ref_model", False) and not self.state.global_step % self.args.ref_model_sync_steps:
+            self.policy.move_reference(self.args.ref_model_mixup_alpha)
         return metrics
 
     def save_state(self) -> Path:

@@ -100,9 +100,6 @@ class TrainerParts(TrainedModel):
     learner: Learner
     alarms: Alarms | None = None
 
-    def move_reference(self) -> None:
-        """Do nothing after a step: only what GRPO compares with may follow the policy."""
-
 
 def make_parts(
     trained: TrainedModel, args: TrainSettings, source: Any, objective: Objective, memory: RunMemory,
@@ -133,11 +130,6 @@ class PolicyParts(TrainerParts):
     objective: GRPOObjective
     parity: ParityGate
     planned_time: PlannedTime | None  # of a run with a plan
-
-    def move_reference(self) -> None:
-        """Move the reference toward the policy, where the settings say so and when."""
-        if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
-            self.policy.move_reference(self.args.ref_model_mixup_alpha)
 
     def metrics(
         self, engine: Engine, sampled: Sequence[RolloutGroup], groups: Sequence[RolloutGroup], updates: int
