@@ -24,7 +24,7 @@ def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Processor, cores, versions of what is installed, commit and date; card and driver where there is one."""
     import torch
 
-    from lowmem_grpo.trainer.facts import cpu_model
+    from lowmem_grpo.trainer.distributed import cpu_model
 
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {

@@ -87,8 +87,10 @@ def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
 def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
     """Planned seconds of the last step, before calibration; nothing on the CPU."""
     groups = trainer.collector.sampled
-    found, plan = trainer.planned_time.metrics(groups, groups), trainer.planned_time.plan
-    card = card_of(plan.device.name) if plan is not None else None
+    planned = trainer.parts.planned_time
+    if planned is None or planned.plan is None:
+        return {}
+    found, card = planned.metrics(groups, groups), card_of(planned.plan.device.name)
     return {phase: found[f"time/planned_{phase}_s"] / calibration(card, phase)
             for phase in ("generate", "train") if found and card is not None}
 

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.agents.backend import Backend, LocalBackend, LocalTrainResult, TrainResult
     from lowmem_grpo.agents.dev import LoRAConfig
     from lowmem_grpo.agents.endpoint import (
         auto_trajectory,
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
         yield_trajectory,
     )
     from lowmem_grpo.agents.gather import gather_trajectories, gather_trajectory_groups, limit_concurrency, retry
+    from lowmem_grpo.agents.local import Backend, LocalBackend, LocalTrainResult, TrainResult
     from lowmem_grpo.agents.model import Model, TrainableModel
     from lowmem_grpo.agents.train_config import TrainConfig
     from lowmem_grpo.agents.trajectories import FailedRollout, History, Trajectory, TrajectoryGroup
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 HOMES = {name: home for home, names in {
-    "agents.backend": "Backend LocalBackend LocalTrainResult TrainResult",
+    "agents.local": "Backend LocalBackend LocalTrainResult TrainResult",
     "agents.dev": "LoRAConfig",
     "agents.endpoint": "auto_trajectory capture_auto_trajectory capture_yielded_trajectory yield_trajectory",
     "agents.gather": "gather_trajectories gather_trajectory_groups limit_concurrency retry",

@@ -1,5 +1,159 @@
-"""ART's module of this name: `from lowmem_grpo.agents.local import LocalBackend`."""
+"""`LocalBackend`: what trains registered models and answers for them, in this process and on this machine. The module
+has ART's name."""
 
-from lowmem_grpo.agents.backend import LocalBackend
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-__all__ = ["LocalBackend"]
+from lowmem_grpo.agents.dev import ModelOptions, with_lora
+from lowmem_grpo.agents.local_run import LocalRun
+from lowmem_grpo.agents.refused import missing
+from lowmem_grpo.agents.sampled import Tally, tally_of
+from lowmem_grpo.agents.train_config import TrainConfig
+from lowmem_grpo.agents.trajectories import TrajectoryGroup
+from lowmem_grpo.runs.records import RunRecords
+from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.trainer.distributed import ranks
+
+
+@dataclass
+class LocalTrainResult:
+    """The result of one call of `train`."""
+
+    step: int  # steps made so far
+    metrics: dict[str, float] = field(default_factory=dict)  # the line that was logged
+    checkpoint_path: str | None = None  # where the state is saved
+
+
+class LocalBackend:
+    """Trains with the memory plan, the engine and the records of every run. The folder of a model is path/project/name.
+
+        backend = LocalBackend()
+        await model.register(backend)
+
+    A model that is registered goes on from its newest checkpoint. `async with` closes it, and so does the end of the
+    program."""
+
+    def __init__(
+        self, *, path: str | Path | None = None, model: Any = None, in_process: bool = True,
+        gpu_cost_per_hour_usd: float | None = None, **options: Any,
+    ) -> None:
+        """`options` are those of FastLanguageModel.from_pretrained, of get_peft_model and of GRPOConfig, by their
+        names; a model's `_internal_config` wins over them. `model` is one that is loaded already.
+
+        `in_process` changes nothing: there is no other process. TypeError for an option that nobody knows, ValueError
+        for one that is not supported."""
+        if gpu_cost_per_hour_usd is not None:
+            raise ValueError(f"gpu_cost_per_hour_usd is {gpu_cost_per_hour_usd}: prices are not logged; multiply the "
+                             "hours in summary.json (train_seconds), and leave it out")
+        self.path, self.given, self.options = Path(path or "runs"), model, ModelOptions.from_names(options)
+        self.runs: dict[tuple[str, str], LocalRun] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(type(self).__name__, name, ("register", "train", "log", "get_step", "close"))
+
+    # Begin and end
+
+    async def register(self, model: Any) -> None:
+        """Load a model that is trained, and resume its run; one that is only asked gets a folder. Twice is as once."""
+        folder, key = self.folder(model), (model.project, model.folder_name)
+        if not trains(model):
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        if key in self.runs:
+            if self.runs[key].base_model != model.base_model:
+                raise ValueError(f"{model.project}/{model.name} is registered with the base model "
+                                 f"{self.runs[key].base_model}, and now it is {model.base_model}; give it another name")
+            return
+        if self.given is not None and self.runs:
+            other = next(iter(self.runs.values())).name
+            raise ValueError(f"model= of LocalBackend is one loaded model, which {other!r} trains; make a second "
+                             f"LocalBackend for {model.name!r}")
+        options = self.options.with_config(
+            with_lora(getattr(model, "_internal_config", None), getattr(model, "lora_config", None)), model.base_model)
+        run = LocalRun(model.name, model.base_model, folder, options)
+        await run.open(self.given)
+        self.runs[key] = run
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """End every run, as failed where there is an error: what is going on is finished, and reports are written."""
+        runs, self.runs = list(self.runs.values()), {}
+        for run in runs:
+            await run.close(error)
+
+    async def __aenter__(self) -> "LocalBackend":
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        await self.close(error)
+
+    # Training
+
+    async def train(
+        self, model: Any, trajectory_groups: Iterable[TrajectoryGroup], *, config: TrainConfig | None = None,
+        **options: Any,
+    ) -> LocalTrainResult:
+        """One step on these groups, and a checkpoint. `options` are ART's, or settings of GRPOConfig that may change
+        from step to step; train_config.py says what becomes of them.
+
+        Calls in the engine are finished first. Where nothing can be trained on, no step is made, and a warning says
+        why."""
+        run = self.run(model)
+        groups = list(trajectory_groups)
+        if wrong := [group for group in groups if not isinstance(group, TrajectoryGroup)]:
+            raise TypeError(f"train takes groups, and {type(wrong[0]).__name__} is among them: pass "
+                            "[TrajectoryGroup(trajectories)]")
+        settings: Mapping[str, Any] = {} if config is None else config.model_dump(exclude_none=True)
+        metrics = await run.train(groups, {**settings, **options})
+        saved = run.saved.get(run.step)
+        return LocalTrainResult(run.step, metrics, None if saved is None else str(saved))
+
+    async def log(
+        self, model: Any, groups: Iterable[TrajectoryGroup], split: str = "val",
+        metrics: Mapping[str, float] | None = None, step: int | None = None,
+    ) -> None:
+        """Write the means of trajectories that are not trained on into the records, as val/reward and so on, and the
+        caller's own numbers. What `train` wrote is not written again."""
+        if trains(model):
+            await self.run(model).log(list(groups), split, metrics or {}, step)
+        else:
+            await asyncio.to_thread(self.write_down, model, tally_of(list(groups), metrics or {}), split, step or 0)
+
+    def write_down(self, model: Any, tally: Tally, split: str, step: int) -> None:
+        """Write down what was measured of a model that is only asked, by all ranks together; the first one writes."""
+        joined = ranks()
+        line = Tally.total(joined.gather(f"the log of {model.name}", tally)).of_split(split)
+        if line and joined.leads:
+            RunRecords(self.folder(model)).metrics({"step": step, **line})
+
+    # Checkpoints
+
+    async def get_step(self, model: Any) -> int:
+        """Steps made so far; before the model is registered, those of its newest checkpoint."""
+        if not trains(model):
+            return 0
+        run = self.runs.get((model.project, model.folder_name))
+        saved = list_checkpoints(self.folder(model))
+        return run.step if run is not None else int(saved[-1].name.rpartition("-")[2]) if saved else 0
+
+    # Inside
+
+    def folder(self, model: Any) -> Path:
+        return self.path / str(model.project) / str(model.folder_name)
+
+    def run(self, model: Any) -> LocalRun:
+        """The run of a model. ValueError where it is not registered."""
+        run = self.runs.get((model.project, model.folder_name))
+        if run is None:
+            raise ValueError(f"the model {model.name!r} is not registered with this backend, or the backend is closed: "
+                             "call `await model.register(backend)` first")
+        return run
+
+
+Backend, TrainResult = LocalBackend, LocalTrainResult  # ART's names of what trains, and of what a step did
+
+
+def trains(model: Any) -> bool:
+    return bool(getattr(model, "trainable", hasattr(model, "base_model")))

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from openai import AsyncOpenAI
 
+from lowmem_grpo.agents.dev import ModelOptions
 from lowmem_grpo.agents.endpoint import AgentEndpoint
-from lowmem_grpo.agents.model_options import ModelOptions
 from lowmem_grpo.agents.rewards import OPEN, EngineJudge
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.train_config import settings_of
@@ -30,7 +30,8 @@ from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.trainer.distributed import ranks
-from lowmem_grpo.trainer.trajectories import PER_STEP, TrajectoryTrainer
+from lowmem_grpo.trainer.step_settings import PER_STEP
+from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.utils import refuse_name
 
 if TYPE_CHECKING:
-    from lowmem_grpo.agents.backend import LocalBackend
+    from lowmem_grpo.agents.local import LocalBackend
 
 ConfigT = TypeVar("ConfigT")
 Thing = TypeVar("Thing")

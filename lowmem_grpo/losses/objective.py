@@ -71,6 +71,11 @@ class Objective:
     counts_hits = False  # whether it logs the share of trained tokens that the policy finds likeliest
 
     @property
+    def counts_generation(self) -> bool:
+        """Whether means are over the tokens of a whole generation, and not over those of an optimizer step."""
+        return False
+
+    @property
     def temperature(self) -> float:
         """The divisor of the logits: the temperature of the sampling whose log-probabilities they are compared with."""
         return 1.0

@@ -70,14 +70,6 @@ class Collector:
         self.state.epoch = self.source.epoch
         return places
 
-    def take_in(self, groups: list[RolloutGroup], to_check: list[RolloutGroup]) -> None:
-        """Take groups that were sampled elsewhere as the next update's; the parity check may look at `to_check`."""
-        self.reset_step()
-        self.sampled = groups
-        self.pace.add(self.sampler.pace())
-        self.count(groups)
-        self.watched = self.parity.watch(to_check)
-
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
         """The next `count` prompts, sampled and scored."""
         prompts = self.source.take(count)
@@ -185,13 +177,6 @@ class SharedCollector(Collector):
         """`ranks` are the processes, as trainer/distributed.py has them; `parts` are those of a `Collector`."""
         self.ranks = ranks
         super().__init__(*parts)
-
-    def take_in(self, groups: list[RolloutGroup], to_check: list[RolloutGroup]) -> None:
-        """Each rank checks its own groups, and all go by the first that has found something."""
-        super().take_in(groups, to_check)
-        told = self.ranks.gather("the parity check", self.watched)
-        self.watched = next((watched for watched in told if watched), {})
-        self.parity.take_in(self.watched)
 
     def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
         """The groups of these prompts, of which each rank samples and scores its share."""

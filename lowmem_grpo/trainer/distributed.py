@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -21,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lowmem_grpo import __version__
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.launcher import Place, balanced, this_place
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.models.card_check import LARGER
+from lowmem_grpo.models.fp8_linear import form_in_fp8
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
-from lowmem_grpo.trainer.facts import facts
 from lowmem_grpo.trainer.rendezvous import PATIENCE, Pulse, RankError, find_others
 from lowmem_grpo.utils import size_text
 
@@ -213,7 +215,7 @@ def check_ranks_agree(trainer: Any) -> None:
     told = trainer.ranks.gather("what the ranks are", described(trainer))
     device = trainer.policy.device
     cards = trainer.ranks.gather("their cards", (card_of(device), trainer.ranks.place.local,
-                                                 facts(trainer.model, device)["card_bytes"] or 0))
+                                                 describe_machine(trainer.model, device)["card_bytes"] or 0))
     sizes = [size for *_, size in cards]
     if trainer.ranks.place.leads and max(sizes) > LARGER * min(sizes):
         logger.warning("the ranks have cards of different size (%s): each plans its own memory, but all get as many "
@@ -234,7 +236,7 @@ def check_ranks_agree(trainer: Any) -> None:
 def described(trainer: Any) -> dict[str, Any]:
     """Return what must be the same in all processes, in plain values."""
     model, rows = trainer.model, trainer.source.dataset
-    known = facts(model, trainer.policy.device)
+    known = describe_machine(model, trainer.policy.device)
     return {
         **{f"the version of {name}": version(name) for name in PACKAGES},
         **{f"the setting {name}": value for name, value in trainer.args.to_dict().items()},
@@ -244,7 +246,7 @@ def described(trainer: Any) -> dict[str, Any]:
         "the adapter's weights": digest(*(held.detach().cpu().float().numpy().tobytes()
                                           for held in adapter_tensors(model).values())),
         "the rows": digest_of_rows(rows),
-        "the rewards": [] if trainer.scorer is None else trainer.scorer.names,
+        "the rewards": list(trainer.rewards),
     }
 
 
@@ -252,6 +254,8 @@ def digest_of_rows(rows: Any) -> str:
     """Return the number of rows, and a short sum over some of them; "a stream" for one."""
     if isinstance(rows, Stream):
         return "a stream"
+    if not len(rows):
+        return "none"
     some = [rows[place] for place in sorted({n * (len(rows) - 1) // (ROWS - 1) for n in range(ROWS)})]
     return f"{len(rows)} ({digest(json.dumps(some, default=str).encode())})"
 
@@ -265,3 +269,23 @@ def values_of(name: str, values: list[str]) -> str:
     """Return a difference in words: each value, and which ranks have it."""
     ranks_of = {value: ", ".join(str(rank) for rank, other in enumerate(values) if other == value) for value in values}
     return f"{name} is " + " and ".join(f"{value} (rank {ranks_of[value]})" for value in ranks_of)
+
+
+def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
+    """Return a PEFT model's numbers of parameters, the card (or the processor), its bytes, and the versions."""
+    trainable, whole = model.get_nb_trainable_parameters()  # peft counts a packed 4-bit weight as what it stands for
+    on_card, base = device.type == "cuda", model.get_base_model()
+    dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    return {"parameters": whole - trainable, "trainable_parameters": trainable,
+            "weights": "4-bit" if getattr(base, "is_loaded_in_4bit", False) else "FP8" if form_in_fp8(base) else dtype,
+            "card": torch.cuda.get_device_name(device) if on_card else None,
+            "card_bytes": torch.cuda.get_device_properties(device).total_memory if on_card else None,
+            "processor": cpu_model(), "version": __version__, "torch": torch.__version__}
+
+
+def cpu_model() -> str:
+    """Return the processor's name, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

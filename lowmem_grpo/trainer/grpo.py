@@ -1,10 +1,8 @@
 """GRPO: the four verbs sample, score, forward_backward, optim_step; `rollout` and `update`; the loop is in loop.py."""
 
 import inspect
-import logging
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -12,38 +10,28 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from lowmem_grpo.config.from_trl import settings_of
-from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig, RLOOConfig, longest_prompt
+from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
-from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, check_dataset
+from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
-from lowmem_grpo.engines.base import Engine, OnGroup, check_own_engine
-from lowmem_grpo.losses.loss_types import LOSS_TYPES
-from lowmem_grpo.memory.cards import AUTO
-from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.models.routes import say_unrouted
+from lowmem_grpo.engines.base import Engine, OnGroup
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.assessment import Evaluation
 from lowmem_grpo.rollout.collector import Collector, SharedCollector
 from lowmem_grpo.rollout.metrics import rollout_metrics
-from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
-from lowmem_grpo.runs.alarms import Alarms
-from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.trainer.episode_setup import EpisodeSetup
 from lowmem_grpo.trainer.evaluator import OF_LOSS
-from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parameters import check_model, either, taken_in
-from lowmem_grpo.trainer.preflight.first_steps import PlannedTime
-from lowmem_grpo.trainer.run_memory import plan_memory
+from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, lengths, make_policy_parts, tokens_of_row
 from lowmem_grpo.types import Rollout, RolloutGroup
 
-logger = logging.getLogger(__name__)
 OF_EPISODES = ("turns", "episodes", "tools", "other", "tokens", "groups")  # metrics of episodes only
 
 
@@ -51,9 +39,8 @@ class GRPOTrainer(Trainer):
     """GRPO with TRL's constructor; `train()` loops over `rollout()` and `update(groups)`, records and saves."""
 
     args: GRPOConfig
+    parts: PolicyParts
     settings: type[GRPOConfig] = GRPOConfig
-    scorer: RewardScorer
-    objective: GRPOObjective
     samples = True
 
     def __init__(
@@ -76,90 +63,33 @@ class GRPOTrainer(Trainer):
                                    override=self._calculate_rewards if overridden else None)
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         rows = players.rows(train_dataset)
-        super().__init__(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
-                         optimizers,
-                         (config.max_prompt_length or config.max_completion_length) + config.max_completion_length)
-        model, self.said_unrouted = self.model, False
+        trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
+                              tokens_of_row(config))
         reward_models = [func for func in self.scorer.funcs if isinstance(func, RewardModel)]
         for reward_model in reward_models:
-            reward_model.load(self.policy.device)
-        first = self.first_engine(engine)
-        longest, context = self.lengths(model.loaded.max_seq_length)
-        if config.kl_reference == "start" and (config.beta or not self.takes_prompts):  # steps may have a beta then
-            self.policy.keep_reference(config.sync_ref_model)
-        memory, peaks = plan_memory(model, config, self.policy, context, "max_completion_length", self.ranks, first,
-                                    reward_models)
-        self.planned_time = PlannedTime(peaks.plan, model.config)
+            reward_model.load(trained.policy.device)
+        first = first_engine(trained, config, engine)
+        longest, context = lengths(config, trained.context)
         encoder = players.encoder(
-            PromptEncoder(self.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts))
-        self.turns = players.turns
-        pools = DifficultyPools() if config.difficulty_pools else None
-        source = source_of(rows, encoder, config.order_seed, config.shuffle_dataset, pools)
-        if config.replay_buffer_size and isinstance(rows, Stream):
-            raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
-                             "found again after a resume; leave it out, or pass a datasets.Dataset")
-        self.learn(source, GRPOObjective(config, exact=not self.policy.drops), memory, peaks)
-        self.player = players.player(self, context)
-        self.eval_sets = self.evaluation_sets(eval_dataset)
-        self.sample_with(first, engine is not None, encoder, peaks.plan)
-        alarms = Alarms(self.state, config.nothing_to_learn_steps)
-        self.write(callbacks, alarms, self.collector.replay)
-        if note := config.rounding():
-            logger.warning(note)
-        for doubt in config.doubts():
-            logger.warning(doubt)
-        if config.sampling(0).truncates:
-            logger.warning("top_p, top_k or min_p cut tokens off: sampled log-probabilities are not the policy's own")
-
-    def lengths(self, context: int) -> tuple[int, int]:
-        """(tokens that a prompt may have, tokens that a prompt and what follows it may have), of a model's context."""
-        config = self.args
-        if (bound := config.vllm_max_model_length or context) > context:
-            raise ValueError(f"vllm_max_model_length is {bound}, and the model was loaded with a context of {context} "
-                             "tokens; lower it, or load with a larger max_seq_length")
-        longest = longest_prompt(config.max_prompt_length, config.max_completion_length, bound)
-        return longest, longest + config.max_completion_length
-
-    def first_engine(self, own: Engine | None) -> Engine:
-        """The caller's engine, or the model's own; TypeError where it lacks something, ValueError where `use_vllm` asks
-        for another."""
-        prompts = len(self.ranks.place.share(self.args.prompts_per_generation)) or 1
-        self.model.loaded.keeper.expect(prompts * self.args.num_generations)
-        if own is not None:
-            check_own_engine(own)
-        engine = own or self.model.engine(self.policy, self.tokenizer)
-        if self.args.use_vllm and engine.name != "vllm":
-            raise ValueError(f'use_vllm=True, and the engine is {engine.name}: load the model with '
-                             'fast_inference="vllm"')
-        share, loaded = self.args.vllm_gpu_memory_utilization, self.model.loaded.keeper.settings.gpu_memory_utilization
-        if engine.name == "vllm" and share not in (None, TRLS_SHARE, loaded):
-            raise ValueError(f"vllm_gpu_memory_utilization is {share}, and the model was loaded with "
-                             f"gpu_memory_utilization={loaded}; set it there, or leave it out")
-        return engine
-
-    def sample_with(self, first: Engine, is_callers: bool, encoder: PromptEncoder, plan: MemoryPlan | None) -> None:
-        """Make what this trainer samples and scores with; `is_callers` says that the engine is the caller's own."""
-        config = self.args
-        self.sampler = Sampler(self.model, self.policy, self.tokenizer, self.memory, self.state, self.clock, first,
-                               is_callers, self.player)
-        self.scoring = Scoring(self.scorer, config, self.state, self.clock, config)
-        self.parity = ParityGate(self.policy, config.sampling(None), config.parity_steps, config.parity_bound,
-                                 state=self.state, stride=config.steps_per_rollout, memory=self.memory.train,
-                                 mismatch=self.objective.mismatch, clock=self.clock,
-                                 cache_dtype=getattr(first, "cache_dtype", AUTO),
-                                 correction=config.vllm_importance_sampling_correction)
+            PromptEncoder(trained.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts))
+        self.turns, self.player = players.turns, players.player(self, context)
+        parts = make_policy_parts(trained, config, prompt_source(config, rows, encoder), first, context, optimizers,
+                                  reward_models)
+        self.parity = parts.parity
+        self.sampler = Sampler(trained.model, trained.policy, trained.tokenizer, parts.memory, parts.state, parts.clock,
+                               first, engine is not None, self.player)
+        self.scoring = Scoring(self.scorer, config, parts.state, parts.clock, config)
+        self.overlap = make_overlap(parts, config, self.sampler, self.scoring)
+        shared = (config, config.draws, parts.source, parts.state, parts.objective, self.sampler, self.scoring,
+                  self.parity, self.overlap)
+        ranks = trained.ranks
+        self.collector = SharedCollector(ranks, *shared) if ranks.count > 1 else Collector(*shared)
+        super().__init__(parts, callbacks, eval_dataset,
+                         dict(zip(self.scorer.names, self.scorer.weights, strict=True)), self.collector.replay)
         sets = self.eval_sets
-        self.evaluation = Evaluation(self.ranks, ConcatDataset(sets.values()) if isinstance(sets, dict) else sets,
+        self.evaluation = Evaluation(ranks, ConcatDataset(sets.values()) if isinstance(sets, dict) else sets,
                                      config.sampling(config.seed, n=config.num_generations_eval),
                                      config.per_device_eval_batch_size, encoder, self.sampler, self.scoring)
-        self.overlap: OverlappedTraining | None = None
-        if mode := config.train_while_sampling:
-            check_overlap(mode, self.policy, first, self.scorer, self.player is not None)
-            self.overlap = OverlappedTraining(self.learner, self.scoring, config.max_completion_length, plan,
-                                              mode == PARALLEL)
-        parts = (config, config.draws, self.source, self.state, self.objective, self.sampler, self.scoring, self.parity,
-                 self.overlap)
-        self.collector = SharedCollector(self.ranks, *parts) if self.ranks.count > 1 else Collector(*parts)
 
     @property
     def engine(self) -> Engine:
@@ -203,23 +133,14 @@ class GRPOTrainer(Trainer):
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         """Train on scored groups: at most `at_most` of the optimizer steps that the settings ask for."""
-        if self.policy.routed_layers and not self.said_unrouted:
-            self.said_unrouted = say_unrouted([rollout for group in groups for rollout in group.rollouts])
-        overlap = self.overlap
-        with self.clock.phase("train"), nullcontext() if overlap is None else overlap.gradient(groups) as partial:
-            parts = self.parts(groups)
-            order = (parts * self.args.num_iterations)[:at_most]
-            rest = groups if partial is None else [group for group in groups if not partial.holds(group)]
-            self.learner.prepare(rest, len(order), self.state.policy_version)
-            # dapo and its kin count the tokens of the generation, bnpo those of the optimizer step
-            shared = LOSS_TYPES[self.args.loss_type].counts_generation
-            tokens = self.learner.num_tokens(groups) / len(parts) if shared else None
-            steps = [self.learner.forward_backward(part, tokens, partial) | self.optim_step() for part in order]
-        early = {} if overlap is None else overlap.metrics(partial, groups)
-        return mean_of(steps) | self.learner.guard.over(steps) | early
+        if self.overlap is None:
+            return super().update(groups, at_most)
+        with self.clock.phase("train"), self.overlap.gradient(groups) as begun:
+            metrics = self.make_steps(groups, at_most, begun)
+        return metrics | self.overlap.metrics(begun, groups)
 
-    def parts(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
-        """The groups of each optimizer step that one generation is used for."""
+    def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
+        """Return the groups of each optimizer step that one generation is used for."""
         size = self.args.prompts_per_step
         return [groups[start : start + size] for start in range(0, len(groups), size)]
 
@@ -231,24 +152,13 @@ class GRPOTrainer(Trainer):
         """The groups sampled for the last update; some may not have been trained on."""
         return self.collector.sampled
 
-    def optim_step(self) -> dict[str, float]:
-        """Also moves the reference toward the policy, where the settings say so and when."""
-        metrics = super().optim_step()
-        if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
-            self.policy.move_reference(self.args.ref_model_mixup_alpha)
-        return metrics
-
     def weights_changed(self) -> None:
         self.engine.on_policy_update(self.state.policy_version)
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Rewards, lengths and speed of what was sampled, seconds measured and planned, and memory."""
-        updates = self.state.global_step - before
-        planned = self.planned_time.metrics(self.sampled, groups, updates, self.args.num_iterations,
-                                            self.objective.needed_before(updates))
-        return {**self.collector.metrics(groups, self.clock.seconds["generate"]), **timing, **planned,
-                "memory/kv_bytes": self.engine.kv_bytes, **self.memory.metrics(),
-                "policy_version": self.state.policy_version}
+        return {**self.collector.metrics(groups, self.clock.seconds["generate"]), **timing,
+                **self.parts.metrics(self.engine, self.sampled, groups, self.state.global_step - before)}
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Rows with prompts; a number asks for so many held-out seeds of an environment."""
@@ -302,3 +212,23 @@ def logs(function: Any) -> bool:
     """Return whether a reward function says that it logs metrics of its own, or is an object that may."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named
+
+
+def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> PromptSource:
+    """Return the source of a run's prompts; ValueError for a replay buffer of rows that cannot be found again."""
+    if config.replay_buffer_size and isinstance(rows, Stream):
+        raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
+                         "found again after a resume; leave it out, or pass a datasets.Dataset")
+    pools = DifficultyPools() if config.difficulty_pools else None
+    return source_of(rows, encoder, config.order_seed, config.shuffle_dataset, pools)
+
+
+def make_overlap(
+    parts: PolicyParts, config: GRPOConfig, sampler: Sampler, scoring: Scoring
+) -> OverlappedTraining | None:
+    """Return what trains groups while others are sampled, if the settings ask for it; ValueError where it cannot."""
+    mode = config.train_while_sampling
+    if not mode:
+        return None
+    check_overlap(mode, parts.policy, sampler.engine, scoring.scorer, sampler.player is not None)
+    return OverlappedTraining(parts.learner, scoring, config.max_completion_length, parts.peaks.plan, mode == PARALLEL)

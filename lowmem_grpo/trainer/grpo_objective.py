@@ -42,6 +42,10 @@ class GRPOObjective(Objective):
     def entropy_grad(self) -> bool:
         return self.entropy.applied != 0
 
+    @property
+    def counts_generation(self) -> bool:
+        return LOSS_TYPES[self.config.loss_type].counts_generation
+
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
         """Nothing on-policy without a KL term and token masks, because old log-probabilities are the step's own."""
         wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,

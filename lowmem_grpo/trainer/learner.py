@@ -83,6 +83,8 @@ class Learner:
 
     def mine(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """This rank's part of the groups; all parts have about as many tokens."""
+        if self.ranks.count == 1:
+            return groups
         return self.ranks.mine(groups, lambda group: sum(
             len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts))
 
@@ -254,7 +256,8 @@ class Learner:
     def optim_step(self) -> dict[str, float]:
         """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;
         NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values."""
-        self.ranks.sum_gradients(self.policy.trainable)
+        if self.ranks.count > 1:
+            self.ranks.sum_gradients(self.policy.trainable)
         named = self.policy.model.named_parameters()
         parameters = {name: p for name, p in named if p.requires_grad and p.grad is not None}
         broken: list[str] = []  # names of parameters

@@ -16,8 +16,8 @@ from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, error_text, summary
 from lowmem_grpo.runs.views.report import write_report
 from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.trainer.distributed import describe_machine
 from lowmem_grpo.trainer.evaluator import Evaluator
-from lowmem_grpo.trainer.facts import facts
 
 logger = logging.getLogger(__name__)
 TRAINED = (". The adapter is as earlier training left it: to begin with a fresh one, load the model and put LoRA on it "
@@ -33,6 +33,7 @@ class Lifecycle(Evaluator):
     control: TrainerControl
     interrupt: Interrupt
     told: dict[str, Any]  # what the trainer's caller knows of the run, for the summary however the run ends
+    method: str | None = None  # the kind of training, in the summary
     began = ""  # when this trainer began the run in its folder
     stops = False  # whether all ranks have agreed to stop
     began_here = False  # whether this call of `train` has begun or resumed it
@@ -142,10 +143,12 @@ class Lifecycle(Evaluator):
 
     def describe(self, status: str) -> dict[str, Any]:
         """The run in plain values, for summary.json."""
+        method = {} if self.method is None else {"method": self.method}
         return {"status": status, "model": self.model.loaded.name, "seed": self.args.seed,
                 "steps": self.state.global_step, "train_seconds": self.state.elapsed,
                 "skipped_rows": dict(self.source.skipped), "best_checkpoint": self.state.best_model_checkpoint,
-                "machine": facts(self.model, self.policy.device), "config": self.args.to_dict(), **self.told}
+                "machine": describe_machine(self.model, self.policy.device), "config": self.args.to_dict(), **self.told,
+                **method}
 
     @contextmanager
     def failure_recorded(self) -> Iterator[None]:

@@ -1,48 +1,36 @@
-"""The loop of every trainer: its parts, one step after another, records, checkpoints and listeners. A subclass calls
-`learn` (its rows, what it minimises) and then `write`; `next_groups` gives the groups of an update, and `measured` what
-it logs."""
+"""The loop of every trainer: one step after another, records, checkpoints and listeners. `next_groups` gives the groups
+of an update, unless the caller has them, and `measured` what is logged of it."""
 
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.data.prompts import PromptSource
-from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.losses.objective import Objective
-from lowmem_grpo.memory.offload.activations import drop_nothing, enable_checkpointing
-from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
-from lowmem_grpo.memory.peaks import PhasePeaks, peak_memory
-from lowmem_grpo.models.policy import Policy, mixed_dtype
-from lowmem_grpo.rewards.calling.scorer import RewardScorer
+from lowmem_grpo.memory.oom import MemoryExhaustedError
+from lowmem_grpo.memory.peaks import peak_memory
+from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rollout.replay import ReplayBuffer
-from lowmem_grpo.runs.alarms import Alarms
-from lowmem_grpo.runs.clock import Clock
+from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.lock import owned
-from lowmem_grpo.runs.records import NoRecords, RunRecords
-from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState, TrainOutput
+from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.runs.views.sinks import make_sinks
-from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree, check_settings, ranks
-from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree
+from lowmem_grpo.trainer.learner import members
 from lowmem_grpo.trainer.lifecycle import Lifecycle
-from lowmem_grpo.trainer.model_setup import Brought, check_vocabulary, tokenizer_of
-from lowmem_grpo.trainer.nonfinite import Guard, NonFiniteError
-from lowmem_grpo.trainer.optim import own_or_made
+from lowmem_grpo.trainer.nonfinite import NonFiniteError
+from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, preflight
 from lowmem_grpo.trainer.preflight.first_steps import FirstSteps
 from lowmem_grpo.trainer.saver import Saver
+from lowmem_grpo.trainer.step_accumulator import PartialGradient
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -52,75 +40,35 @@ class Trainer(Lifecycle):
     """Trains the adapter of a model: groups, an update on them, and their line in the records, step after step."""
 
     view_class: type[LiveView] = LiveView
-    scorer: RewardScorer | None = None  # None without rewards
     samples = False  # whether the trainer's groups are sampled, or its rows hold the answers
-    takes_prompts = True  # whether a step takes prompts from its rows
 
     def __init__(
-        self, model: Any, args: TrainSettings, processing_class: Any = None, peft_config: Any = None,
-        quantization_config: Any = None, optimizers: Any = (None, None), tokens: int = 0,
+        self, parts: TrainerParts, callbacks: list[Any] | None = None, eval_dataset: Any = None,
+        rewards: Mapping[str, float] | None = None, replay: ReplayBuffer | None = None,
     ) -> None:
-        """`model` is ours, one of transformers or a name; `tokens` are those that prompt and completion need."""
-        self.tokenizer = tokenizer_of(processing_class)
-        self.args, self.optimizers, self.ranks = args, optimizers, ranks()
-        self.losses, self.samples_seen, self.began_at = [], 0, time.time()
-        check_settings(args, self.ranks.count, self.takes_prompts)
-        if args.log_level != "passive":
-            logging.getLogger("lowmem_grpo").setLevel(args.log_level.upper())
-        model = str(model) if isinstance(model, Path) else model
-        loading = args
-        if args.use_cpu and isinstance(model, str):
-            loading = replace(args, model_init_kwargs={"device_map": "cpu", **(args.model_init_kwargs or {})})
-        model = Brought(model, self.tokenizer, peft_config, quantization_config, loading, tokens).trainable()
-        device = model.get_input_embeddings().weight.device
-        if args.use_cpu and device.type != "cpu":
-            raise ValueError(f'use_cpu is True, and the model lies on {device}; load it with device="cpu"')
-        if args.disable_dropout:
-            drop_nothing(model)
-        self.model, self.tokenizer = model, self.tokenizer or model.loaded.tokenizer
-        check_vocabulary(model)
-        stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)
-        model.loaded.tokenizer, model.loaded.stop_ids = self.tokenizer, tuple(stops or ())  # both are saved with it
-        self.policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
-        if args.gradient_checkpointing is not None:
-            enable_checkpointing(self.policy.base, args.gradient_checkpointing)
-        self.run_dir = Path(args.output_dir)
-        self.records = RunRecords(self.run_dir) if self.ranks.leads else NoRecords(self.run_dir)
+        """`rewards` are the weights of the rewards by name, of a trainer that has such."""
+        self.parts: TrainerParts = parts
+        self.args, self.source, self.objective, self.learner = parts.args, parts.source, parts.objective, parts.learner
+        self.memory, self.peaks, self.state, self.clock = parts.memory, parts.peaks, parts.state, parts.clock
+        self.model, self.tokenizer, self.policy, self.ranks = parts.model, parts.tokenizer, parts.policy, parts.ranks
+        self.records, self.run_dir = parts.records, parts.records.run_dir
+        self.rewards = dict(rewards or {})
         self.control, self.interrupt = TrainerControl(), Interrupt()
         self.told = {}
-
-    def learn(self, source: PromptSource, objective: Objective, memory: RunMemory, peaks: PhasePeaks) -> None:
-        """Make what this trainer learns with; `peaks` count the memory of each phase."""
-        self.source, self.objective, self.memory, self.peaks = source, objective, memory, peaks
-        rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
-        self.state = TrainerState(max_steps=self.args.total_steps(rows))
-        if not self.ranks.leads:  # what a rank that saves has of its own is read by all
-            self.state.is_world_process_zero, self.state.is_local_process_zero = False, not self.ranks.place.local
-        self.clock = Clock(peaks)
-        self.learner = self.make_learner()
-
-    def make_learner(self) -> Learner:
-        optimizer, scheduler = own_or_made(self.optimizers, self.policy.trainable, self.args, self.state.max_steps)
-        fp16 = torch.float16 in (self.policy.autocast_dtype, self.policy.head.weight.dtype)
-        offload = self.model.loaded.offload and self.policy.base.is_gradient_checkpointing
-        return Learner(self.policy, self.args, self.objective, optimizer, scheduler, offload=offload, fp16=fp16,
-                       bound=self.memory.train, guard=Guard(self.args.nonfinite_steps, self.state, self.records),
-                       ranks=self.ranks)
-
-    def write(
-        self, callbacks: list[Any] | None, alarms: Alarms | None = None, replay: ReplayBuffer | None = None,
-    ) -> None:
-        """Make what this trainer writes and shows: records, checkpoints, the live view and other listeners."""
+        self.losses, self.samples_seen, self.began_at = [], 0, time.time()
+        self.epoch_before = 0  # that of the rows, when the step in progress began
+        self.said_unrouted = False  # that the sampler records no routes
+        self.eval_sets = self.evaluation_sets(eval_dataset)
         leads = self.ranks.leads
         self.view = None if self.args.disable_tqdm or not leads else self.view_class()
         views, say = ([self.view], self.view.say) if self.view else ([], None)
-        own = [FirstSteps(self.records, say, self.scorer), *make_sinks(list(self.args.report_to))] if leads else []
+        own = [FirstSteps(self.records, say, self.rewards), *make_sinks(list(self.args.report_to))] if leads else []
         if not isinstance(callbacks, Iterable | None):
             raise TypeError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks")
         self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
-        self.journal = Journal(self.state, self.records, self.args, alarms if leads else None, leads)
+        self.journal = Journal(self.state, self.records, self.args, parts.alarms if leads else None, leads)
         self.saver = Saver(self.records, self.args, self.model, self.learner, self.source, self.state, self.memory,
-                           replay, self.scorer.names if self.scorer else [])
+                           replay, list(self.rewards))
         self.check_best_metric()
         self.notify("on_init_end")
 
@@ -130,10 +78,9 @@ class Trainer(Lifecycle):
         """The groups of the next update."""
         raise NotImplementedError
 
-    def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on these groups: one optimizer step, or several but `at_most` so many; returns their metrics."""
-        with self.clock.phase("train"):
-            return self.forward_backward(groups) | self.optim_step()
+    def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
+        """Return the groups of each optimizer step of an update."""
+        return [groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return what to log of the steps after step `before`, made on `groups`, beside what every trainer logs."""
@@ -148,19 +95,42 @@ class Trainer(Lifecycle):
 
     # The verbs; each can be used by itself.
 
+    def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
+        """Train on these groups: at most `at_most` of the optimizer steps that the settings ask for; returns metrics.
+        """
+        with self.clock.phase("train"):
+            return self.make_steps(groups, at_most)
+
+    def make_steps(
+        self, groups: list[RolloutGroup], at_most: int | None, begun: PartialGradient | None = None
+    ) -> dict[str, float]:
+        """Make an update's optimizer steps, the first of which has a gradient already where one was `begun`."""
+        if self.samples and self.policy.routed_layers and not self.said_unrouted:
+            self.said_unrouted = say_unrouted(members(groups))
+        parts = self.split_steps(groups)
+        order = (parts * getattr(self.args, "num_iterations", 1))[:at_most]
+        rest = groups if begun is None else [group for group in groups if not begun.holds(group)]
+        self.learner.prepare(rest, len(order), self.state.policy_version)
+        # dapo and its kin count the tokens of the generation, bnpo those of the optimizer step
+        tokens = self.learner.num_tokens(groups) / len(parts) if self.objective.counts_generation else None
+        steps = [self.learner.forward_backward(part, tokens, begun) | self.optim_step() for part in order]
+        return mean_of(steps) | self.learner.guard.over(steps)
+
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Add the gradient of one optimizer step's loss over these groups; returns loss metrics."""
         self.learner.prepare(groups, 1, self.state.policy_version)
         return self.learner.forward_backward(groups)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply the gradients; returns their norm and the learning rate."""
+        """Apply the gradients; returns their norm and the learning rate. What GRPO compares with may follow then."""
         self.notify("on_pre_optimizer_step")
         metrics = self.learner.optim_step()
         self.state.global_step += 1
         self.state.policy_version += 1
         self.weights_changed()
         self.notify("on_optimizer_step")
+        if getattr(self.args, "sync_ref_model", False) and not self.state.global_step % self.args.ref_model_sync_steps:
+            self.policy.move_reference(self.args.ref_model_mixup_alpha)
         return metrics
 
     def save_state(self) -> Path:
@@ -196,7 +166,10 @@ class Trainer(Lifecycle):
                     self.records.metrics(self.evaluate())
                 self.agree()
                 while not self.finished and not self.should_stop():
-                    self.train_step()
+                    self.start_step()
+                    with self.saved_before(Exception):
+                        groups = self.next_groups()
+                    self.train_step(groups)
         self.interrupt.pass_on()
         return TrainOutput(self.state.global_step, self.summary, self.finished)
 
@@ -235,15 +208,17 @@ class Trainer(Lifecycle):
             if engine is not None:
                 engine.on_policy_update(self.state.policy_version)
 
-    def train_step(self) -> None:
-        """One update, its records, and an evaluation and a save where they are due."""
+    def start_step(self) -> None:
+        """Begin a step, before its groups are there: what happens from now on is undone where the step fails."""
         self.clock.restart()
         self.ranks.seed(self.args.seed, self.state.global_step)
         self.saver.mark()
+        self.epoch_before = int(self.state.epoch)
         self.notify("on_step_begin")
-        before, epoch = self.state.global_step, int(self.state.epoch)
-        with self.saved_before(Exception):
-            groups = self.next_groups()
+
+    def train_step(self, groups: list[RolloutGroup]) -> None:
+        """Train on the groups of the step that was started; write its records, evaluate and save where that is due."""
+        before, epoch = self.state.global_step, self.epoch_before
         with self.saved_before(MemoryExhaustedError, NonFiniteError, RankError):
             metrics = self.update(groups, self.state.max_steps - before)
         self.record(before, metrics, groups)

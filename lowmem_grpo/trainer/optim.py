@@ -93,3 +93,13 @@ def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[st
     total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]))
     logged = {"grad_norm": total, **{f"grad_norm/{name}": norm.float() for name, norm in norms.items()}}
     return total, dict(zip(logged, torch.stack(list(logged.values())).tolist(), strict=True))
+
+
+def set_learning_rate(scheduler: LRScheduler, rate: float) -> None:
+    """Let the schedule go on from another learning rate, at its own place."""
+    if all(known == rate for known in scheduler.base_lrs):
+        return
+    scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
+    factors: Any = scheduler
+    for group, factor in zip(scheduler.optimizer.param_groups, factors.lr_lambdas, strict=True):
+        group["initial_lr"], group["lr"] = rate, rate * float(factor(scheduler.last_epoch))

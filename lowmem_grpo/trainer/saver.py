@@ -34,6 +34,7 @@ class Saver:
         self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
+        self.settings = config.to_dict()  # of the run; a step may have others
         self.replay = ReplayBuffer(0) if replay is None else replay
         self.random, self.saved = RandomStates(learner.policy.device), 0  # the step of the last checkpoint
         self.mark()
@@ -149,7 +150,7 @@ class Saver:
     def snapshot(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
         return {"trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
-                "config": self.config.to_dict(), "memory": self.memory.state(),
+                "config": self.settings, "memory": self.memory.state(),
                 "objective": self.learner.objective.state(), "replay": self.replay.state(),
                 "records": dict(self.records.lines), "threads": torch.get_num_threads(),
                 "keeps_reference": self.learner.policy.reference_adapter is not None}
@@ -162,7 +163,7 @@ class Saver:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Undo `snapshot`, and warn of settings that differ from those of the saved run."""
-        now = self.config.to_dict()
+        now = self.settings
         changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
         if changed:
             logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))

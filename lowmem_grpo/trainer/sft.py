@@ -10,12 +10,16 @@ which is TRL's `nll`; in its `dft` each log p is multiplied by p, as a constant.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.sft import SFTConfig
@@ -29,13 +33,15 @@ from lowmem_grpo.runs.views.live import SFTView
 from lowmem_grpo.trainer.evaluator import OF_LOSS
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.parameters import check_model, either, taken_in, with_names
-from lowmem_grpo.trainer.predictions import Predictions
+from lowmem_grpo.trainer.parts import bring_model, make_parts
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import UnsupportedError
 
 MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_norm", "optimizer/skipped",
             "nonfinite/steps", "micro_batches")  # what the learner measures in a step
+
+UNTRAINED = -100  # transformers' label of a token that does not count
 
 
 class SFTObjective(Objective):
@@ -70,6 +76,14 @@ def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
     tokenizer.eos_token = settings.eos_token
 
 
+def longest_row(settings: SFTConfig, context: int) -> int:
+    """Return how many tokens prompt and completion may have together; ValueError where the context has fewer."""
+    if settings.max_length is not None and settings.max_length > context:
+        raise ValueError(f"max_length is {settings.max_length} and the context has {context} tokens; lower it, or load "
+                         "with a larger max_seq_length")
+    return settings.max_length or context
+
+
 class SFTTrainer(Trainer):
     """Fine-tuning with TRL's constructor; `train()` loops over `step()`, records, saves checkpoints and the adapter.
 
@@ -77,6 +91,7 @@ class SFTTrainer(Trainer):
     """
 
     args: SFTConfig
+    method = "sft"
     view_class = SFTView
 
     def __init__(
@@ -98,21 +113,20 @@ class SFTTrainer(Trainer):
         config = taken_in(others, settings_of(args, SFTConfig), SFTTrainer)
         check_model(model, type(self))
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
-        super().__init__(model, config, tokenizer, peft_config, quantization_config, optimizers, config.max_length or 0)
-        set_chat(self.tokenizer, config)
-        longest, ends = self.longest_row(), self.policy.eos_token_ids(self.tokenizer)
+        trained = bring_model(model, config, tokenizer, peft_config, quantization_config, config.max_length or 0)
+        set_chat(trained.tokenizer, config)
+        longest, ends = longest_row(config, trained.context), trained.policy.eos_token_ids(trained.tokenizer)
         self.shown: dict[str, Any] = {}  # datasets as they are trained
         if preprocess_logits_for_metrics is not None and compute_metrics is None:
             raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics, which would read what it "
                              "makes, is not; pass both or neither")
         self.predictions = Predictions(compute_metrics, preprocess_logits_for_metrics) if compute_metrics else None
-        self.shapes = Shapes(config, self.tokenizer, longest, ends, formatting_func)
+        self.shapes = Shapes(config, trained.tokenizer, longest, ends, formatting_func)
         rows, self.encoder = self.shapes.read(train_dataset)
         source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset)
-        self.eval_sets = self.evaluation_sets(eval_dataset)
-        memory, peaks = plan_memory(self.model, config, self.policy, longest, "max_length", self.ranks)
-        self.learn(source, SFTObjective(config.loss_type), memory, peaks)
-        self.write(callbacks)
+        memory, peaks = plan_memory(trained.model, config, trained.policy, longest, "max_length", trained.ranks)
+        super().__init__(make_parts(trained, config, source, SFTObjective(config.loss_type), memory, peaks, optimizers),
+                         callbacks, eval_dataset)
 
     @property
     def train_dataset(self) -> Any:
@@ -149,14 +163,6 @@ class SFTTrainer(Trainer):
         self.eval_sets = self.evaluation_sets(self.given_eval_rows)
         self.shown.clear()
 
-    def longest_row(self) -> int:
-        """Tokens that prompt and completion may have together; ValueError where they would not fit the context."""
-        context = self.model.loaded.max_seq_length
-        if self.args.max_length is not None and self.args.max_length > context:
-            raise ValueError(f"max_length is {self.args.max_length} and the context has {context} tokens; lower it, or "
-                             "load with a larger max_seq_length")
-        return self.args.max_length or context
-
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
         """Every usable row of an evaluation dataset; DataError where there is none."""
         rows, encoder = self.shapes.read(super().evaluation_rows(dataset, parameter), parameter)
@@ -176,7 +182,7 @@ class SFTTrainer(Trainer):
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         """One optimizer step on these rows; returns its metrics."""
-        metrics = super().update(groups)
+        metrics = super().update(groups, at_most)
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
         self.state.epoch = self.source.epoch
         self.state.num_tokens += completions + sum(len(group.prompt_ids) for group in groups)
@@ -205,9 +211,6 @@ class SFTTrainer(Trainer):
     def evaluation_names(self) -> set[str]:
         return super().evaluation_names() | {"loss", "entropy", "mean_token_accuracy"}
 
-    def describe(self, status: str) -> dict[str, Any]:
-        return super().describe(status) | {"method": "sft"}
-
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
     """Return each row of the examples as a prompt with one completion, as packing and learner take them."""
@@ -218,3 +221,67 @@ def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[Rollo
         )])
         for item in examples for example in each_of(item)
     ]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The two functions that a user gave: `compute(EvalPrediction)` makes metrics of the logits of all evaluation rows,
+    the only logits that a trainer holds whole ((T, V) of a row on the device, all rows on the host), and
+    `preprocess(logits, labels)`, or None, makes fewer of them before."""
+
+    compute: Callable[[EvalPrediction], Mapping[str, float]]
+    preprocess: Callable[[Tensor, Tensor], Any] | None = None
+
+    def metrics(self, model: Any, groups: Iterable[RolloutGroup], prefix: str = "eval_") -> dict[str, float]:
+        """Return what the function makes of the model's predictions for these rows, under names without the prefix.
+        Predictions are (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
+        training, predictions, labels = model.training, None, None
+        model.eval()
+        try:
+            pairs = ((group, rollout) for group in groups for rollout in group.rollouts)
+            for ids, row_labels in (ids_and_labels(*pair) for pair in pairs):
+                row = torch.tensor([row_labels], device=model.device)
+                logits = self.predicted(model, torch.tensor([ids], device=model.device), row)
+                predictions = logits if predictions is None else nested_concat(predictions, logits, UNTRAINED)
+                labels = row.cpu() if labels is None else nested_concat(labels, row.cpu(), UNTRAINED)
+        finally:
+            model.train(training)
+        whole = EvalPrediction(predictions=nested_numpify(predictions), label_ids=numpy.asarray(labels))
+        return {name.removeprefix(prefix): value for name, value in numbers_of(self.compute(whole)).items()}
+
+    @torch.no_grad()
+    def predicted(self, model: Any, ids: Tensor, labels: Tensor) -> Any:
+        """Return the logits (1, T, V) of a row's ids (1, T), or what is made of them, on the host."""
+        logits = model(input_ids=ids).logits
+        outputs = logits if self.preprocess is None else self.preprocess(logits, labels)
+        return move_to_host(nested_detach(outputs))
+
+
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """Return what compute_metrics returned; TypeError, with what it is, for anything but numbers by name."""
+    wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"{wanted}; it returned {metrics!r:.80}")
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError("text is no number")
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{wanted}; {name!r} is {value!r:.80}") from error
+    return numbers
+
+
+def move_to_host(tensors: Any) -> Any:
+    """Return tensors, in tuples or lists too, on the host, in float32 where numpy has no such dtype."""
+    if isinstance(tensors, (tuple, list)):
+        return type(tensors)(move_to_host(part) for part in tensors)
+    return tensors.float().cpu() if tensors.dtype == torch.bfloat16 else tensors.cpu()
+
+
+def ids_and_labels(group: RolloutGroup, rollout: Rollout) -> tuple[list[int], list[int]]:
+    """Return the ids (T,) of a row, and its labels (T,)."""
+    trained = rollout.trained or [True] * len(rollout.completion_ids)
+    labels = [token if counts else UNTRAINED for token, counts in zip(rollout.completion_ids, trained, strict=True)]
+    return [*group.prompt_ids, *rollout.completion_ids], [UNTRAINED] * len(group.prompt_ids) + labels

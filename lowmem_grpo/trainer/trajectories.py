@@ -18,87 +18,52 @@ from typing import Any
 
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.losses.advantages import ESTIMATORS
-from lowmem_grpo.losses.loss_settings import OF_TYPES
-from lowmem_grpo.losses.loss_types import LOSS_TYPES
-from lowmem_grpo.runs.views.live import LiveView, shown
+from lowmem_grpo.data.prompts import NoPrompts
+from lowmem_grpo.losses.advantages import assign_advantages
+from lowmem_grpo.losses.credit import assign_credit
+from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
+from lowmem_grpo.runs.views.live import TrajectoryView
 from lowmem_grpo.runs.whole_files import list_checkpoints
-from lowmem_grpo.trainer.grpo import GRPOTrainer
+from lowmem_grpo.trainer.learner import members
+from lowmem_grpo.trainer.loop import Trainer
+from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, make_policy_parts, tokens_of_row
 from lowmem_grpo.trainer.preflight.subject import Turns
+from lowmem_grpo.trainer.step_settings import REWARD, StepSettings, check_given
 from lowmem_grpo.types import Rollout, RolloutGroup
 
-REWARD = "reward"  # the name of the caller's reward among those of a rollout
-TASKS = [{"prompt": [{"role": "user", "content": "A task of the caller's."}]}]  # what preflight tries the template with
-PER_STEP = (  # settings that may differ from step to step
-    "learning_rate", "num_iterations", "max_grad_norm", "mask_truncated_completions", "save_strategy", "scale_rewards",
-    "advantage_estimator", "pass_at_k", "turn_discount", "loss_type", *OF_TYPES, "beta", "kl_estimator",
-    "use_bias_correction_kl", "off_policy_mask_threshold", "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
-)
-SAMPLED_HERE = "groups are sampled by the caller; leave it out"
-REFUSED = {  # settings of a trainer that samples, and what to do
-    **dict.fromkeys(("dynamic_sampling_rounds", "difficulty_pools", "replay_buffer_size", "steps_per_generation",
-                     "num_generations_eval"), SAMPLED_HERE),
-    "vllm_max_model_length": "load with a smaller max_seq_length, or bound your own calls with max_tokens",
-    "eval_strategy": "evaluate with your own rollouts, and log them under the split val",
-    "load_best_model_at_end": "every step has its checkpoint; take the one that you want",
-}
 
-
-class TrajectoryView(LiveView):
-    """A line for each step, without a panel: the terminal belongs to the caller's own code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws = False
-
-    def line(self, logs: dict[str, float]) -> str:
-        """Without an end and the time until then, where nobody knows them; the caller's own numbers as they are."""
-        if "loss" not in logs:
-            own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
-            return "  ".join([f"step {logs['step']:.0f}", *own])
-        head, *middle, left = super().line(logs).split("  ")
-        known = self.step < self.max_steps
-        return "  ".join([head, *middle, left] if known else [head.partition("/")[0], *middle])
-
-
-def own_reward(completions: list[Any], **_: Any) -> list[None]:
-    """The caller's reward, which comes with the rollouts and is never asked for."""
-    return [None] * len(completions)
-
-
-own_reward.__name__ = REWARD
-
-
-class TrajectoryTrainer(GRPOTrainer):
+class TrajectoryTrainer(Trainer):
     """GRPO on given groups. `max_steps` -1 is a run whose end only the caller knows; its schedule must be constant.
 
     Of several ranks each gives the groups that it has sampled, perhaps none, and a step trains on all of them.
     """
 
+    args: GRPOConfig
+    parts: PolicyParts
     view_class = TrajectoryView
-    takes_prompts = False
+    method = "trajectories"
+    samples = True
 
     def __init__(
         self, model: Any, args: Any = None, processing_class: Any = None, callbacks: list[Any] | None = None,
         optimizers: Any = (None, None),
     ) -> None:
         """ValueError for settings that have a meaning only where the trainer samples."""
-        config = settings_of(args, GRPOConfig)
-        check(config)
-        self.given: list[RolloutGroup] = []
-        self.own: list[RolloutGroup] = []  # those among them that were sampled in this process
-        self.extra: dict[str, float] = {}
-        super().__init__(model, [own_reward], config, TASKS, processing_class=processing_class, callbacks=callbacks,
-                         optimizers=optimizers)
+        config = replace(settings_of(args, GRPOConfig))  # all parts look at this object, which a step may change
+        check_given(config)
+        trained = bring_model(model, config, processing_class, tokens=tokens_of_row(config), takes_prompts=False)
         self.turns = Turns(replies=True, begins=True)
+        self.engine: Any = first_engine(trained, config)  # the model's own, which measures its pace
+        super().__init__(
+            make_policy_parts(trained, config, NoPrompts(), self.engine, trained.context, optimizers,
+                              keeps_reference=True),
+            callbacks, rewards={REWARD: (config.reward_weights or [1.0])[0]})
+        self.settings = StepSettings(config, self.learner.scheduler)
         self.open_end = config.max_steps < 1
         self.state.max_steps = 0 if self.open_end else config.max_steps
         self.ended = time.perf_counter()
-
-    def lengths(self, context: int) -> tuple[int, int]:
-        """The model's context bounds what the caller may sample, and nothing else does."""
-        return context - 1, context
+        self.taken: dict[str, float] = {}  # what was measured of the groups of the step in progress
+        self.extra: dict[str, float] = {}  # what the caller measured in it
 
     @contextmanager
     def running(self, resume: bool | str | None = None) -> Iterator[None]:
@@ -123,14 +88,16 @@ class TrajectoryTrainer(GRPOTrainer):
         together = self.of_all(groups, changes)
         if not together or not all(group.rollouts for group in together):
             raise ValueError("there is nothing to train on: a step needs groups, each with its rollouts")
-        with self.changed(changes), self.interrupt.watch(), self.ranks.together():
+        with self.settings.changed(changes), self.interrupt.watch(), self.ranks.together():
             if self.open_end:
                 self.state.max_steps = self.state.global_step + self.args.num_iterations
             if self.finished:
                 raise ValueError(f"all {self.state.max_steps} steps (max_steps) are made; make a trainer with more")
-            self.given, self.own, self.extra = together, groups, dict(metrics or {})
-            self.train_step()
-        self.given, self.own, self.ended = [], [], time.perf_counter()
+            self.start_step()
+            with self.saved_before(Exception):
+                self.taken, self.extra = self.take_in(together, groups), dict(metrics or {})
+            self.train_step(together)
+        self.ended = time.perf_counter()
         if self.interrupt.requested:
             raise KeyboardInterrupt("stopped after a step, which is saved")
         return dict(self.state.log_history[-1])
@@ -143,54 +110,30 @@ class TrajectoryTrainer(GRPOTrainer):
                              f"{different[0]} with {told[different[0]][1]}; give all of them the same")
         return [group for own, _ in told for group in own]
 
-    @contextmanager
-    def changed(self, changes: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, the run has other settings."""
-        if wrong := [name for name in changes if name not in PER_STEP]:
-            raise ValueError(f"{', '.join(wrong)} cannot change from step to step; set it when the trainer is made. "
-                             f"What can change: {', '.join(PER_STEP)}")
-        usual = self.args
-        options: dict[str, Any] = {**self.of_another_loss(changes), **changes}
-        now = replace(usual, **options)
-        check(now)
-        self.use(now)
-        try:
-            yield
-        finally:
-            self.use(usual)
-
-    def of_another_loss(self, changes: Mapping[str, Any]) -> dict[str, None]:
-        """The options of the run's loss type that the step's own does not have."""
-        of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
-        return {} if of_step is None else {
-            name: None for name in OF_TYPES if name not in of_step.options and name not in changes}
-
     def note(self, values: Mapping[str, float], step: int | None = None) -> None:
         """Write the caller's own line into the records of a step, by default the last, and tell the listeners."""
         line = {"step": self.state.global_step if step is None else step, **values}
         self.records.metrics(line)
         self.log(line)
 
-    def use(self, config: GRPOConfig) -> None:
-        """Let every part that looks at settings in a step have these."""
-        self.args = self.objective.config = self.learner.config = config
-        self.scoring.settings = self.scoring.credit = config
-        optimizer, scheduler = self.learner.optimizer, self.learner.scheduler
-        if any(rate != config.learning_rate for rate in scheduler.base_lrs):
-            scheduler.base_lrs = [config.learning_rate] * len(scheduler.base_lrs)
-            for group, factor in zip(optimizer.param_groups, factors(scheduler), strict=True):
-                group["initial_lr"], group["lr"] = config.learning_rate, config.learning_rate * factor
-
-    def next_groups(self) -> list[RolloutGroup]:
-        """The given groups, scored and checked; the time since the last step was the caller's sampling."""
+    def take_in(self, groups: list[RolloutGroup], own: list[RolloutGroup]) -> dict[str, float]:
+        """Set the advantages of a step's groups, and compare those of this process with the trainer; returns metrics.
+        The time since the last step was the caller's sampling."""
         began, now = min(self.ended, self.clock.started), time.perf_counter()
         self.clock.started, self.clock.seconds["generate"] = began, now - began
-        for group in self.given:
-            for rollout in group.rollouts:
-                pay(rollout)
-        self.scoring.assign(self.given)
-        self.collector.take_in(self.given, self.to_check(self.own))
-        return self.given
+        rollouts = members(groups)
+        for rollout in rollouts:
+            pay(rollout)
+        assign_advantages(groups, [REWARD], self.args)
+        assign_credit(groups, self.args, self.args.turn_discount, self.args.state_weight, self.rewards, [])
+        pace, tokens = self.engine.pace.pop_measured(), sum(rollout.num_trained for rollout in rollouts)
+        self.state.num_tokens += tokens + sum(len(group.prompt_ids) * len(group.rollouts) for group in groups)
+        watched = self.ranks.gather("the parity check", self.parts.parity.watch(self.to_check(own)))
+        agreed: dict[str, float] = next(filter(None, watched), {})  # all ranks go by the same
+        self.parts.parity.take_in(agreed)
+        return {**rollout_metrics(groups, []), **agreed, **pace.metrics(), **waiting_share(groups, now - began),
+                "data/skipped_rows": 0, "num_tokens": self.state.num_tokens,
+                "tokens_per_second": tokens / max(now - began, 1e-9)}
 
     def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Return what the policy as it is now drew at its own temperature: only for this can the trainer agree."""
@@ -198,35 +141,15 @@ class TrajectoryTrainer(GRPOTrainer):
         return [replace(group, rollouts=[rollout for rollout in group.rollouts if all(
             turn.exact and turn.policy_version == version for turn in rollout.turns)]) for group in groups]
 
-    def parts(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
-        return [groups]
+    def weights_changed(self) -> None:
+        self.engine.on_policy_update(self.state.policy_version)
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Also how old the policy was that drew the rollouts, and what the caller measured."""
-        version = self.state.policy_version - (self.state.global_step - before)
-        ages = [version - rollout.policy_version for group in groups for rollout in group.rollouts]
-        metrics = {name: value for name, value in super().measured(before, groups, timing).items()
-                 if not name.startswith(f"rewards/{REWARD}/")}  # the one reward is `reward`
-        return {**metrics, "trajectories/staleness": fmean(ages), "trajectories/max_staleness": max(ages), **self.extra}
-
-    def describe(self, status: str) -> dict[str, Any]:
-        return super().describe(status) | {"method": "trajectories"}
-
-
-def check(config: GRPOConfig) -> None:
-    """ValueError, by name, for a setting that has no meaning where the caller samples."""
-    usual = GRPOConfig()
-    for name, fix in REFUSED.items():
-        if getattr(config, name) != getattr(usual, name):
-            raise ValueError(f"{name} is {getattr(config, name)!r}: {fix}")
-    if config.save_strategy == "epoch":
-        raise ValueError("save_strategy is 'epoch', and the caller's groups have no epochs; set 'steps', or 'no'")
-    if config.advantage_estimator == "remax":
-        others = ", ".join(name for name in ESTIMATORS if name != "remax")
-        raise ValueError(f"advantage_estimator is 'remax', which needs a greedy rollout of each task; take {others}")
-    if config.max_steps < 1 and config.lr_scheduler_type not in ("constant", "constant_with_warmup"):
-        raise ValueError(f"lr_scheduler_type is {config.lr_scheduler_type!r}, and nothing says how long the run is: "
-                         "set max_steps, or lr_scheduler_type='constant'")
+        updates = self.state.global_step - before
+        ages = [self.state.policy_version - updates - rollout.policy_version for rollout in members(groups)]
+        return {**self.taken, **timing, **self.parts.metrics(self.engine, groups, groups, updates),
+                "trajectories/staleness": fmean(ages), "trajectories/max_staleness": max(ages), **self.extra}
 
 
 def pay(rollout: Rollout) -> None:
@@ -235,8 +158,3 @@ def pay(rollout: Rollout) -> None:
     finite = value is not None and math.isfinite(value)
     rollout.rewards = {REWARD: value if finite else None}
     rollout.invalid_rewards = {} if finite or value is None else {REWARD: value}
-
-
-def factors(scheduler: Any) -> list[float]:
-    """Return the current factor of the schedule for each parameter group's learning rate."""
-    return [float(factor(scheduler.last_epoch)) for factor in scheduler.lr_lambdas]

@@ -106,7 +106,8 @@ def test_a_reward_function_gets_the_columns_of_any_holder_as_plain_values(holder
 
     trainer = make(tmp_path, reward, HOLDERS[holder](tmp_path), load(2048), eval_dataset=[ROWS[0]], max_steps=1,
                    shuffle_dataset=False, preflight=False)
-    trainer.train_step()
+    trainer.start_step()
+    trainer.train_step(trainer.next_groups())
     assert seen[:8] == [(row["prompt"], row["nums"], row["answer"]) for row in ROWS[:2] for _ in range(4)]
 
 

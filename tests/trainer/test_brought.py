@@ -32,6 +32,7 @@ from trl import RichProgressCallback
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.trainer.parts import first_engine, lengths
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 TEXTS = [{"text": f"Question: {number} + 1? Answer: {number + 1}"} for number in range(8)]
@@ -112,7 +113,7 @@ def test_a_model_by_name_is_loaded_with_the_settings_of_vllm(tmp_path: Path) -> 
 def test_a_bound_of_prompt_and_completion_leaves_out_longer_prompts_and_one_above_the_context_is_refused(
     tmp_path: Path
 ) -> None:
-    assert make(tmp_path, vllm_max_model_length=80).lengths(128) == (56, 80)
+    assert lengths(make(tmp_path, vllm_max_model_length=80).args, 128) == (56, 80)
     with pytest.raises(ValueError, match="is 256, and the model was loaded with a context of 128"):
         make(tmp_path, vllm_max_model_length=256)
 
@@ -123,7 +124,7 @@ def test_a_share_of_the_card_other_than_that_of_a_loaded_engine_of_vllm_is_refus
 ) -> None:
     trainer = make(tmp_path, vllm_gpu_memory_utilization=share)  # the engine of transformers takes no share
     with nullcontext() if share != 0.9 else pytest.raises(ValueError, match=r"is 0\.9, .* loaded with .*=0\.5; set"):
-        trainer.first_engine(cast(Any, SimpleNamespace(name="vllm")))
+        first_engine(trainer.parts, trainer.args, cast(Any, SimpleNamespace(name="vllm")))
 
 
 def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> None:

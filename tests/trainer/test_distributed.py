@@ -206,7 +206,7 @@ def test_two_ranks_with_places_of_their_own_on_one_card_are_refused(
 ) -> None:
     told = {"what the ranks are": [{}, {}], "their cards": [("GPU-a", 0, 8), ("GPU-a", second, 8)]}
     monkeypatch.setattr(distributed, "described", lambda trainer: {})
-    monkeypatch.setattr(distributed, "facts", lambda model, device: {"card_bytes": None})
+    monkeypatch.setattr(distributed, "describe_machine", lambda model, device: {"card_bytes": None})
     trainer = SimpleNamespace(model=None, policy=SimpleNamespace(device=torch.device("cpu")), ranks=SimpleNamespace(
         count=2, place=Place(0, 2), gather=lambda what, own: told[what]))
     with pytest.raises(ValueError, match=r"the ranks 0 and 1 are on one card \(GPU-a\)") if second else nullcontext():
@@ -221,7 +221,7 @@ def test_ranks_with_cards_of_different_size_are_told_once_what_that_costs(
 ) -> None:
     told = {"what the ranks are": [{}, {}], "their cards": [("a", 0, gib[0] << 30), ("b", 1, gib[1] << 30)]}
     monkeypatch.setattr(distributed, "described", lambda trainer: {})
-    monkeypatch.setattr(distributed, "facts", lambda model, device: {"card_bytes": None})
+    monkeypatch.setattr(distributed, "describe_machine", lambda model, device: {"card_bytes": None})
     policy = SimpleNamespace(device=torch.device("cpu"))
     for rank in range(2):
         check_ranks_agree(SimpleNamespace(model=None, policy=policy, ranks=SimpleNamespace(

@@ -10,7 +10,7 @@ from small_models import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from lowmem_grpo.trainer.predictions import numbers_of
+from lowmem_grpo.trainer.sft import numbers_of
 
 ROWS = [{"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "Start with 12. Add 30.", "completion": " 42, I think"}]
 

@@ -3,7 +3,7 @@ into findings, each with what to do about it."""
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -245,14 +245,15 @@ def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = 
                       "(SFTTrainer), grade in smaller steps, or raise num_generations")
 
 
-def about_rewards(groups: list[RolloutGroup], scorer: RewardScorer) -> list[Finding]:
-    """Return findings about what the functions paid for the completions of a step, as in `rewards.check`. With fewer
-    than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values are not numbers, and no
-    function paid anything. If no group has signal, functions that pay the same for all are not listed singly."""
+def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float]) -> list[Finding]:
+    """Return findings about what the functions, whose `weights` these are, paid for the completions of a step, as in
+    `rewards.check`. With fewer than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values
+    are not numbers, and no function paid anything. If no group has signal, functions that pay the same for all are not
+    listed singly."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trials = [RewardTrial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
                     invalid=sum(name in rollout.invalid_rewards for rollout in rollouts))
-              for name, weight in zip(scorer.names, scorer.weights, strict=True) if weight]
+              for name, weight in weights.items() if weight]
     enough = len(groups) >= ENOUGH_GROUPS
     if enough and groups_with_signal(groups):
         findings = findings_of(trials, len(groups[0].rollouts))

@@ -265,3 +265,20 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
     if high == low:
         return BLOCKS[0] * count
     return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
+
+
+class TrajectoryView(LiveView):
+    """A line for each step, without a panel: the terminal belongs to the caller's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = False
+
+    def line(self, logs: dict[str, float]) -> str:
+        """Without an end and the time until then, where nobody knows them; the caller's own numbers as they are."""
+        if "loss" not in logs:
+            own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
+            return "  ".join([f"step {logs['step']:.0f}", *own])
+        head, *middle, left = super().line(logs).split("  ")
+        known = self.step < self.max_steps
+        return "  ".join([head, *middle, left] if known else [head.partition("/")[0], *middle])

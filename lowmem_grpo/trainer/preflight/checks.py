@@ -100,7 +100,7 @@ class Check:
 
     def fits(self, subject: Subject) -> bool:
         """Return whether it has something to look at."""
-        return (self.with_sft or subject.scorer is not None) and not (self.of_rows and subject.without_rows)
+        return (self.with_sft or subject.samples) and not (self.of_rows and subject.without_rows)
 
 
 CHECKS = (

@@ -3,14 +3,13 @@ step beside what was measured; what the rewards paid in the first step, and how 
 the second."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.memory.time_plan import COMPLETION_SHARE, TimePlan, Workload, plan_time
-from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.findings import warn
 from lowmem_grpo.runs.records import RunRecords
@@ -70,7 +69,7 @@ def workload_of(
 def how_long(subject: Subject) -> str | None:
     """Return a run's estimate in one line; None on the CPU, on an unknown card, and in fine-tuning."""
     args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
-    if subject.scorer is None or not lengths:
+    if not subject.samples or not lengths:
         return None
     longest, updates = args.max_completion_length, args.optimizer_steps_per_generation * args.num_iterations
     mean = max(1.0, COMPLETION_SHARE * longest)  # a guess
@@ -90,10 +89,11 @@ class FirstSteps:
     """Listens to a run with the methods of transformers' TrainerCallback."""
 
     def __init__(
-        self, records: RunRecords, say: Callable[[str], None] | None = None, scorer: RewardScorer | None = None
+        self, records: RunRecords, say: Callable[[str], None] | None = None, rewards: Mapping[str, float] | None = None
     ) -> None:
-        """`scorer` is None in a run without rewards; `say` prints a line, and is None where none is wanted."""
-        self.records, self.say, self.scorer = records, say, scorer
+        """`rewards` are the weights of a run's rewards by name; `say` prints a line, and is None where none is wanted.
+        """
+        self.records, self.say, self.rewards = records, say, rewards
         self.step_times = StepTimes()
         self.seen = 0  # updates since `train` was called
 
@@ -107,8 +107,8 @@ class FirstSteps:
         """`groups` are those of this step, with rewards."""
         self.seen += 1
         self.step_times.mark(state.global_step)
-        if self.seen == 1 and groups and self.scorer is not None and args.preflight:
-            warn(logger, "first step", about_rewards(groups, self.scorer))
+        if self.seen == 1 and groups and self.rewards and args.preflight:
+            warn(logger, "first step", about_rewards(groups, self.rewards))
         if self.seen == 2:
             self.expect(args, state)
 

@@ -62,14 +62,14 @@ def too_long(subject: Subject) -> Iterator[Finding]:
                       f"{max(long)}", "")
         return
     none_left = len(long) == len(sample.usable)
-    setting = "max_length" if subject.scorer is None else "max_prompt_length"
+    setting = "max_length" if not subject.samples else "max_prompt_length"
     bound, fix = f"{setting} ({sample.limit})", f"raise {setting}, or shorten the rows"
     if getattr(args, setting) is None:
         bound = f"the {sample.limit} tokens that the context of {subject.context} leaves"
         fix = "load with a larger max_seq_length, or shorten the rows"
     which = "no row of the dataset can be used" if none_left else f"{sample.share(len(long))} will be skipped"
     yield Finding("error" if none_left else "warning", "", f"{which}: longer than {bound}, the longest has {max(long)} "
-                  "tokens", f"{fix}; {CUT_FIX[subject.scorer is None]} cuts them instead")
+                  "tokens", f"{fix}; {CUT_FIX[not subject.samples]} cuts them instead")
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:

@@ -129,11 +129,11 @@ def copies_to_come(subject: Subject) -> int:
 
 def completion_bytes(subject: Subject) -> int:
     """Return the bytes of completions.jsonl if every completion has its longest length."""
-    if subject.scorer is None:
+    if not subject.samples:
         return 0
     args, prompts = subject.args, [len(looked.prompt.text) for looked in subject.sample.usable if looked.prompt]
     rollouts = max(subject.state.max_steps - subject.state.global_step, 0) / args.steps_per_rollout
     count = math.ceil(rollouts) * args.prompts_per_generation * args.num_generations
-    line = LINE_BYTES + REWARD_BYTES * len(subject.scorer.names) + TOKEN_BYTES * args.max_completion_length
+    line = LINE_BYTES + REWARD_BYTES * len(subject.rewards) + TOKEN_BYTES * args.max_completion_length
     line += TURN_BYTES * (args.turn_limit or 0)
     return int(count * (line + sum(prompts) / max(len(prompts), 1)))

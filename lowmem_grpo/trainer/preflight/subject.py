@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_grpo.data.packing import PackedRows, of_any_length
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat
+from lowmem_grpo.data.prompts import NoPrompts, Prompt, PromptEncoder, is_chat
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.memory.oom import RunMemory
@@ -127,12 +127,13 @@ class Subject:
         self.memory: RunMemory = trainer.memory
         self.plan = self.memory.advice.plan  # None on the CPU, and for models that cannot be planned
         self.context: int = trainer.model.loaded.max_seq_length  # tokens
-        rows, encoder = trainer.source.dataset, trainer.source.encoder
-        if isinstance(rows, PackedRows):
-            rows, encoder = rows.rows, encoder.inner
-        self.sample = sample_rows(rows, encoder)
+        source = trainer.source
+        self.without_rows = isinstance(source, NoPrompts)  # the caller samples
+        self.sample = self.template_sample() if self.without_rows else self.sample_of(source.dataset, source.encoder)
         self.chats = [looked for looked in self.sample.usable if is_chat(looked.row.get("prompt"))]
-        self.scorer: RewardScorer | None = getattr(trainer, "scorer", None)  # None in fine-tuning
+        self.samples: bool = trainer.samples  # False in fine-tuning
+        self.rewards = list(trainer.rewards)  # their names
+        self.scorer: RewardScorer | None = getattr(trainer, "scorer", None)  # None where no function is called
         self.functions = [] if self.scorer is None else list(self.scorer.by_name.items())
         rows = getattr(trainer, "evaluation", None)
         self.eval_sample = None if rows is None or rows.dataset is None else sample_rows(rows.dataset, rows.encoder)
@@ -142,8 +143,15 @@ class Subject:
         self.end_texts: list[str] = getattr(params, "stop_strings", [])  # that end one too
         self.turns: Turns | None = getattr(trainer, "turns", None)  # None: one prompt gets one answer
         self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # for keys and values
-        # Where the caller samples, `sample` holds rows that only try the chat template.
-        self.without_rows = getattr(trainer, "given", None) is not None
+
+    def sample_of(self, rows: Any, encoder: Any) -> RowSample:
+        """Return a sample of the rows that are trained on, one by one where rows are packed."""
+        return sample_rows(*(rows.rows, encoder.inner) if isinstance(rows, PackedRows) else (rows, encoder))
+
+    def template_sample(self) -> RowSample:
+        """Return a row to try the chat template with."""
+        encoder = PromptEncoder(self.tokenizer, self.context - 1, self.args.chat_template_kwargs)
+        return sample_rows([{"prompt": [{"role": "user", "content": "A task of the caller's."}]}], encoder)
 
     @property
     def datasets(self) -> list[tuple[str, RowSample]]:

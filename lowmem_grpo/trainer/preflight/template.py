@@ -68,7 +68,7 @@ def other_end(subject: Subject) -> Iterator[Finding]:
             continue
         yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, but only "
                       f"{names_of_ends(subject)} ends a completion, so answers may go on to their longest length",
-                      f"set tokenizer.eos_token to the template's{f', or give {STOP}' if subject.scorer else ''}")
+                      f"set tokenizer.eos_token to the template's{f', or give {STOP}' if subject.samples else ''}")
 
 
 def names_of_ends(subject: Subject) -> str:

@@ -10,7 +10,7 @@ from tinker_server import Server
 from torch import Tensor
 
 from lowmem_grpo.server.openai.request_queue import WorkerClosedError
-from lowmem_grpo.server.tinker.scoring import NONE, PromptScoring, Scored
+from lowmem_grpo.server.tinker.sampling import NONE, PromptScoring, Scored
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_likeliest_tokens_are_those_of_whole_logits_and_each_gets_as_many_as
 def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowmem_grpo.server.tinker.scoring.AT_ONCE", 7)
+    monkeypatch.setattr("lowmem_grpo.server.tinker.sampling.AT_ONCE", 7)
     scoring = PromptScoring(server.model.worker)
     with server.held_up():
         asked = [scoring.ask([5] * length, None) for length in (3, 4, 9, 2)]

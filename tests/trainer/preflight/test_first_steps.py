@@ -14,7 +14,6 @@ from preflight_runs import make, nothing_right
 from tables import every_row
 
 from lowmem_grpo import GRPOConfig
-from lowmem_grpo.rewards import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
@@ -32,8 +31,7 @@ def groups_of(*rewards: list[float | None], finish: Any = "stop", invalid: bool 
     ]) for pays in rewards]
 
 
-def pays(completions: list[Any], **kwargs: Any) -> list[float]:
-    return []
+PAYS = {"pays": 1.0}
 
 
 @every_row(("groups", "said"), [
@@ -45,14 +43,14 @@ def pays(completions: list[Any], **kwargs: Any) -> list[float]:
     (groups_of([1, 0]), None), (groups_of([1, 0], *[[1, 1]] * 2), None), (groups_of(*[[1, 0]] * 4), None),
 ])
 def test_the_first_step_reports_what_rewards_and_lengths_show(groups: list[RolloutGroup], said: str | None) -> None:
-    lines = [str(one) for one in about_rewards(groups, RewardScorer(pays))]
+    lines = [str(one) for one in about_rewards(groups, PAYS)]
     assert len(lines) == (said is not None)
     assert said is None or re.search(said, lines[0])
 
 
 @pytest.mark.parametrize("count", [1, 6])
 def test_labels_that_no_function_can_read_are_reported(count: int) -> None:
-    lines = [str(one) for one in about_rewards(groups_of(*[[None] * 4] * count), RewardScorer(pays))]
+    lines = [str(one) for one in about_rewards(groups_of(*[[None] * 4] * count), PAYS)]
     assert f"pays: None for all {4 * count} completions. What to do: check that its column holds" in "".join(lines)
 
 
@@ -61,10 +59,10 @@ def test_pay_that_all_earn_is_a_note_no_pay_for_all_a_warning_and_a_metric_neith
     for pay, severity in ((0.5, "note"), (0.0, "warning")):
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             rollout.rewards["pays_2"] = pay
-        (finding,) = about_rewards(groups, RewardScorer([pays, pays]))
+        (finding,) = about_rewards(groups, {"pays": 1.0, "pays_2": 1.0})
         assert finding.severity == severity
         assert str(finding).startswith(f"pays_2: it pays {pay:g} for all 8 completions")
-        assert about_rewards(groups, RewardScorer([pays, pays], [1.0, 0.0])) == []
+        assert about_rewards(groups, {"pays": 1.0, "pays_2": 0.0}) == []
 
 
 def test_a_run_that_learns_nothing_is_told_so_once(

@@ -48,7 +48,7 @@ def on_card(trainer: Any, card: str) -> Any:
     settings = settings_of(trainer.model, trainer.args, "transformers", 128)
     found = plan_run(settings, trainer.model, replace(device(card), name=card))
     trainer.memory.advice.plan = found
-    trainer.planned_time = PlannedTime(found, trainer.model.config)
+    trainer.parts = replace(trainer.parts, planned_time=PlannedTime(found, trainer.model.config))
     return trainer
 
 
@@ -117,5 +117,5 @@ def test_preflight_says_how_long_a_run_should_take_and_that_it_is_an_estimate(tr
 
 def test_fine_tuning_and_unknown_cards_are_told_nothing(trainer: Any) -> None:
     subject = Subject(on_card(trainer, "Tesla T4"))
-    subject.scorer = None
+    subject.samples = False
     assert how_long(subject) is None and how_long(Subject(on_card(trainer, "16GiB"))) is None

@@ -5,7 +5,7 @@ from functools import partial
 from tables import not_refused
 
 from lowmem_grpo import agents as art
-from lowmem_grpo.agents.model_options import ModelOptions, with_lora
+from lowmem_grpo.agents.dev import ModelOptions, with_lora
 
 read = partial(ModelOptions.from_names({"r": 2, "seed": 1}).with_config, base_model="tiny")
 

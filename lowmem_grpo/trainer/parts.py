@@ -1,0 +1,204 @@
+"""The parts of a trainer, each complete when it is made: the model that it trains, what learns with it, and for groups
+that are sampled, by the trainer or its caller, an engine and what compares with it."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig, longest_prompt
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.engines.base import Engine, check_own_engine
+from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.losses.objective import Objective
+from lowmem_grpo.memory.cards import AUTO
+from lowmem_grpo.memory.offload.activations import drop_nothing, enable_checkpointing
+from lowmem_grpo.memory.oom import RunMemory
+from lowmem_grpo.memory.peaks import PhasePeaks
+from lowmem_grpo.models.policy import Policy, mixed_dtype
+from lowmem_grpo.rewards.reward_model import RewardModel
+from lowmem_grpo.rollout.parity import ParityGate
+from lowmem_grpo.runs.alarms import Alarms
+from lowmem_grpo.runs.clock import Clock
+from lowmem_grpo.runs.records import NoRecords, RunRecords
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.trainer.distributed import Ranks, check_settings, ranks
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
+from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.model_setup import Brought, check_vocabulary, tokenizer_of
+from lowmem_grpo.trainer.nonfinite import Guard
+from lowmem_grpo.trainer.optim import own_or_made
+from lowmem_grpo.trainer.preflight.first_steps import PlannedTime
+from lowmem_grpo.trainer.run_memory import plan_memory
+from lowmem_grpo.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model with LoRA, its tokenizer, what computes its log-probabilities, and the processes that train it."""
+
+    model: FastPeftModel
+    tokenizer: Any
+    policy: Policy
+    ranks: Ranks
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may have."""
+        return int(self.model.loaded.max_seq_length)
+
+
+def bring_model(
+    model: Any, args: TrainSettings, processing_class: Any = None, peft_config: Any = None,
+    quantization_config: Any = None, tokens: int = 0, takes_prompts: bool = True,
+) -> TrainedModel:
+    """Return the model to train: ours, one of transformers, or loaded by its name. `tokens` are those that prompt and
+    completion need, and `takes_prompts` says that a step takes prompts from rows. TypeError or ValueError, with what to
+    do, where it cannot be trained as it is or as the settings say."""
+    tokenizer, processes = tokenizer_of(processing_class), ranks()
+    check_settings(args, processes.count, takes_prompts)
+    if args.log_level != "passive":
+        logging.getLogger("lowmem_grpo").setLevel(args.log_level.upper())
+    model = str(model) if isinstance(model, Path) else model
+    loading = args
+    if args.use_cpu and isinstance(model, str):
+        loading = replace(args, model_init_kwargs={"device_map": "cpu", **(args.model_init_kwargs or {})})
+    model = Brought(model, tokenizer, peft_config, quantization_config, loading, tokens).trainable()
+    device = model.get_input_embeddings().weight.device
+    if args.use_cpu and device.type != "cpu":
+        raise ValueError(f'use_cpu is True, and the model lies on {device}; load it with device="cpu"')
+    if args.disable_dropout:
+        drop_nothing(model)
+    check_vocabulary(model)
+    stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)
+    tokenizer = tokenizer or model.loaded.tokenizer
+    model.loaded.tokenizer, model.loaded.stop_ids = tokenizer, tuple(stops or ())  # both are saved with it
+    policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
+    if args.gradient_checkpointing is not None:
+        enable_checkpointing(policy.base, args.gradient_checkpointing)
+    return TrainedModel(model=model, tokenizer=tokenizer, policy=policy, ranks=processes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerParts(TrainedModel):
+    """A model and what it learns with, of every trainer."""
+
+    args: TrainSettings
+    source: Any  # a PromptSource, or NoPrompts
+    objective: Objective
+    memory: RunMemory
+    peaks: PhasePeaks
+    state: TrainerState
+    clock: Clock
+    records: RunRecords
+    learner: Learner
+    alarms: Alarms | None = None
+
+
+def make_parts(
+    trained: TrainedModel, args: TrainSettings, source: Any, objective: Objective, memory: RunMemory,
+    peaks: PhasePeaks, optimizers: Any = (None, None),
+) -> TrainerParts:
+    """Return what learns from `source` by this objective; `peaks` count the memory of each phase."""
+    policy, processes = trained.policy, trained.ranks
+    rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
+    state = TrainerState(max_steps=args.total_steps(rows))
+    if not processes.leads:  # what a rank that saves has of its own is read by all
+        state.is_world_process_zero, state.is_local_process_zero = False, not processes.place.local
+    run_dir = Path(args.output_dir)
+    records = RunRecords(run_dir) if processes.leads else NoRecords(run_dir)
+    optimizer, scheduler = own_or_made(optimizers, policy.trainable, args, state.max_steps)
+    fp16 = torch.float16 in (policy.autocast_dtype, policy.head.weight.dtype)
+    offload = trained.model.loaded.offload and policy.base.is_gradient_checkpointing
+    learner = Learner(policy, args, objective, optimizer, scheduler, offload=offload, fp16=fp16, bound=memory.train,
+                      guard=Guard(args.nonfinite_steps, state, records), ranks=processes)
+    return TrainerParts(**vars(trained), args=args, source=source, objective=objective, memory=memory, peaks=peaks,
+                        state=state, clock=Clock(peaks), records=records, learner=learner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyParts(TrainerParts):
+    """What a trainer of sampled groups learns with, and what it measures with."""
+
+    args: GRPOConfig
+    objective: GRPOObjective
+    parity: ParityGate
+    planned_time: PlannedTime | None  # of a run with a plan
+
+    def metrics(
+        self, engine: Engine, sampled: Sequence[RolloutGroup], groups: Sequence[RolloutGroup], updates: int
+    ) -> dict[str, float]:
+        """Return the planned seconds of a step of so many updates on some of the sampled groups, and its memory."""
+        planned = {} if self.planned_time is None else self.planned_time.metrics(
+            sampled, groups, updates, self.args.num_iterations, self.objective.needed_before(updates))
+        return {**planned, "memory/kv_bytes": engine.kv_bytes, **self.memory.metrics(),
+                "policy_version": self.state.policy_version}
+
+
+def make_policy_parts(
+    trained: TrainedModel, config: GRPOConfig, source: Any, engine: Engine, context: int,
+    optimizers: Any = (None, None), reward_models: Sequence[RewardModel] = (), keeps_reference: bool = False,
+) -> PolicyParts:
+    """Return what learns from groups that `engine` samples, sequences of at most `context` tokens. `keeps_reference`
+    says that some steps may have a KL term, though the settings have none."""
+    policy = trained.policy
+    if config.kl_reference == "start" and (config.beta or keeps_reference):
+        policy.keep_reference(config.sync_ref_model)
+    memory, peaks = plan_memory(trained.model, config, policy, context, "max_completion_length", trained.ranks, engine,
+                                reward_models)
+    objective = GRPOObjective(config, exact=not policy.drops)
+    parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
+    parity = ParityGate(policy, config.sampling(None), config.parity_steps, config.parity_bound, state=parts.state,
+                        stride=config.steps_per_rollout, memory=memory.train, mismatch=objective.mismatch,
+                        clock=parts.clock, cache_dtype=getattr(engine, "cache_dtype", AUTO),
+                        correction=config.vllm_importance_sampling_correction)
+    warn_of_settings(config)
+    return PolicyParts(**vars(parts) | {
+        "alarms": Alarms(parts.state, config.nothing_to_learn_steps), "parity": parity,
+        "planned_time": None if peaks.plan is None else PlannedTime(peaks.plan, trained.model.config)})
+
+
+def warn_of_settings(config: GRPOConfig) -> None:
+    """Log what was rounded up, what a paper says otherwise, and sampling that is not the policy's own."""
+    for doubt in (config.rounding(), *config.doubts()):
+        if doubt:
+            logger.warning(doubt)
+    if config.sampling(0).truncates:
+        logger.warning("top_p, top_k or min_p cut tokens off: sampled log-probabilities are not the policy's own")
+
+
+def tokens_of_row(config: GRPOConfig) -> int:
+    """Return the tokens that prompt and completion need, where the settings say so."""
+    return (config.max_prompt_length or config.max_completion_length) + config.max_completion_length
+
+
+def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:
+    """Return how many tokens a prompt may have, and a prompt with its completion, of a model with this context."""
+    if (bound := config.vllm_max_model_length or context) > context:
+        raise ValueError(f"vllm_max_model_length is {bound}, and the model was loaded with a context of {context} "
+                         "tokens; lower it, or load with a larger max_seq_length")
+    longest = longest_prompt(config.max_prompt_length, config.max_completion_length, bound)
+    return longest, longest + config.max_completion_length
+
+
+def first_engine(trained: TrainedModel, config: GRPOConfig, own: Engine | None = None) -> Engine:
+    """Return the caller's engine, or the model's own. TypeError where the caller's lacks something, ValueError where
+    `use_vllm` asks for another."""
+    prompts, keeper = len(trained.ranks.place.share(config.prompts_per_generation)) or 1, trained.model.loaded.keeper
+    keeper.expect(prompts * config.num_generations)
+    if own is not None:
+        check_own_engine(own)
+    engine = own or trained.model.engine(trained.policy, trained.tokenizer)
+    if config.use_vllm and engine.name != "vllm":
+        raise ValueError(f'use_vllm=True, and the engine is {engine.name}: load the model with fast_inference="vllm"')
+    share, loaded = config.vllm_gpu_memory_utilization, keeper.settings.gpu_memory_utilization
+    if engine.name == "vllm" and share not in (None, TRLS_SHARE, loaded):
+        raise ValueError(f"vllm_gpu_memory_utilization is {share}, and the model was loaded with "
+                         f"gpu_memory_utilization={loaded}; set it there, or leave it out")
+    return engine
