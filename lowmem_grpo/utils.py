@@ -90,11 +90,13 @@ WHOLE: Rule = ("a whole number", lambda value: isinstance(value, Integral) and n
 NUMBER_DICT: Rule = ("a dict of numbers", lambda value: isinstance(value, Mapping)
                      and all(isinstance(each, Real) for each in value.values()))
 WHOLES: Rule = ("a whole number, or a list of them", lambda value: all(
-    isinstance(each, Integral) for each in (value if isinstance(value, list | tuple | range) else [value])))
+    WHOLE[1](each) for each in (value if isinstance(value, list | tuple | range) else [value])))
 PATTERN_NUMBERS: Rule = ("a dict of numbers, each by a name or a regular expression", lambda value:
                          NUMBER_DICT[1](value) and all(isinstance(key, str) and is_pattern(key) for key in value))
 TEXTS: Rule = ("a text, or a list of texts", lambda value: isinstance(value, str) or (
     isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)))
+PATTERNS: Rule = ("a regular expression, or a list of texts", lambda value: TEXTS[1](value) and (
+    not isinstance(value, str) or is_pattern(value)))
 OF_KINDS: dict[Any, Rule] = {  # what a field must be that has no rule of its own, by its annotation
     bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
     dict: ("a dict", lambda value: isinstance(value, Mapping)),
