@@ -125,6 +125,13 @@ def test_the_completions_of_a_generation_say_its_steps() -> None:
     assert replace(config, seed=1).steps_per_generation == 4
 
 
+def test_generations_within_one_optimizer_step_are_sampled_together() -> None:
+    config = GRPOConfig(per_device_train_batch_size=1, gradient_accumulation_steps=32, generation_batch_size=4,
+                        num_generations=4)  # as TRL's browsergym_llm.py
+    assert (config.steps_per_generation, config.optimizer_steps_per_generation) == (4, 1)
+    assert config.prompts_per_generation == config.prompts_per_step == 8
+
+
 def test_defaults_are_trls() -> None:
     assert {name: default for name, default in OWN.items() if name not in ELSEWHERE} == TRL_DEFAULTS | OTHER_DEFAULTS
 
