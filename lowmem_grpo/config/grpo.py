@@ -141,8 +141,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         every, together = self.gradient_accumulation_steps, self.steps_per_generation
         if together is not None and together % every and every % together:
             raise ValueError(f"steps_per_generation is {together}; it must be a multiple of "
-                             f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation, "
-                             "or divide it")
+                             f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a "
+                             "generation, or divide it")
         if self.replay_buffer_size and self.vllm_importance_sampling_correction is False:
             raise ValueError(
                 f"replay_buffer_size is {self.replay_buffer_size} and vllm_importance_sampling_correction is False: "

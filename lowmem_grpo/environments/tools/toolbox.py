@@ -20,6 +20,7 @@ from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
 from lowmem_grpo.environments.tools.results import FinalResult, TokenLimit, ToolError, ToolOutage, described, text_of
 from lowmem_grpo.types import Message, ToolCall
+from lowmem_grpo.utils import UnsupportedError
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # what OpenAI allows, and the dots of MCP servers; "_" leads nowhere
 JSON_TYPES = (str, int, float, bool, NoneType, list, tuple, dict)
@@ -196,10 +197,11 @@ class Toolbox:
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:
-        """Whatever is raised becomes a ToolError with a text for the policy, cut like a result; not an outage."""
+        """Whatever is raised becomes a ToolError with a text for the policy, cut like a result; not an outage, nor what
+        is not supported."""
         try:
             yield
-        except ToolOutage:
+        except (ToolOutage, UnsupportedError):
             raise
         except (Exception, SystemExit) as error:
             words = error.words if isinstance(error, ToolError) else described(error)
