@@ -7,10 +7,20 @@ import nbformat
 import pytest
 from click.testing import CliRunner
 from tables import every_row
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import notebooks
 from bench.common.rows import read_rows
-from bench.notebooks import DATASETS, NotebookChanges, load_dataset, notebooks_table
+from bench.notebooks import (
+    DATASETS,
+    THINKING,
+    UPLOAD,
+    NotebookChanges,
+    load_dataset,
+    notebooks_table,
+    small_model,
+    upload,
+)
 
 SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
 
@@ -42,7 +52,12 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("trainer.push_to_hub('a/b')", "None", "login"),
     ("P.from_pretrained(base, f'me/{out}')", "P.from_pretrained(base, f'{out}')", "login"),
     ("adapter = f'me/{out}'", "adapter = f'{out}'", "login"),
-    ("m.push_to_hub(f'me/{out}-merged')", "m.save_pretrained(f'{out}-merged')", "login"),
+    ("m.push_to_hub(f'me/{out}-merged')", UPLOAD.format("m", "f'{out}-merged'", "small"), "login"),
+    ("m.push_to_hub('<your-id>', private=True)", UPLOAD.format("m", "'your-id'", "small"), "login"),
+    ("pipeline('text-generation', model='<your-id>')", "pipeline('text-generation', model='your-id')", "login"),
+    ("pipeline(model=f'me/{out}')", "pipeline(model=f'{out}')", "login"),
+    ("LLM(x)", "LLM(x, gpu_memory_utilization=0.1)", "device"),
+    ("out = 'x-y'\nout = 'me/x-y'", "out = 'x-y'\nout = 'x-y'", "login"),
     ("get_peft_model(m, target_modules=['q_proj', 'w1'])", "get_peft_model(m, target_modules='all-linear')", "model"),
 ])
 def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> None:
@@ -57,7 +72,19 @@ def test_settings_send_nothing_away() -> None:
     assert changes.rewrite(cell) == (
         "GRPOConfig(max_steps=2, push_to_hub=False, report_to='none', trackio_space_id=None)")
     assert changes.counts == {"steps": 1, "login": 3}
+    assert changes.rewrite("SFTConfig(max_steps=9, max_length=8)") == "SFTConfig(max_steps=2, max_length=32)"
+    assert changes.counts["length"] == 1
     assert "report_to='none')" in changes.rewrite("SFTConfig(report_to = 'none')") and changes.counts["login"] == 3
+
+
+def test_the_small_model_has_room_for_tokens_of_thought_and_its_tokenizer_lies_beside_what_was_uploaded(
+    tmp_path: Path
+) -> None:
+    path = small_model(tmp_path / "tiny")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert {*THINKING} <= {*tokenizer.get_added_vocab()} and len(tokenizer) <= model.config.vocab_size
+    upload(model, str(tmp_path / "mine"), path)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "mine")) == len(tokenizer)
 
 
 @every_row("cell", [
