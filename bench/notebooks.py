@@ -8,9 +8,10 @@ names of layers that only the replaced one has, by "all-linear"; the `dataset`, 
 number of `steps`, by two. `device`: without a card, what asks for one asks for the CPU. `login`: nobody logs in to the
 hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's name or under
 a placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer where none was
-uploaded. `length`: the small model has a token for each byte, so `max_length` of SFTConfig is four times as long. It
-knows <think> and </think>, as many of the replaced ones do. Of a notebook that stops, the verdict says in which cell
-(the first is 0) and why. Other files of FOLDER lie beside each notebook, in place of those that it downloads.
+uploaded. `length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of vLLM's
+own LLM are four times as long. It knows <think> and </think>, as many of the replaced ones do. Of a notebook that stops,
+the verdict says in which cell (the first is 0) and why. Other files of FOLDER lie beside each notebook, in place of those
+that it downloads.
 """
 
 import ast
@@ -46,6 +47,7 @@ PLACEHOLDER = re.compile(r"<([\w-]+)>")  # of the reader's own repository
 UPLOAD = "__import__('bench.notebooks', fromlist=['upload']).upload({}, {}, {!r})"
 THINKING = ("<think>", "</think>")
 BYTES = 4  # of a token of the replaced models
+LENGTHS = (("SFTConfig", "max_length"), ("LLM", "max_model_len"))  # the second one is vLLM's
 OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # LFM2's
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 ROWS = 128  # notebooks look at the hundredth, too
@@ -70,7 +72,7 @@ class NotebookChanges(public.Changes):
         module, homes = node.module or "", dict[str, list[str]]()
         for name in node.names:
             homes.setdefault(home_of(module, name.name), []).append(ast.unparse(name))
-        if [*homes] == [module] or node.level:
+        if [*homes] == [module] or node.level or "LLM" in homes.get("vllm", ()):  # what is given to vLLM's own
             return node
         lines = [f"from {home} import {', '.join(names)}" for home, names in homes.items()]
         return self.statements("dataset" if MADE_ROWS in homes else "imports", "\n".join(lines))
@@ -109,9 +111,9 @@ class NotebookChanges(public.Changes):
             for keyword in node.keywords:
                 if keyword.arg in OFFLINE and not says_none(keyword.value):
                     keyword.value = self.expression("login", OFFLINE[keyword.arg])
-                if keyword.arg == "max_length" and isinstance(keyword.value, ast.Constant) and keyword.value.value:
-                    keyword.value = self.expression("length", str(BYTES * keyword.value.value))
         for keyword in node.keywords:
+            if (public.called(node), keyword.arg) in LENGTHS and getattr(keyword.value, "value", None):
+                keyword.value = self.expression("length", str(BYTES * ast.literal_eval(keyword.value)))
             if keyword.arg == "target_modules" and names_others_layers(keyword.value):
                 keyword.value = self.expression("model", "'all-linear'")
         return node if self.has_card else self.on_cpu(node)
@@ -317,7 +319,7 @@ def notebooks_table(rows: list[public.Row]) -> list[str]:
     last = public.latest(rows, "notebook")
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
             f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a "
-            "card. `login`: no login to the hub. `length`: `max_length` four times as long, for a token a byte.", "",
+            "card. `login`: no login to the hub. `length`: a context four times as long, for a token a byte.", "",
             *markdown(COLUMNS, map(shown, last))]
 
 

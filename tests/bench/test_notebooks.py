@@ -33,8 +33,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("from unsloth import FastModel as F", "from lowmem_grpo import FastModel as F", "imports"),
     ("from unsloth.chat_templates import a", "from lowmem_grpo.chat_templates import a", "imports"),
     ("from trl import GRPOConfig, PPO", "from lowmem_grpo import GRPOConfig\nfrom trl import PPO", "imports"),
-    ("if 1:\n    from vllm import SamplingParams, LLM",
-     "if 1:\n    from lowmem_grpo import SamplingParams\n    from vllm import LLM", "imports"),
+    ("if 1:\n    from vllm import SamplingParams", "if 1:\n    from lowmem_grpo import SamplingParams", "imports"),
     ("from datasets import load_dataset", "from bench.notebooks import load_dataset", "dataset"),
     ("FastModel.from_pretrained(model_name='a/b', r=1)", "FastModel.from_pretrained(model_name='small', r=1)", "model"),
     ("model_id = 'a/b-c'", "model_id = 'small'", "model"),
@@ -56,6 +55,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("m.push_to_hub('<your-id>', private=True)", UPLOAD.format("m", "'your-id'", "small"), "login"),
     ("pipeline('text-generation', model='<your-id>')", "pipeline('text-generation', model='your-id')", "login"),
     ("pipeline(model=f'me/{out}')", "pipeline(model=f'{out}')", "login"),
+    ("vllm.LLM(x, max_model_len=256)", "vllm.LLM(x, max_model_len=1024)", "length"),
     ("LLM(x)", "LLM(x, gpu_memory_utilization=0.1)", "device"),
     ("out = 'x-y'\nout = 'me/x-y'", "out = 'x-y'\nout = 'x-y'", "login"),
     ("get_peft_model(m, target_modules=['q_proj', 'w1'])", "get_peft_model(m, target_modules='all-linear')", "model"),
@@ -90,7 +90,7 @@ def test_the_small_model_has_room_for_tokens_of_thought_and_its_tokenizer_lies_b
 @every_row("cell", [
     "x = 'cuda'; y = 'a/b'", "from datasets import Dataset", "import torch",
     "t.apply_chat_template(x, tokenize = True)", "m(target_modules = ['q_proj', 'lm_head'])",
-    "from transformers import TrainingArguments", "no python at all",
+    "from transformers import TrainingArguments", "from vllm import SamplingParams, LLM", "no python at all",
 ])
 def test_nothing_else_is_changed(cell: str) -> None:
     changes = NotebookChanges("small", has_card=False)
