@@ -6,12 +6,12 @@ FOLDER holds notebooks as their authors publish them. Each runs in a process and
 `changed` counts what is replaced: install and import lines (`imports`); the `model`, by the one in the package, and
 names of layers that only the replaced one has, by "all-linear"; the `dataset`, by made rows with the same columns; the
 number of `steps`, by two. `device`: without a card, what asks for one asks for the CPU. `login`: nobody logs in to the
-hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's name or under
-a placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer where none was
-uploaded. `length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of vLLM's
-own LLM are four times as long. It knows <think> and </think>, as many of the replaced ones do. Of a notebook that stops,
-the verdict says in which cell (the first is 0) and why. Other files of FOLDER lie beside each notebook, in place of those
-that it downloads.
+hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's name or
+under a placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer where none was
+uploaded. `length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of
+vLLM's own LLM are four times as long. It knows <think> and </think>, as many of the replaced ones do. Of a notebook
+that stops, the verdict says in which cell (the first is 0) and why. Other files of FOLDER lie beside each notebook, in
+place of those that it downloads.
 """
 
 import ast
