@@ -131,12 +131,16 @@ def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None
     """Raise ValueError for the first field of a dataclass that breaks its rule in RANGES, of the class or of its bases.
     None is allowed where the field's annotation allows it. With `values`, by name, these are checked alone, and
     `settings` is the class."""
-    for name, words, holds, optional in rules_of(settings.__class__ if values is None else settings):
+    cls = settings.__class__ if values is None else settings
+    for name, words, holds, optional in rules_of(cls):
         if values is not None and name not in values:
             continue
         value = getattr(settings, name) if values is None else values[name]
         if not (value is None and optional) and not holds(value):
-            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' * optional}{of_yaml(value)}")
+            usual = getattr(cls, name, None)
+            left_out = f"; leave it out for {usual!r}" if value is None and usual is not None else ""
+            raise ValueError(
+                f"{name} is {value!r}; it must be {words}{', or None' * optional}{of_yaml(value)}{left_out}")
 
 
 def of_yaml(value: Any) -> str:

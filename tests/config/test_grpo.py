@@ -97,6 +97,8 @@ WITHOUT_MEANING = [
 ]
 CONTRADICTIONS = [
     ({"score_while_sampling": "yes"}, "score_while_sampling is 'yes'; it must be True or False, or None"),
+    ({"loss_type": None}, "vespo, gmpo, rloo, reinforce; leave it out for 'dapo'"),
+    ({"beta": None}, "beta is None; it must be 0 or above; leave it out for 0.0"),
     ({"bf16": True, "fp16": True}, "bf16 and fp16 are both set; set one"),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio and warmup_steps are both set; set one"),
     ({"delta": 1.1}, "delta is 1.1; it must be above 1 + epsilon_high = 1.2"),
