@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModelForCausalLM, set_peft_model_state_dict
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.config.loading import GET_PEFT_MODEL, LORA
+from lowmem_grpo.config.loading import GET_PEFT_MODEL
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
 from lowmem_grpo.engines.prompt_inputs import calls_of, encode, encoded
@@ -22,7 +22,7 @@ from lowmem_grpo.models.export.saving import Saving
 from lowmem_grpo.models.fp8_linear import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
-from lowmem_grpo.models.lora_targets import check_config, check_targets
+from lowmem_grpo.models.lora_targets import check_config, check_targets, check_values
 from lowmem_grpo.models.policy import Policy, end_ids
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
 from lowmem_grpo.runs.adapter_file import (
@@ -37,7 +37,6 @@ from lowmem_grpo.runs.adapter_file import (
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import BaseRecord, base_of_adapter, check_base
 from lowmem_grpo.runs.whole_files import AdapterError
-from lowmem_grpo.utils import check_given, require
 
 SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
 ADVICE = "leave it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)"
@@ -284,17 +283,6 @@ def check_plain(config: Any) -> None:
     if not starts_plainly(config.init_lora_weights):
         raise ValueError(f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported; allowed are "
                          f"{STARTS}")
-
-
-def check_values(config: Any) -> None:
-    """Raise ValueError, by name, for a value that PEFT cannot use, or that trains nothing, such as a dropout of 1."""
-    check_given(vars(config), {name: rule for name, rule in LORA.items() if hasattr(config, name)})
-    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        for key, value in ({"": getattr(config, name)} | (getattr(config, pattern) or {})).items():
-            require(f"{pattern}[{key!r}]" if key else name, value, LORA[name])
-    require("lora_dropout", config.lora_dropout, LORA["lora_dropout"])
-    if config.bias != "none":
-        raise ValueError(f'bias={config.bias!r}: only "none" is supported')
 
 
 def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload", seed: int = 0,

@@ -60,7 +60,7 @@ GET_PEFT_MODEL: Table = BOTH | {
     **only("Only causal language models are trained; leave it out.", task_type=(None, "CAUSAL_LM")),
     **any_value("finetune_vision_layers", "finetune_audio_layers"),  # nothing but the text layers is trained
     **any_value("temporary_location", "ensure_weight_tying"),  # nothing is put aside; embedding and head stay frozen
-    **any_value("fan_in_fan_out", "megatron_config", "megatron_core"),  # of layers that are no nn.Linear
+    **any_value("fan_in_fan_out", "megatron_config", "megatron_core"),  # only in layers that are no nn.Linear
 }
 
 

@@ -12,7 +12,9 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
+from lowmem_grpo.config.loading import LORA
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts
+from lowmem_grpo.utils import check_given, require
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
@@ -79,6 +81,17 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
         raise ValueError(f"target_modules={targets!r} names no layer of the part of the model that is to be trained; "
                          "finetune_attention_modules, finetune_mlp_modules or layers_to_transform leave it out")
     return paths
+
+
+def check_values(config: Any) -> None:
+    """Raise ValueError, by name, for a value that PEFT cannot use, or that trains nothing, such as a dropout of 1."""
+    check_given(vars(config), {name: rule for name, rule in LORA.items() if hasattr(config, name)})
+    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        for key, value in ({"": getattr(config, name)} | (getattr(config, pattern) or {})).items():
+            require(f"{pattern}[{key!r}]" if key else name, value, LORA[name])
+    require("lora_dropout", config.lora_dropout, LORA["lora_dropout"])
+    if config.bias != "none":
+        raise ValueError(f'bias={config.bias!r}: only "none" is supported')
 
 
 def check_config(model: Any, config: LoraConfig) -> None:

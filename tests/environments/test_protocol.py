@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tables import every_row
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError, Factories, tools_of
-from lowmem_grpo.utils import UnsupportedError
 
 
 def here(function: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -93,7 +93,7 @@ def test_what_an_environment_must_not_give_is_a_fault_that_names_the_call(given:
     [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}],
 ])
 def test_an_image_is_refused_by_name_and_ends_the_run(given: Any) -> None:
-    with pytest.raises(UnsupportedError, match="step gave an image, and images are not supported"):
+    with pytest.raises(DataError, match="step gave an image, and images are not supported"):
         EnvHandle(Game((given, 1, False)), here).step("x")
 
 

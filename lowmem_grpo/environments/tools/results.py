@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import IMAGE_PARTS
-from lowmem_grpo.utils import UnsupportedError
 
 MOST_CHARACTERS = 64  # a token; of a longer text not all is looked at
 
@@ -31,14 +31,14 @@ class FinalResult(str):
 
 
 def refuse_images(content: Any, source: str) -> None:
-    """Raise UnsupportedError where one of the parts of a content is an image; the message names `source`."""
+    """Raise DataError where one of the parts of a content is an image; the message names `source`."""
     if any(part.get("type") in IMAGE_PARTS for part in content if isinstance(part, dict)):
-        raise UnsupportedError(f"{source} gave an image, and images are not supported: only text is trained here. "
+        raise DataError(f"{source} gave an image, and images are not supported: only text is trained here. "
                                "Return what it shows as text")
 
 
 def text_of(result: Any) -> str:
-    """Return text as it is, the text of a content's parts, and other plain data as JSON. UnsupportedError for an image,
+    """Return text as it is, the text of a content's parts, and other plain data as JSON. DataError for an image,
     and ToolError for anything else."""
     if isinstance(result, str):
         return result

@@ -15,12 +15,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
 from lowmem_grpo.environments.tools.results import FinalResult, TokenLimit, ToolError, ToolOutage, described, text_of
 from lowmem_grpo.types import Message, ToolCall
-from lowmem_grpo.utils import UnsupportedError
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # what OpenAI allows, and the dots of MCP servers; "_" leads nowhere
 JSON_TYPES = (str, int, float, bool, NoneType, list, tuple, dict)
@@ -201,7 +201,7 @@ class Toolbox:
         is not supported."""
         try:
             yield
-        except (ToolOutage, UnsupportedError):
+        except (ToolOutage, DataError):
             raise
         except (Exception, SystemExit) as error:
             words = error.words if isinstance(error, ToolError) else described(error)

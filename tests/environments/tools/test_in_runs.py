@@ -9,8 +9,8 @@ from template_tokenizers import tiny_with, weather
 from trainer_runs import ROWS, SMALL, load
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments import ToolOutage
-from lowmem_grpo.utils import UnsupportedError
 
 PLAY: dict[str, Any] = {"max_completion_length": 220, "max_turn_tokens": 8, "max_turns": 2, "report_to": "none",
                         "max_steps": 1, "max_tool_tokens": 96}
@@ -70,7 +70,7 @@ class Camera:
 
 
 def test_a_tool_that_returns_an_image_ends_the_run_at_its_first_call(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="a tool gave an image, and images are not supported"):
+    with pytest.raises(DataError, match="a tool gave an image, and images are not supported"):
         played(tmp_path, environment_factory=Camera, parse=lambda text: [{"name": "observe", "arguments": {}}])
 
 

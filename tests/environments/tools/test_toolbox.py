@@ -8,10 +8,10 @@ import pytest
 from tables import every_row
 from template_tokenizers import tiny_with, weather
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments.tools.results import ToolError
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import ToolCall
-from lowmem_grpo.utils import UnsupportedError
 
 TOKENIZER = tiny_with("qwen3", plain=("<tool_call>", "</tool_call>"))
 
@@ -102,7 +102,7 @@ def test_what_is_no_text_and_what_is_raised_is_an_error_that_the_policy_reads(re
 
 @every_row("kind", ["image", "image_url"])
 def test_an_image_ends_the_run_and_is_no_error_that_the_policy_reads(kind: str) -> None:
-    with pytest.raises(UnsupportedError, match="a tool gave an image, and images are not supported: only text"):
+    with pytest.raises(DataError, match="a tool gave an image, and images are not supported: only text"):
         told(returns([{"type": kind, kind: object()}, {"type": "text", "text": "a road"}]))
 
 
