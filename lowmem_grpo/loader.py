@@ -191,8 +191,9 @@ class FastLanguageModel:
             raise ValueError(f"max_seq_length is {max_seq_length}; the model was loaded with "
                              f"{model.loaded.max_seq_length}, change it there")
         start: Any = True if init_lora_weights in (None, "default") else init_lora_weights
+        biases: Any = bias  # check_plain refuses all but "none"
         config = LoraConfig(
-            r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, bias=bias,
+            r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, bias=biases,
             task_type="CAUSAL_LM",
             target_modules=lora_targets(model.inner, target_modules, scope, exclude_modules),
             exclude_modules=exclude_modules, layers_to_transform=layers_to_transform, layers_pattern=layers_pattern,
