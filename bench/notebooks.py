@@ -307,19 +307,12 @@ def shown(row: public.Row) -> list[str]:
     return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
-def told(last: list[public.Row]) -> str:
-    """Say how many notebooks ran, and how many of them with a call changed to what transformers 5 needs."""
-    done = [row for row in last if public.ran(row)]
-    helped = sum("tokens" in row["changes"] for row in done)
-    return f"{len(done)} of {len(last)} ran to their end, {helped} of them with `return_dict=False`"
-
-
 def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the part of RESULTS.md: the newest row of each notebook."""
     last = public.latest(rows, "notebook")
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
-            f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a "
-            "card. `login`: no login to the hub. `length`: a context four times as long, for a token a byte.", "",
+            f"{sum(map(public.ran, last))} of {len(last)} ran to their end. `device`: the CPU in place of a card. "
+            "`login`: no login to the hub. `length`: a context four times as long, for a token a byte.", "",
             *markdown(COLUMNS, map(shown, last))]
 
 

@@ -119,7 +119,7 @@ def test_a_folder_is_run_and_each_verdict_is_what_happened(tmp_path: Path) -> No
     assert done.exit_code == 0, done.output
     assert "1 of 3 notebooks ran to their end" in done.output
     lines = notebooks_table(read_rows(tmp_path / "rows.jsonl") * 2)
-    assert lines[3].startswith("1 of 3 ran to their end, 0 of them with") and len(lines) == 10
+    assert lines[3].startswith("1 of 3 ran to their end. `device`: ") and len(lines) == 10
     assert "cell 1: ValueError: no / good |" in lines[7] and "| 2 |" in lines[8] and "| runs |" in lines[8]
     assert "it trains nothing" in lines[9]
 
