@@ -6,17 +6,21 @@ FOLDER holds notebooks as their authors publish them. Each runs in a process and
 `changed` counts what is replaced: install and import lines (`imports`); the `model`, by the one in the package, and
 names of layers that only the replaced one has, by "all-linear"; the `dataset`, by made rows with the same columns; the
 number of `steps`, by two. `device`: without a card, what asks for one asks for the CPU. `login`: nobody logs in to the
-hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded is read from this machine. Of a
-notebook that stops, the verdict says in which cell (the first is 0) and why. Other files of FOLDER lie beside each
-notebook, in place of those that it downloads.
+hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's name or
+under a placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer where none was
+uploaded. `length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of
+vLLM's own LLM are four times as long. It knows <think> and </think>, as many of the replaced ones do. Of a notebook
+that stops, the verdict says in which cell (the first is 0) and why. Other files of FOLDER lie beside each notebook, in
+place of those that it downloads.
 """
 
 import ast
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ import click
 import nbformat
 import torch
 from datasets import Dataset, DatasetDict
+from transformers import AutoTokenizer
 
 from bench.common import options
 from bench.common import public_code as public
@@ -38,6 +43,11 @@ SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArgu
 UPLOADS = ("notebook_login", "push_to_hub")
 TRACKERS = (["wandb"], ["trackio"])
 OFFLINE = {"trackio_space_id": "None", "push_to_hub": "False", "report_to": "'none'"}  # an option, and its value here
+PLACEHOLDER = re.compile(r"<([\w-]+)>")  # of the reader's own repository
+UPLOAD = "__import__('bench.notebooks', fromlist=['upload']).upload({}, {}, {!r})"
+THINKING = ("<think>", "</think>")
+BYTES = 4  # of a token of the replaced models
+LENGTHS = (("SFTConfig", "max_length"), ("LLM", "max_model_len"))  # the second one is vLLM's
 OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # LFM2's
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 ROWS = 128  # notebooks look at the hundredth, too
@@ -50,6 +60,7 @@ class NotebookChanges(public.Changes):
     def __init__(self, model: str, has_card: bool) -> None:
         super().__init__()
         self.model, self.has_card = model, has_card
+        self.folders: set[str] = set()  # that were named so far
 
     def visit_Import(self, node: ast.Import) -> Any:  # noqa: N802 - the names of ast.NodeTransformer
         names = [name.name for name in node.names]
@@ -61,7 +72,7 @@ class NotebookChanges(public.Changes):
         module, homes = node.module or "", dict[str, list[str]]()
         for name in node.names:
             homes.setdefault(home_of(module, name.name), []).append(ast.unparse(name))
-        if [*homes] == [module] or node.level:
+        if [*homes] == [module] or node.level or "LLM" in homes.get("vllm", ()):  # what is given to vLLM's own
             return node
         lines = [f"from {home} import {', '.join(names)}" for home, names in homes.items()]
         return self.statements("dataset" if MADE_ROWS in homes else "imports", "\n".join(lines))
@@ -70,8 +81,10 @@ class NotebookChanges(public.Changes):
         self.generic_visit(node)
         for constant in assigned_models(node.targets[0], node.value):
             self.rename(constant)
-        if local := uploaded(node.value):
+        if local := uploaded(node.value, self.folders):
             node.value = self.expression("login", local)
+        self.folders |= {each.value for each in ast.walk(node.value)
+                         if isinstance(each, ast.Constant) and isinstance(each.value, str)}
         return node
 
     def rename(self, constant: ast.Constant) -> None:
@@ -82,7 +95,7 @@ class NotebookChanges(public.Changes):
         self.generic_visit(node)
         owner = [ast.unparse(node.func.value)] if isinstance(node.func, ast.Attribute) else []
         if public.called(node) == "push_to_hub" and node.args and (local := uploaded(node.args[0])):
-            return self.expression("login", f"{owner[0]}.save_pretrained({local})")
+            return self.expression("login", UPLOAD.format(owner[0], local, self.model))
         if public.called(node) in UPLOADS or owner in TRACKERS:
             return self.expression("login", "None")
         for constant in model_names(node):
@@ -90,12 +103,17 @@ class NotebookChanges(public.Changes):
         for place, value in enumerate(node.args):
             if public.called(node) == "from_pretrained" and (local := uploaded(value)):
                 node.args[place] = self.expression("login", local)
+        for keyword in node.keywords:
+            if keyword.arg == "model" and (local := uploaded(keyword.value)):
+                keyword.value = self.expression("login", local)
         if public.called(node) in SETTINGS:
             self.limit_steps(node)
             for keyword in node.keywords:
                 if keyword.arg in OFFLINE and not says_none(keyword.value):
                     keyword.value = self.expression("login", OFFLINE[keyword.arg])
         for keyword in node.keywords:
+            if (public.called(node), keyword.arg) in LENGTHS and getattr(keyword.value, "value", None):
+                keyword.value = self.expression("length", str(BYTES * ast.literal_eval(keyword.value)))
             if keyword.arg == "target_modules" and names_others_layers(keyword.value):
                 keyword.value = self.expression("model", "'all-linear'")
         return node if self.has_card else self.on_cpu(node)
@@ -118,6 +136,8 @@ class NotebookChanges(public.Changes):
                 return self.expression("device", ast.unparse(inner))
             case ast.Call(keywords=keywords) if any(map(is_flash, keywords)):
                 next(filter(is_flash, keywords)).value = self.expression("device", "'eager'")
+            case ast.Call(func=ast.Name(id="LLM")):  # of vLLM, which takes 92% of a card's memory
+                node.keywords.append(ast.keyword("gpu_memory_utilization", self.expression("device", "0.1")))
             case ast.Call(func=ast.Attribute(attr="get_device_properties")):
                 return self.expression("device", CPU)
         return node
@@ -153,12 +173,25 @@ def model_names(node: ast.Call) -> Iterator[ast.Constant]:
             yield value
 
 
-def uploaded(value: ast.expr) -> str | None:
-    """Return the text of the local folder f"{folder}..." for an f"owner/{folder}..." of the hub; else None."""
+def uploaded(value: ast.expr, folders: Container[str] = ()) -> str | None:
+    """Return the text of the local folder for a repository of the reader or the author: f"{folder}..." for
+    f"owner/{folder}...", "name" for "<name>", and "folder" for "owner/folder" of these folders; else None."""
     match value:
         case ast.JoinedStr(values=[ast.Constant(value=str(owner)), *rest]) if owner.endswith("/"):
             return ast.unparse(ast.JoinedStr(rest))
+        case ast.Constant(value=str(name)) if placeholder := PLACEHOLDER.fullmatch(name):
+            return repr(placeholder[1])
+        case ast.Constant(value=str(name)) if "/" in name and name.partition("/")[2] in folders:
+            return repr(name.partition("/")[2])
     return None
+
+
+def upload(part: Any, folder: str, model: str) -> None:
+    """Save a model or a tokenizer in a folder, in place of a repository; with a model, the tokenizer of the small one
+    if there is none yet."""
+    part.save_pretrained(folder)
+    if not Path(folder, "tokenizer_config.json").exists():
+        AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
 def is_flash(keyword: ast.keyword) -> bool:
@@ -258,10 +291,14 @@ def run(notebook: Path, folder: Path) -> public.Row:
 
 
 def small_model(folder: Path) -> str:
-    """Return the path of a copy of the small model for the replaced ones, most of which have a token of beginning."""
+    """Return the path of a copy of the small model for the replaced ones, most of which have a token of beginning, and
+    many of them tokens around a thought, which take unused rows of its embedding."""
     path = public.long_copy("tiny", folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": settings["eos_token"]} | settings))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(list(THINKING))
+    tokenizer.save_pretrained(path)
     return path
 
 
@@ -270,19 +307,13 @@ def shown(row: public.Row) -> list[str]:
     return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
-def told(last: list[public.Row]) -> str:
-    """Say how many notebooks ran, and how many of them with a call changed to what transformers 5 needs."""
-    done = [row for row in last if public.ran(row)]
-    helped = sum("tokens" in row["changes"] for row in done)
-    return f"{len(done)} of {len(last)} ran to their end, {helped} of them with `return_dict=False`"
-
-
 def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the part of RESULTS.md: the newest row of each notebook."""
     last = public.latest(rows, "notebook")
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
-            f"{told(last)}. `tokens`: `return_dict=False`, which transformers 5 needs. `device`: the CPU in place of a "
-            "card. `login`: no login to the hub.", "", *markdown(COLUMNS, map(shown, last))]
+            f"{sum(map(public.ran, last))} of {len(last)} ran to their end. `device`: the CPU in place of a card. "
+            "`login`: no login to the hub. `length`: a context four times as long, for a token a byte.", "",
+            *markdown(COLUMNS, map(shown, last))]
 
 
 @click.command(help=__doc__)

@@ -22,7 +22,7 @@ from lowmem_grpo.models.export.saving import Saving
 from lowmem_grpo.models.fp8_linear import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
-from lowmem_grpo.models.lora_targets import check_config, check_targets
+from lowmem_grpo.models.lora_targets import check_config, check_targets, check_values
 from lowmem_grpo.models.policy import Policy, end_ids
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
 from lowmem_grpo.runs.adapter_file import (
@@ -276,6 +276,7 @@ def check_plain(config: Any) -> None:
         raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
     if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
         raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
+    check_values(config)
     settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     variant = next((name for name in ("use_dora", "lora_bias") if settings[name]), beyond_lora(settings))
     if variant is not None:

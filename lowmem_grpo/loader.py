@@ -29,7 +29,7 @@ from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.models.model_names import find
 from lowmem_grpo.models.stored_form import check_stored, refuse_longer
-from lowmem_grpo.utils import WHOLE, check_given, require, size_text, torch
+from lowmem_grpo.utils import TRUTH, WHOLE, check_given, require, size_text, torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,6 +178,9 @@ class FastLanguageModel:
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)
         require("random_state", random_state, WHOLE)
+        for part, chosen in (("language_layers", finetune_language_layers), ("mlp_modules", finetune_mlp_modules),
+                             ("attention_modules", finetune_attention_modules)):
+            require(f"finetune_{part}", chosen, TRUTH)
         if model is None:
             raise TypeError(NO_MODEL)
         from peft import LoraConfig
@@ -191,11 +194,11 @@ class FastLanguageModel:
         if max_seq_length not in (None, UNSLOTHS_LENGTH, model.loaded.max_seq_length):
             raise ValueError(f"max_seq_length is {max_seq_length}; the model was loaded with "
                              f"{model.loaded.max_seq_length}, change it there")
-        if bias != "none":
-            raise ValueError(f'bias is {bias!r}; only "none" is supported')
         start: Any = True if init_lora_weights in (None, "default") else init_lora_weights
+        biases: Any = bias  # check_plain refuses all but "none"
         config = LoraConfig(
-            r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, task_type="CAUSAL_LM",
+            r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, bias=biases,
+            task_type="CAUSAL_LM",
             target_modules=lora_targets(model.inner, target_modules, scope, exclude_modules),
             exclude_modules=exclude_modules, layers_to_transform=layers_to_transform, layers_pattern=layers_pattern,
             rank_pattern=rank_pattern or {}, alpha_pattern=alpha_pattern or {}, init_lora_weights=start,

@@ -92,11 +92,13 @@ WHOLE: Rule = ("a whole number", lambda value: isinstance(value, Integral) and n
 NUMBER_DICT: Rule = ("a dict of numbers", lambda value: isinstance(value, Mapping)
                      and all(isinstance(each, Real) for each in value.values()))
 WHOLES: Rule = ("a whole number, or a list of them", lambda value: all(
-    isinstance(each, Integral) for each in (value if isinstance(value, list | tuple | range) else [value])))
+    WHOLE[1](each) for each in (value if isinstance(value, list | tuple | range) else [value])))
 PATTERN_NUMBERS: Rule = ("a dict of numbers, each by a name or a regular expression", lambda value:
                          NUMBER_DICT[1](value) and all(isinstance(key, str) and is_pattern(key) for key in value))
 TEXTS: Rule = ("a text, or a list of texts", lambda value: isinstance(value, str) or (
     isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)))
+PATTERNS: Rule = ("a regular expression, or a list of texts", lambda value: TEXTS[1](value) and (
+    not isinstance(value, str) or is_pattern(value)))
 OF_KINDS: dict[Any, Rule] = {  # what a field must be that has no rule of its own, by its annotation
     bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
     dict: ("a dict", lambda value: isinstance(value, Mapping)),
@@ -131,12 +133,16 @@ def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None
     """Raise ValueError for the first field of a dataclass that breaks its rule in RANGES, of the class or of its bases.
     None is allowed where the field's annotation allows it. With `values`, by name, these are checked alone, and
     `settings` is the class."""
-    for name, words, holds, optional in rules_of(settings.__class__ if values is None else settings):
+    cls = settings.__class__ if values is None else settings
+    for name, words, holds, optional in rules_of(cls):
         if values is not None and name not in values:
             continue
         value = getattr(settings, name) if values is None else values[name]
         if not (value is None and optional) and not holds(value):
-            raise ValueError(f"{name} is {value!r}; it must be {words}{', or None' * optional}{of_yaml(value)}")
+            usual = getattr(cls, name, None)
+            left_out = f"; leave it out for {usual!r}" if value is None and usual is not None else ""
+            raise ValueError(
+                f"{name} is {value!r}; it must be {words}{', or None' * optional}{of_yaml(value)}{left_out}")
 
 
 def of_yaml(value: Any) -> str:

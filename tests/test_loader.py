@@ -145,7 +145,9 @@ REFUSALS = {  # an option, and a value that asks for what is not done here
     "task_type": "SEQ_CLS", "offload_layers": 4, "block_swap_layers": 2,
     "prefetch_depth": 2, "rope_parameters": {"rope_type": "linear"}, "max_num_batched_tokens": 4096,
     "device_map_planner_kwargs": {"a": 1}, "on_model_resolved": print,
-    "trainable_token_indices": [1], "checkpoint_skip_layers": 3,
+    "trainable_token_indices": [1], "checkpoint_skip_layers": 3, "layer_replication": [[0, 2]], "inference_mode": True,
+    **dict.fromkeys(("lora_bias", "use_bdlora", "use_qalora"), True), "alora_invocation_tokens": [1],
+    **{f"{kind}_config": {"rho": 1.0} for kind in ("arrow", "corda", "eva", "kasa", "lora_ga", "monteclora", "velora")},
 }
 
 

@@ -137,10 +137,11 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
             raise ValueError(f"pass_at_k is {self.pass_at_k}; it must be at least 1 and below num_generations "
                              f"({self.num_generations})")
-        every = self.gradient_accumulation_steps
-        if self.steps_per_generation is not None and self.steps_per_generation % every:
-            raise ValueError(f"steps_per_generation is {self.steps_per_generation}; it must be a multiple of "
-                             f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a generation")
+        every, together = self.gradient_accumulation_steps, self.steps_per_generation
+        if together is not None and together % every and every % together:
+            raise ValueError(f"steps_per_generation is {together}; it must be a multiple of "
+                             f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a "
+                             "generation, or divide it")
         if self.replay_buffer_size and self.vllm_importance_sampling_correction is False:
             raise ValueError(
                 f"replay_buffer_size is {self.replay_buffer_size} and vllm_importance_sampling_correction is False: "
@@ -208,8 +209,9 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps that share one generation, each pass over it counted once."""
-        return (self.steps_per_generation or self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+        """Optimizer steps that share one generation, each pass over it counted once; at least 1, as the policy stays
+        the same within a step, so that its generations are sampled together."""
+        return max(1, (self.steps_per_generation or 0) // self.gradient_accumulation_steps)
 
     @property
     def steps_per_rollout(self) -> int:

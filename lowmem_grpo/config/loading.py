@@ -56,9 +56,15 @@ GET_PEFT_MODEL: Table = BOTH | {
     **off("All layers are checkpointed alike: use_gradient_checkpointing is \"offload\", True or False.",
           "checkpoint_skip_layers"),
     **off("Only plain LoRA is trained; use_rslora=True scales it by the root of the rank.", "use_dora"),
+    **off("Only plain LoRA is trained; leave it out.", "lora_bias", "layer_replication", "alora_invocation_tokens",
+          "arrow_config", "corda_config", "kasa_config", "lora_ga_config", "monteclora_config", "velora_config",
+          "use_bdlora", "use_qalora"),
+    **off("Give it in peft.LoraConfig, as peft_config of the trainer.", "eva_config"),
+    **off("The adapter is trained; leave it out.", "inference_mode"),
     **only("Only causal language models are trained; leave it out.", task_type=(None, "CAUSAL_LM")),
     **any_value("finetune_vision_layers", "finetune_audio_layers"),  # nothing but the text layers is trained
     **any_value("temporary_location", "ensure_weight_tying"),  # nothing is put aside; embedding and head stay frozen
+    **any_value("fan_in_fan_out", "megatron_config", "megatron_core"),  # only in layers that are no nn.Linear
 }
 
 
@@ -70,10 +76,10 @@ PLAIN: dict[str, Rule] = {  # options of from_pretrained
     **dict.fromkeys(("load_in_4bit", "load_in_16bit"), utils.TRUTH), "revision": utils.TEXT, "cache_dir": utils.PATH,
     **dict.fromkeys(("local_files_only", "offload_embedding"), utils.TRUTH),
 }
-LORA: dict[str, Rule] = {  # options of get_peft_model
+LORA: dict[str, Rule] = {  # options of get_peft_model, and those that a LoraConfig has too
     "r": up_to(MOST_RANK, Integral), "lora_alpha": utils.POSITIVE, "lora_dropout": utils.DECAY,
     "random_state": utils.WHOLE, "use_rslora": utils.TRUTH,
-    **dict.fromkeys(("target_modules", "exclude_modules"), utils.TEXTS),
+    "target_modules": utils.TEXTS, **dict.fromkeys(("exclude_modules", "layers_pattern"), utils.PATTERNS),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), utils.PATTERN_NUMBERS),
     "layers_to_transform": utils.WHOLES, "finetune_last_n_layers": utils.WHOLE,
 }

@@ -96,7 +96,7 @@ class OverlapSettings:
 
 def needs(config: Any) -> dict[str, tuple[Any, ...]]:
     """Return the values of other fields with which a group is trained as it would be alone."""
-    once = {"num_iterations": (1,), "steps_per_generation": (None, config.gradient_accumulation_steps),
+    once = {"num_iterations": (1,), "steps_per_generation": (None, *range(1, config.gradient_accumulation_steps + 1)),
             "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
             "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),
             "advantage_estimator": ("grpo", "rloo", "passk"), "multi_objective_aggregation": ("sum_then_normalize",),

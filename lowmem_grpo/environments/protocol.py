@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+from lowmem_grpo.environments.tools.results import refuse_images
 from lowmem_grpo.types import Message
 
 NO_TOOLS = ("reset", "get_reward", "close", "state_key", "step")  # public methods that are not the policy's
@@ -192,6 +193,9 @@ def messages_of(observation: Any, method: str) -> list[Message]:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     messages = [observation] if isinstance(observation, dict) else observation
+    for message in messages if isinstance(messages, list) else []:
+        content = message.get("content") if isinstance(message, dict) else None
+        refuse_images(content if isinstance(content, list) else [message], method)
     if not isinstance(messages, list) or not all(is_message(message) for message in messages):
         raise EnvironmentFailedError(f"{method} gave {short(observation)} as its observation; expected is a text, or "
                                 "messages with `role` and `content`")

@@ -12,7 +12,9 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
+from lowmem_grpo.config.loading import LORA
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts
+from lowmem_grpo.utils import check_given, require
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
@@ -55,7 +57,7 @@ class Scope:
         if self.finetune_last_n_layers is not None:
             return range(max(0, count - self.finetune_last_n_layers), count)
         asked = self.layers_to_transform
-        chosen = range(count) if asked is None else [asked] if isinstance(asked, int) else list(asked)
+        chosen = range(count) if asked is None or asked == [] else [asked] if isinstance(asked, int) else list(asked)
         if wrong := [number for number in chosen if not 0 <= number < count]:
             raise ValueError(f"layers_to_transform names layer {wrong[0]}; the model has the layers 0 to {count - 1}")
         return chosen
@@ -68,6 +70,9 @@ class Scope:
 def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude: Targets = None) -> list[str] | str:
     """Return what PEFT is told: names of modules, "all-linear" or a pattern; whole paths if a part of the model is left
     out that PEFT cannot leave out itself. ValueError for unknown names, and where nothing is left to train."""
+    if targets is not None and not targets:
+        raise ValueError(f"target_modules is {targets!r}, which names nothing to train: name layers, such as "
+                         '["q_proj", "v_proj"], or take "all-linear"')
     chosen = check_targets(model, targets, exclude) if targets else usual_targets(model)
     by_peft = scope.layers_to_transform is None or isinstance(chosen, list)
     if scope.is_complete and by_peft and model.config.get_text_config() is model.config:
@@ -77,6 +82,17 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
         raise ValueError(f"target_modules={targets!r} names no layer of the part of the model that is to be trained; "
                          "finetune_attention_modules, finetune_mlp_modules or layers_to_transform leave it out")
     return paths
+
+
+def check_values(config: Any) -> None:
+    """Raise ValueError, by name, for a value that PEFT cannot use, or that trains nothing, such as a dropout of 1."""
+    check_given(vars(config), {name: rule for name, rule in LORA.items() if hasattr(config, name)})
+    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        for key, value in ({"": getattr(config, name)} | (getattr(config, pattern) or {})).items():
+            require(f"{pattern}[{key!r}]" if key else name, value, LORA[name])
+    require("lora_dropout", config.lora_dropout, LORA["lora_dropout"])
+    if config.bias != "none":
+        raise ValueError(f'bias={config.bias!r}: only "none" is supported')
 
 
 def check_config(model: Any, config: LoraConfig) -> None:
@@ -90,11 +106,8 @@ def check_config(model: Any, config: LoraConfig) -> None:
                                                            "layers_pattern")}
         named = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
         raise ValueError(f"{named} leave no layer of this model to put LoRA on; correct the names")
-    ranks = [config.r, *(config.rank_pattern or {}).values()]
-    if min(ranks) < 1:
-        raise ValueError(f"r is {min(ranks)}; it must be at least 1")
     if config.init_lora_weights == "orthogonal":
-        check_orthogonal(ranks, adapted)
+        check_orthogonal([config.r, *(config.rank_pattern or {}).values()], adapted)
     for name in ("rank_pattern", "alpha_pattern"):
         keys = getattr(config, name) or {}
         used = {get_pattern_key(list(keys), path) for path in adapted}
@@ -149,7 +162,7 @@ def usual_targets(model: PreTrainedModel) -> list[str] | str:
 
 def names_of(model: PreTrainedModel) -> set[str]:
     """Return the last part of each module's path."""
-    return {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
 
 
 def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Targets = None) -> list[str] | str:

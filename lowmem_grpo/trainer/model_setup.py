@@ -200,6 +200,7 @@ def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
     scope = Scope(layers_to_transform=settings.layers_to_transform)
     chosen = lora_targets(model.inner, targets(config.target_modules, model), scope, config.exclude_modules)
     config.target_modules = chosen if isinstance(chosen, str) else set(chosen)
+    config.rank_pattern, config.alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
     config.task_type, config.inference_mode = "CAUSAL_LM", False
     return config
 

@@ -7,10 +7,20 @@ import nbformat
 import pytest
 from click.testing import CliRunner
 from tables import every_row
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import notebooks
 from bench.common.rows import read_rows
-from bench.notebooks import DATASETS, NotebookChanges, load_dataset, notebooks_table
+from bench.notebooks import (
+    DATASETS,
+    THINKING,
+    UPLOAD,
+    NotebookChanges,
+    load_dataset,
+    notebooks_table,
+    small_model,
+    upload,
+)
 
 SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
 
@@ -23,8 +33,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("from unsloth import FastModel as F", "from lowmem_grpo import FastModel as F", "imports"),
     ("from unsloth.chat_templates import a", "from lowmem_grpo.chat_templates import a", "imports"),
     ("from trl import GRPOConfig, PPO", "from lowmem_grpo import GRPOConfig\nfrom trl import PPO", "imports"),
-    ("if 1:\n    from vllm import SamplingParams, LLM",
-     "if 1:\n    from lowmem_grpo import SamplingParams\n    from vllm import LLM", "imports"),
+    ("if 1:\n    from vllm import SamplingParams", "if 1:\n    from lowmem_grpo import SamplingParams", "imports"),
     ("from datasets import load_dataset", "from bench.notebooks import load_dataset", "dataset"),
     ("FastModel.from_pretrained(model_name='a/b', r=1)", "FastModel.from_pretrained(model_name='small', r=1)", "model"),
     ("model_id = 'a/b-c'", "model_id = 'small'", "model"),
@@ -42,7 +51,13 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("trainer.push_to_hub('a/b')", "None", "login"),
     ("P.from_pretrained(base, f'me/{out}')", "P.from_pretrained(base, f'{out}')", "login"),
     ("adapter = f'me/{out}'", "adapter = f'{out}'", "login"),
-    ("m.push_to_hub(f'me/{out}-merged')", "m.save_pretrained(f'{out}-merged')", "login"),
+    ("m.push_to_hub(f'me/{out}-merged')", UPLOAD.format("m", "f'{out}-merged'", "small"), "login"),
+    ("m.push_to_hub('<your-id>', private=True)", UPLOAD.format("m", "'your-id'", "small"), "login"),
+    ("pipeline('text-generation', model='<your-id>')", "pipeline('text-generation', model='your-id')", "login"),
+    ("pipeline(model=f'me/{out}')", "pipeline(model=f'{out}')", "login"),
+    ("vllm.LLM(x, max_model_len=256)", "vllm.LLM(x, max_model_len=1024)", "length"),
+    ("LLM(x)", "LLM(x, gpu_memory_utilization=0.1)", "device"),
+    ("out = 'x-y'\nout = 'me/x-y'", "out = 'x-y'\nout = 'x-y'", "login"),
     ("get_peft_model(m, target_modules=['q_proj', 'w1'])", "get_peft_model(m, target_modules='all-linear')", "model"),
 ])
 def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> None:
@@ -57,13 +72,25 @@ def test_settings_send_nothing_away() -> None:
     assert changes.rewrite(cell) == (
         "GRPOConfig(max_steps=2, push_to_hub=False, report_to='none', trackio_space_id=None)")
     assert changes.counts == {"steps": 1, "login": 3}
+    assert changes.rewrite("SFTConfig(max_steps=9, max_length=8)") == "SFTConfig(max_steps=2, max_length=32)"
+    assert changes.counts["length"] == 1
     assert "report_to='none')" in changes.rewrite("SFTConfig(report_to = 'none')") and changes.counts["login"] == 3
+
+
+def test_the_small_model_has_room_for_tokens_of_thought_and_its_tokenizer_lies_beside_what_was_uploaded(
+    tmp_path: Path
+) -> None:
+    path = small_model(tmp_path / "tiny")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert {*THINKING} <= {*tokenizer.get_added_vocab()} and len(tokenizer) <= model.config.vocab_size
+    upload(model, str(tmp_path / "mine"), path)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "mine")) == len(tokenizer)
 
 
 @every_row("cell", [
     "x = 'cuda'; y = 'a/b'", "from datasets import Dataset", "import torch",
     "t.apply_chat_template(x, tokenize = True)", "m(target_modules = ['q_proj', 'lm_head'])",
-    "from transformers import TrainingArguments", "no python at all",
+    "from transformers import TrainingArguments", "from vllm import SamplingParams, LLM", "no python at all",
 ])
 def test_nothing_else_is_changed(cell: str) -> None:
     changes = NotebookChanges("small", has_card=False)
@@ -92,7 +119,7 @@ def test_a_folder_is_run_and_each_verdict_is_what_happened(tmp_path: Path) -> No
     assert done.exit_code == 0, done.output
     assert "1 of 3 notebooks ran to their end" in done.output
     lines = notebooks_table(read_rows(tmp_path / "rows.jsonl") * 2)
-    assert lines[3].startswith("1 of 3 ran to their end, 0 of them with") and len(lines) == 10
+    assert lines[3].startswith("1 of 3 ran to their end. `device`: ") and len(lines) == 10
     assert "cell 1: ValueError: no / good |" in lines[7] and "| 2 |" in lines[8] and "| runs |" in lines[8]
     assert "it trains nothing" in lines[9]
 

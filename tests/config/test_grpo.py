@@ -97,6 +97,8 @@ WITHOUT_MEANING = [
 ]
 CONTRADICTIONS = [
     ({"score_while_sampling": "yes"}, "score_while_sampling is 'yes'; it must be True or False, or None"),
+    ({"loss_type": None}, "vespo, gmpo, rloo, reinforce; leave it out for 'dapo'"),
+    ({"beta": None}, "beta is None; it must be 0 or above; leave it out for 0.0"),
     ({"bf16": True, "fp16": True}, "bf16 and fp16 are both set; set one"),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio and warmup_steps are both set; set one"),
     ({"delta": 1.1}, "delta is 1.1; it must be above 1 + epsilon_high = 1.2"),
@@ -123,6 +125,13 @@ def test_the_completions_of_a_generation_say_its_steps() -> None:
     config = GRPOConfig(generation_batch_size=32, gradient_accumulation_steps=2)
     assert (config.steps_per_generation, config.optimizer_steps_per_generation) == (4, 2)
     assert replace(config, seed=1).steps_per_generation == 4
+
+
+def test_generations_within_one_optimizer_step_are_sampled_together() -> None:
+    config = GRPOConfig(per_device_train_batch_size=1, gradient_accumulation_steps=32, generation_batch_size=4,
+                        num_generations=4)  # as TRL's browsergym_llm.py
+    assert (config.steps_per_generation, config.optimizer_steps_per_generation) == (4, 1)
+    assert config.prompts_per_generation == config.prompts_per_step == 8
 
 
 def test_defaults_are_trls() -> None:

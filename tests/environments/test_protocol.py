@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from tables import every_row
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments.env_spec import Factories
 from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError, tools_of
 
@@ -86,6 +87,15 @@ def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
 def test_what_an_environment_must_not_give_is_a_fault_that_names_the_call(given: Any, said: str) -> None:
     with pytest.raises(EnvironmentFailedError, match=said):
         EnvHandle(Game(given), here).step("x")
+
+
+@every_row("given", [
+    [{"type": "image", "image": b"x"}], {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
+    [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}],
+])
+def test_an_image_is_refused_by_name_and_ends_the_run(given: Any) -> None:
+    with pytest.raises(DataError, match="step gave an image, and images are not supported"):
+        EnvHandle(Game((given, 1, False)), here).step("x")
 
 
 def test_the_public_methods_of_trls_kind_are_its_tools() -> None:

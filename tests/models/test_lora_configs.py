@@ -174,7 +174,8 @@ def test_what_is_more_than_lora_is_refused_by_name_before_anything_changes(case:
     ({"target_modules": ["q_proj"], "layers_to_transform": [9]}, "names layer 9; the model has the layers 0 to 5"),
     ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "leave no layer of this model"),
     ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "blocks"}, "layers_pattern='blocks'"),
-    ({"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 0}}, "r is 0; it must be at least 1"),
+    ({"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 0}},
+     r"rank_pattern\['q_proj'\] is 0; it must be a whole number"),
     ({"target_modules": ["q_proj"], "r": 3, "init_lora_weights": "orthogonal"}, "needs even ranks, and one is 3"),
 ])
 def test_settings_at_which_peft_would_stop_half_way_are_refused_before_the_model_changes(
@@ -184,6 +185,62 @@ def test_settings_at_which_peft_would_stop_half_way_are_refused_before_the_model
     with pytest.raises(ValueError, match=message):
         brought(model, LoraConfig(**settings))
     assert not any("lora" in name or "base_layer" in name for name, _ in model.named_modules())
+
+
+EMPTY: list[tuple[dict[str, Any], str]] = [  # a setting, and what is refused; "" where it is done as PEFT does it
+    *(({"target_modules": names}, "names nothing to train: name layers") for names in ([], "", (), set())),
+    *(({"target_modules": names}, r"names \[''\], which this model does not") for names in ([""], ["q_proj", ""])),
+    ({"modules_to_save": []}, ""), ({"modules_to_save": ["nowhere"]}, r"modules_to_save=\['nowhere'\] is not supp"),
+    *(({"r": rank}, f"r is {rank}; it must be a whole number, from 1 to") for rank in (0, -1, None, True, 2.5)),
+    *(({"lora_alpha": alpha}, f"lora_alpha is {alpha}; it must be above 0") for alpha in (0, -1, None)),
+    *(({"lora_dropout": share}, f"lora_dropout is {share}; it must be at least 0 and below 1")
+      for share in (1, -0.1, None, True)),
+    *(({"exclude_modules": names}, "") for names in ([], "", [""], ["nowhere"])),
+    ({"exclude_modules": "("}, r"exclude_modules is '\('; it must be a regular expression, or a list of texts"),
+    ({"exclude_modules": ".*"}, "leave no layer of this model to put LoRA on"),
+    *(({"layers_to_transform": layers}, "") for layers in ([], 0, [0, 0])),
+    ({"layers_to_transform": ()}, "leave no layer"), ({"layers_to_transform": [-1]}, "names layer -1; the model has"),
+    *(({"layers_to_transform": layers}, "must be a whole number, or a list of them") for layers in ("", True, [True])),
+    *(({"layers_to_transform": [0], "layers_pattern": names}, "") for names in ([], "", "layers")),
+    *(({"layers_to_transform": [0], "layers_pattern": names}, "layers_pattern is .*; it must be a regular expression")
+      for names in (5, "(")),
+    *(({name: value}, "") for name in ("rank_pattern", "alpha_pattern") for value in ({}, None)),
+    ({"rank_pattern": {"q_proj": 2.5}}, r"rank_pattern\['q_proj'\] is 2.5; it must be a whole number"),
+    *(({"alpha_pattern": {"q_proj": alpha}}, r"alpha_pattern\['q_proj'\] is .*; it must be above 0")
+      for alpha in (0, -2)),
+    *(({"bias": bias}, 'only "none" is supported') for bias in (None, "", False)),
+    *(({"init_lora_weights": start}, "init_lora_weights=.* is not supported") for start in ("", 0)),
+    *(({name: []}, "") for name in ("trainable_token_indices", "target_parameters", "layer_replication")),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), EMPTY, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize("kind", ["get_peft_model", "peft_config"])
+def test_an_empty_setting_does_what_it_does_in_peft_or_is_refused(
+    settings: dict[str, Any], message: str, kind: str
+) -> None:
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"]} | settings
+
+    def adapt() -> Any:
+        if kind == "peft_config":
+            return brought(base(), LoraConfig(**settings))
+        bare, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
+        return FastLanguageModel.get_peft_model(bare, **settings)
+
+    if message:
+        with pytest.raises(ValueError, match=message):
+            adapt()
+    else:
+        given = {name: value for name, value in settings.items() if value is not None}
+        assert adapted(adapt()) == adapted(peft_model(base(), LoraConfig(**given)))
+
+
+@pytest.mark.parametrize("name", ["finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"])
+def test_a_part_of_the_model_is_trained_or_not_and_nothing_else(name: str) -> None:
+    options: dict[str, Any] = {name: None}
+    bare, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
+    with pytest.raises(ValueError, match=f"{name} is None; it must be True or False"):
+        FastLanguageModel.get_peft_model(bare, **options)
 
 
 def test_an_orthogonal_start_on_4_bits_is_refused_as_in_peft() -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.data.stream import IMAGE_PARTS
+
 MOST_CHARACTERS = 64  # a token; of a longer text not all is looked at
 
 class ToolError(Exception):
@@ -27,10 +30,23 @@ class FinalResult(str):
     asked again; calls beside it in the same turn are run. Elsewhere, as in TRL, it is a text like any other."""
 
 
+def refuse_images(content: Any, source: str) -> None:
+    """Raise DataError where one of the parts of a content is an image; the message names `source`."""
+    if any(part.get("type") in IMAGE_PARTS for part in content if isinstance(part, dict)):
+        raise DataError(f"{source} gave an image, and images are not supported: only text is trained here. "
+                               "Return what it shows as text")
+
+
 def text_of(result: Any) -> str:
-    """Return text as it is, and plain data as JSON. ToolError for anything else."""
+    """Return text as it is, the text of a content's parts, and other plain data as JSON. DataError for an image,
+    and ToolError for anything else."""
     if isinstance(result, str):
         return result
+    if isinstance(result, list):
+        refuse_images(result, "a tool")
+        if result and all(isinstance(part, dict) and {*part} == {"type", "text"} and part["type"] == "text"
+                          for part in result):
+            return "".join(str(part["text"]) for part in result)
     try:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:

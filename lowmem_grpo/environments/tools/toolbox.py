@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
@@ -196,10 +197,11 @@ class Toolbox:
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:
-        """Whatever is raised becomes a ToolError with a text for the policy, cut like a result; not an outage."""
+        """Whatever is raised becomes a ToolError with a text for the policy, cut like a result; not an outage, nor what
+        is not supported."""
         try:
             yield
-        except ToolOutage:
+        except (ToolOutage, DataError):
             raise
         except (Exception, SystemExit) as error:
             words = error.words if isinstance(error, ToolError) else described(error)

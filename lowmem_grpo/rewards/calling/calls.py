@@ -30,6 +30,7 @@ from lowmem_grpo.rewards.reward import MeanOf
 POLL_SECONDS = 0.1  # between checks for failures, and for Ctrl-C, which some systems deliver only between waits
 
 SIGNAL: Any = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))  # None on Windows; SIGALRM stays free
+NONE_MADE = "; environments holds None for each that could not be made, and the log says why"
 AGAIN = 1.0  # seconds until it is raised once more in code that catches everything
 
 Lists = dict[str, list[Any]]  # arguments of a call that have an entry for each completion
@@ -77,6 +78,7 @@ class Call:
         shared = {"trainer_state": state, "log_extra": self.recorder.log_extra, "log_metric": self.recorder.log_metric}
         self.func = bind(name, func, {**lists, **shared})
         self.lists = lists.keys() - {"environments"}  # those are the ones that were played
+        self.lacks_some = any(made is None for made in lists.get("environments") or ())  # that could not be made
         self.future: Future[Any] = Future()
         self.groups = groups
         self.began = self.ended = 0.0
@@ -158,7 +160,7 @@ def check(calls: list[Call]) -> None:
         if call.future.done() and not isinstance(error := failure(call.future), (NoneType, OverTime)):
             first = repr(call.completions[0])[:120] if call.completions else None
             raise RewardError(f"reward function {call.name} raised {type(error).__name__}: {error}; the first "
-                              f"completion begins {first}") from error
+                              f"completion begins {first}" + NONE_MADE * call.lacks_some) from error
     late = [call for call in calls if call.late]
     for own in (True, False):
         if names := list(dict.fromkeys(call.name for call in late if (call.own_limit is not None) == own)):

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from template_tokenizers import tiny_with, weather
 from trainer_runs import ROWS, SMALL, load
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments import ToolOutage
 
 PLAY: dict[str, Any] = {"max_completion_length": 220, "max_turn_tokens": 8, "max_turns": 2, "report_to": "none",
@@ -56,6 +58,20 @@ def test_a_tool_that_is_broken_is_not_the_policys_failure(tmp_path: Path) -> Non
     episodes = played(tmp_path, tools=[search], parse=lambda text: [{"name": "search", "arguments": {"word": text}}])
     assert {one["ending"] for one in episodes} <= {"max_turns", "environment_error"}
     assert not any("gone" in json.dumps(one["turns"]) for one in episodes) and len(calls) > len(episodes)
+
+
+class Camera:
+    def reset(self, **row: Any) -> str:
+        return "Look."
+
+    def observe(self) -> list[dict[str, Any]]:
+        """Look at the road."""
+        return [{"type": "image", "image": object()}, {"type": "text", "text": "a road"}]  # as TRL's carla_vlm.py
+
+
+def test_a_tool_that_returns_an_image_ends_the_run_at_its_first_call(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a tool gave an image, and images are not supported"):
+        played(tmp_path, environment_factory=Camera, parse=lambda text: [{"name": "observe", "arguments": {}}])
 
 
 class Talker:

@@ -8,6 +8,7 @@ import pytest
 from tables import every_row
 from template_tokenizers import tiny_with, weather
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments.tools.results import ToolError
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import ToolCall
@@ -81,7 +82,8 @@ def test_functions_methods_and_async_functions_are_tools_alike() -> None:
 @every_row(("result", "text"), [
     ("plain\ntext", "plain\ntext"), ("", ""), (3, "3"), (0.5, "0.5"), (None, "null"), (True, "true"),
     ([1, "ä"], '[1, "ä"]'), ((1, 2), "[1, 2]"), ({"a": {"b": None}}, '{"a": {"b": null}}'),
-    ("half \ud800 pair", "half ? pair"),
+    ("half \ud800 pair", "half ? pair"), ([], "[]"),
+    ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
 ])
 def test_results_become_text(result: Any, text: str) -> None:
     assert told(returns(result)) == text
@@ -96,6 +98,12 @@ def test_what_is_no_text_and_what_is_raised_is_an_error_that_the_policy_reads(re
     said = told(returns(result))
     assert said.startswith("error: ") and text in said and said.count("error: ") == 1
     assert len(TOKENIZER.encode(said)) <= 128 + len(TOKENIZER.encode("error: "))
+
+
+@every_row("kind", ["image", "image_url"])
+def test_an_image_ends_the_run_and_is_no_error_that_the_policy_reads(kind: str) -> None:
+    with pytest.raises(DataError, match="a tool gave an image, and images are not supported: only text"):
+        told(returns([{"type": kind, kind: object()}, {"type": "text", "text": "a road"}]))
 
 
 @every_row(("name", "arguments", "text"), [

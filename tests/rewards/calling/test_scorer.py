@@ -282,6 +282,14 @@ def test_a_raising_function_is_named_with_its_error_and_the_first_completion(fun
         score(func, completions=[])
 
 
+def test_an_environment_that_could_not_be_made_is_told_where_a_function_stumbles_over_it() -> None:
+    def paid(environments: list[Any], **_: Any) -> list[float]:
+        return [environment.reward for environment in environments]
+
+    with pytest.raises(RewardError, match=r"'NoneType' .*environments holds None for each that could not be made"):
+        score(paid, environments=[None] * 3)
+
+
 def test_sys_exit_in_a_function_is_an_error_and_not_the_silent_end_of_training() -> None:
     async def leaves_later(**kwargs: Any) -> None:
         sys.exit(3)
