@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, in_float64
+from accuracy import ROUNDING, assert_as_accurate, in_float64
 from card import DEVICES
 from fp8_weights import KINDS, by_definition, in_fp8, joined
 from memory import LiveStorage
@@ -19,7 +19,6 @@ from lowmem_grpo.kernels.frozen import frozen_linear, project, project_back
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
 
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ODD = [(1, 63, 130), (63, 257, 129), (500, 70, 385)]  # rows of x, out, in: no multiples of a block
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, in_float64
+from accuracy import ROUNDING, assert_as_accurate, in_float64
 from card import DEVICES, gpu
 from memory import CountedOps, LiveStorage
 from nf4_problem import in_4_bit
@@ -18,7 +18,6 @@ from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp, lora_mlp_ref
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
 
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 IN, INNER = 63, 130  # odd, and no multiple of a block
 SMALL = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float16: torch.float16}  # dtype of LoRA
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, interpreted
+from accuracy import ROUNDING, assert_as_accurate, interpreted
 from card import HALVES, gpu
-from nf4_problem import ONE, ROUNDING, THREE, problem, wide
+from nf4_problem import ONE, THREE, problem, wide
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -76,6 +76,7 @@ def test_cards_without_tensor_cores_in_triton_take_some_more_rows_than_a_block(m
         with FakeTensorMode(), torch.device("cuda"):
             for rows in (1, most, most + 1):
                 assert can_decode(torch.empty(rows, 128, dtype=torch.float16), weight) == (rows <= most)
+            assert not can_decode(torch.empty(1, 128, dtype=torch.float16, device="cpu"), weight)
 
 
 @gpu
@@ -119,13 +120,6 @@ def test_every_launch_of_the_decode_kernel_is_listed() -> None:
             for rows, outputs, columns in product(range(1, taken_rows(capability, "nf4") + 1),
                                                   (1, 100, 2048, 8192, 150_000), (64, 2048, 14336)):
                 assert narrow_launch(rows, outputs, columns, capability) in listed
-
-
-def test_decode_kernel_is_not_given_what_it_cannot_do() -> None:
-    weight = problem(1, ONE, torch.float32)["weight"]
-    with FakeTensorMode():
-        x = torch.empty(4, 192, dtype=torch.float16)
-        assert not can_decode(x, weight), "a CPU tensor"
 
 
 @gpu

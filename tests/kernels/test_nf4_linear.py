@@ -6,7 +6,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from accuracy import assert_as_accurate
+from accuracy import ROUNDING, assert_as_accurate
 from card import gpu
 from memory import LiveStorage
 from nf4_problem import (
@@ -14,7 +14,6 @@ from nf4_problem import (
     GRADIENTS,
     ODD,
     ONE,
-    ROUNDING,
     THREE,
     assert_all_as_accurate,
     outcome,

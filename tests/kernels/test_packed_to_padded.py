@@ -155,16 +155,6 @@ def test_gradients_on_a_card_are_as_accurate_and_the_same_each_time(dtype: torch
         assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0], strict=True))
 
 
-def test_gradients_are_the_derivatives() -> None:
-    batch = packed_batch("three groups")
-    packed, _ = problem(batch, (2, 1, 1), 3, torch.float32)
-    given = [one.detach().double().requires_grad_() for one in packed]
-    side_by_side = packed_to_padded_ref(given, batch.sources, batch.max_seqlen)[0].detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda *x: packed_to_padded(x, *tables(batch)), given, fast_mode=True)
-    assert torch.autograd.gradcheck(lambda y: padded_to_packed(y, batch.sources, batch.places), side_by_side,
-                                    fast_mode=True)
-
-
 VIEWS = ("aten::transpose", "aten::view", "aten::detach", "aten::flatten", "aten::reshape", "aten::_unsafe_view",
          "aten::clone")
 

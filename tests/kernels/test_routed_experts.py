@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate
+from accuracy import ROUNDING, assert_as_accurate
 from card import DEVICES
 from memory import LiveStorage
 from mixtures import outcome, problem, random, stack, wide
@@ -18,7 +18,6 @@ from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.routed_experts import routed_experts, routed_experts_ref
 
 routed = import_module("lowmem_grpo.kernels.routed_experts")  # whose function has its name
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SIZES = [(1, (16, 16, 64, 16)), (63, (8, 3, 96, 48)), (130, (5, 5, 64, 24))]  # rows, (E, k, D, I)
 
 

@@ -15,6 +15,8 @@ interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reas
 # Where a kernel's rounding to 16 bits is seen: float16 in the interpreter, both on a card.
 IN_16_BITS = [pytest.param("cpu", torch.float16, marks=interpreted),
               *(pytest.param("cuda", dtype, marks=gpu) for dtype in HALVES)]
+# What one rounding changes of the largest value; of float32, a sum in another order.
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def in_float64(value: Any) -> Any:

@@ -6,14 +6,13 @@ from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from accuracy import assert_as_accurate, in_float64
+from accuracy import ROUNDING, assert_as_accurate, in_float64
 from torch import Tensor
 
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ONE, THREE, ODD = ((70,), 192), ((128, 64, 33), 256), ((37,), 75)  # (out of each matrix, in); ODD: blocks span rows
 GRADIENTS = ("x", "lora_a", "lora_b", "bias")
 
