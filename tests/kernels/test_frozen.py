@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import ROUNDING, assert_as_accurate, in_float64
+from accuracy import ROUNDING, assert_each_as_accurate, in_float64, outcome
 from card import DEVICES
 from fp8_weights import KINDS, by_definition, in_fp8, joined
 from memory import LiveStorage
@@ -33,18 +33,6 @@ def pair(size_out: int, size_in: int, dtype: torch.dtype, device: Any, seed: int
     return LoRA(*((part.detach() / 4).to(device, dtype).requires_grad_() for part in (a, b)), 0.7)
 
 
-def outcome(function: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The output (several side by side), and the gradient of x, of a bias and of each LoRA tensor."""
-    given = {name: value for name, value in arguments.items() if torch.is_tensor(value) and value.requires_grad}
-    pairs = [lora for value in arguments.values() for lora in (value if isinstance(value, list) else [value])]
-    given |= {f"{number}.{part}": getattr(lora, part) for number, lora in enumerate(pairs) if isinstance(lora, LoRA)
-              for part in ("a", "b")}
-    y = function(**arguments)
-    y = torch.cat(y, -1) if isinstance(y, tuple) else y
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
-    return {"y": y} | dict(zip(given, torch.autograd.grad(y, list(given.values()), grad), strict=True))
-
-
 def exact(value: Any) -> Any:
     """The same in float64, with weights dequantized."""
     if isinstance(value, list):
@@ -64,9 +52,7 @@ def assert_no_worse(ours: Any, reference: Any, arguments: dict[str, Any], dtype:
     found = outcome(ours, arguments)
     plain = outcome(reference, {name: dequantized(value) for name, value in arguments.items()})
     truth = outcome(reference, {name: exact(value) for name, value in arguments.items()})
-    for name, value in truth.items():
-        assert found[name].dtype == plain[name].dtype
-        assert_as_accurate(name, found[name], plain[name], value, ROUNDING[dtype])
+    assert_each_as_accurate(found, plain, truth, ROUNDING[dtype])
 
 
 def linears_ref(x: Tensor, weights: list[Tensor], loras: list[LoRA], features: tuple[int, ...] = ()) -> Tensor:
