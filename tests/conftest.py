@@ -2,10 +2,14 @@
 
 import os
 import signal
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
+# Tests import bench/ as its commands do; at the end: where the package is installed, that one is tested.
+sys.path.append(str(Path(__file__).parents[1]))
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tests and their processes: two workers share the cores
 # Before datasets is imported: its cache lies below HOME, which may not be writable.

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from small_models import TINY
+from small_models import TINY, scatter
 from tables import every_row
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -25,19 +25,10 @@ CHAT = [{"role": "user", "content": QUESTION}]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
-def randomize(model: FastPeftModel, seed: int) -> FastPeftModel:
-    """Random factors in the live adapter, large enough to change what the model says."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.2, generator=generator)
-    return model
-
-
 def load(r: int = 4) -> FastPeftModel:
     """The embedded model under a random adapter."""
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    return randomize(FastLanguageModel.get_peft_model(bare, r=r, use_gradient_checkpointing=False), 1)
+    return scatter(FastLanguageModel.get_peft_model(bare, r=r, use_gradient_checkpointing=False), 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +46,7 @@ def model() -> FastPeftModel:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A folder with another adapter, and what the model says with it."""
-    folder, other = tmp_path_factory.mktemp("adapters") / "saved", randomize(load(r=2), seed=2)
+    folder, other = tmp_path_factory.mktemp("adapters") / "saved", scatter(load(r=2), 0.2, seed=2)
     other.save_lora(folder)
     return folder, texts(other.fast_generate([CHAT, "Start"], GREEDY, other.current_lora()))
 

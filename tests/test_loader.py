@@ -13,7 +13,8 @@ import bitsandbytes
 import pytest
 import torch
 from families import save_large
-from small_models import FAMILIES, SPLIT, TINY, random_model
+from packed_problem import batch_of, learned
+from small_models import FAMILIES, SPLIT, TINY, random_model, scatter
 from tables import every_row
 from transformers import (
     AutoConfig,
@@ -25,9 +26,7 @@ from transformers import (
 from lowmem_grpo import FastLanguageModel, FastModel, FastVisionModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL
 from lowmem_grpo.fast_model import BareModel, FastPeftModel
-from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import Rollout, RolloutGroup
 
 CONTEXT = 128
 
@@ -39,12 +38,7 @@ def load(four_bit: bool = False, **options: Any) -> BareModel:
 
 def adapt(model: BareModel, r: int = 4, **options: Any) -> FastPeftModel:
     """The model under LoRA, both factors non-zero, so that every adapter parameter has a gradient."""
-    adapted = FastLanguageModel.get_peft_model(model, r=r, **options)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
-    return adapted
+    return scatter(FastLanguageModel.get_peft_model(model, r=r, **options))
 
 
 @pytest.fixture(scope="module")
@@ -324,16 +318,13 @@ def test_use_gradient_checkpointing_switches_what_it_says(value: bool | str, che
 
 
 def gradients(model: FastPeftModel) -> tuple[dict[str, torch.Tensor], int]:
-    """The adapter's gradients of a packed batch's mean log-probability, and how often a decoder layer ran."""
-    rollouts = [Rollout([10, 11, 12, 2], [0.0] * 4, "stop", advantage=1.0), Rollout([30, 31], [0.0] * 2, "stop")]
-    batch = collate([(RolloutGroup({}, list(range(5, 25)), rollouts), rollout) for rollout in rollouts])
+    """The adapter's gradients, and how often a decoder layer ran."""
     runs: list[int] = []
     layer = model.get_base_model().model.layers[0]
     hook = layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    model.train()
-    Policy(model).logprobs(batch, 1.0)[0].mean().backward()
+    _, found = learned(Policy(model.train()), batch_of([(20, [4, 2])]))
     hook.remove()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, len(runs)
+    return found, len(runs)
 
 
 @pytest.mark.parametrize("four_bit", [False, True])
@@ -352,7 +343,6 @@ def test_gradients_with_checkpointing_are_those_without_bit_for_bit(four_bit: bo
 def test_gradients_flow_through_4_bit_weights_after_sampling() -> None:
     model = adapt(load(four_bit=True))
     fresh, _ = gradients(model)
-    model.zero_grad()
     model.eval()
     with torch.no_grad():
         model(input_ids=torch.tensor([[5, 6, 7]]))  # here bitsandbytes would repack the weights, on some CPUs

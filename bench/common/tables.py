@@ -72,8 +72,10 @@ def place(row: Row) -> str:
     return str(row["gpu"]) if on_card(row) else f"{row['cpu']}, {row['cores']} cores"
 
 
-def print_missing(rows: Iterable[dict[str, Any]], console: Console) -> None:
-    """Print why providers left no figures."""
+def print_measured(rows: list[Row], columns: Columns, console: Console) -> None:
+    """Print a table of the rows with figures, and below it why other providers left none."""
+    measured = (cells(row, columns) for row in rows if not row.get("missing"))
+    console.print(terminal(None, list(columns), measured))
     for row in rows:
         if row.get("missing"):
             line = f"  {row['provider']} is missing: {row['missing']}"

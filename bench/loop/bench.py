@@ -139,9 +139,7 @@ def main(
         append_row(output, row)
 
     failed = measure(plan, list(names or PROVIDERS), weights, keep, common)
-    measured = (tables.cells(row, COLUMNS) for row in rows if not row.get("missing"))
-    console.print(tables.terminal(None, list(COLUMNS), measured))
-    tables.print_missing(rows, console)
+    tables.print_measured(rows, COLUMNS, console)
     if failed:
         raise click.ClickException(f"{', '.join(failed)} failed; see above")
 

@@ -76,9 +76,7 @@ def main(
         rows = measure(list(names) or usual, common, rounds, folder)
     for row in rows:
         leave(row, output, as_json)
-    measured = (tables.cells(row, COLUMNS) for row in rows if not row.get("missing"))
-    console.print(tables.terminal(None, list(COLUMNS), measured))
-    tables.print_missing(rows, console)
+    tables.print_measured(rows, COLUMNS, console)
 
 
 if __name__ == "__main__":

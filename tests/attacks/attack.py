@@ -1,10 +1,15 @@
 """What came of an attack, and the table of all of them."""
 
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
+import torch
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,13 @@ def report(verdicts: Iterable[Verdict]) -> int:
         click.echo(f"{kind:{width}}  {count:4} attacks  {reached[kind]:4} succeeded")
     click.echo(f"{tried.total()} attacks, {reached.total()} successes")
     return int(reached.total() > 0 or not tried)
+
+
+def attack_and_exit(attack: Callable[[Path], Iterable[Verdict]], said: str) -> None:
+    """Attack in a folder that goes afterwards, print the table and what is `said` of it, and exit with its status."""
+    torch.set_num_threads(1)  # a process that has started torch's threads cannot be forked
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lowmem-attack-") as root:
+        status = report(attack(Path(root)))
+    click.echo(f"{said}, in {time.monotonic() - began:.0f} s")
+    sys.exit(status)

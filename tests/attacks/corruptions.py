@@ -10,8 +10,6 @@ changed digit within a record cannot be noticed: no line has a sum.
 import json
 import os
 import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from lowmem_grpo.runs.lock import FILE as OWNER
 from lowmem_grpo.runs.records import COMPLETIONS, FINAL, METRICS, NONFINITE, REPORT, SUMMARY
 from lowmem_grpo.runs.views.terminal import quiet
 from lowmem_grpo.runs.whole_files import FILES, fingerprint
-from tests.attacks.attack import Verdict, report
+from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.kills import LONGEST, Scenario, ended, prepare
 from tests.attacks.small_run import differences
 
@@ -209,15 +206,17 @@ def found(scenario: Scenario, case: Case, status: int | None, before: dict[str, 
     return ""
 
 
+def attack(folder: Path) -> Iterator[Verdict]:
+    """Damage the checkpoint of one stopped run in every way, each time on a copy."""
+    scenario = stopped_run(folder)
+    return (attempt(scenario, case) for case in CASES)
+
+
 @click.command(help=(__doc__ or "").split("\n")[0])
 def main() -> None:
     """Attack, and print the table."""
     quiet()
-    torch.set_num_threads(1)  # a process that has started torch's threads cannot be forked
-    with tempfile.TemporaryDirectory(prefix="lowmem-corruptions-") as root:
-        scenario = stopped_run(Path(root))
-        status = report(attempt(scenario, case) for case in CASES)
-    sys.exit(status)
+    attack_and_exit(attack, f"{len(CASES)} ways to damage a checkpoint")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,7 +26,7 @@ import click
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, OVER, STOPPED, Job, JobQueue, JobRequest
-from tests.attacks.attack import Verdict, report
+from tests.attacks.attack import Verdict, attack_and_exit
 
 NUMBERS, PAUSE = 40, 0.04
 KINDS = ("the server", "the keeper", "the run", "everything")
@@ -180,11 +179,7 @@ def attack(root: Path, count: int, seed: int) -> Iterator[Verdict]:
 @click.option("--count", default=100, show_default=True, type=click.IntRange(min=1), help="Kills.")
 @click.option("--seed", default=0, show_default=True)
 def main(count: int, seed: int) -> None:
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="lowmem-jobs-") as root:
-        status = report(attack(Path(root), count, seed))
-    click.echo(f"{count} kills, seed {seed}, in {time.monotonic() - began:.0f} s")
-    sys.exit(status)
+    attack_and_exit(lambda folder: attack(folder, count, seed), f"{count} kills, seed {seed}")
 
 
 if __name__ == "__main__":

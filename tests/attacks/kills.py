@@ -19,7 +19,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from safetensors.torch import load_file
 
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS
@@ -38,7 +36,7 @@ from lowmem_grpo.runs.saved_adapter import read_summary
 from lowmem_grpo.runs.views.terminal import quiet
 from lowmem_grpo.runs.whole_files import last_good
 from lowmem_grpo.trainer.loop import Trainer
-from tests.attacks.attack import Verdict, report
+from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.small_run import differences, digit_sum, make, make_sft
 
 PHASES = ("resuming", "sampling", "scoring", "training", "writing records", "saving a checkpoint", "swapping it in",
@@ -265,13 +263,9 @@ def attack(root: Path, count: int, seed: int, names: tuple[str, ...]) -> Iterato
 def main(count: int, seed: int, names: tuple[str, ...]) -> None:
     """Attack, and print the table."""
     quiet()
-    torch.set_num_threads(1)  # a process that has started torch's threads cannot be forked
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="lowmem-kills-") as root:
-        status = report(attack(Path(root), count, seed, names))
-    click.echo(f"{count} kills of runs of {', '.join(names)}, seed {seed}, in {time.monotonic() - began:.0f} s. Each "
-               f"run was compared with the undisturbed one: weights, {METRICS}, {COMPLETIONS}")
-    sys.exit(status)
+    attack_and_exit(lambda folder: attack(folder, count, seed, names),
+                    f"{count} kills of runs of {', '.join(names)}, seed {seed}. Each run was compared with the "
+                    f"undisturbed one: weights, {METRICS}, {COMPLETIONS}")
 
 
 if __name__ == "__main__":

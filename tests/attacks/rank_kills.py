@@ -9,7 +9,6 @@ last checkpoint. In the end adapter, optimizer and every record must be those of
 """
 
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import click
 
 from lowmem_grpo.runs.whole_files import last_good, list_checkpoints
-from tests.attacks.attack import Verdict, report
+from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.ranked_run import Ranked, train
 from tests.attacks.small_run import differences
 
@@ -74,8 +73,7 @@ def killed(folder: Path, victim: int, moment: float) -> Verdict | None:
 @click.option("--count", default=100, show_default=True, type=click.IntRange(min=1), help="Kills.")
 @click.option("--seed", default=0, show_default=True, help="Of the moments.")
 def main(count: int, seed: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="lowmem-ranks-") as root:
-        raise SystemExit(report(attack(Path(root), count, seed)))
+    attack_and_exit(lambda folder: attack(folder, count, seed), f"{count} kills, seed {seed}")
 
 
 if __name__ == "__main__":

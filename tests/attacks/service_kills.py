@@ -16,8 +16,6 @@ import os
 import random
 import signal
 import socket
-import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -36,7 +34,7 @@ from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.datum import as_bytes
 from lowmem_grpo.server.tinker.serving import serve_model
 from lowmem_grpo.server.users import Users
-from tests.attacks.attack import Verdict, report
+from tests.attacks.attack import Verdict, attack_and_exit
 
 KEY, API = "tml-" + "k" * 32, "/api/v1"
 CLIENTS, STEPS = 2, 12  # of each round; a round begins with new models
@@ -208,12 +206,7 @@ def attack(root: Path, count: int, seed: int) -> Iterator[Verdict]:
 @click.option("--count", default=200, show_default=True, type=click.IntRange(min=1), help="Kills.")
 @click.option("--seed", default=0, show_default=True)
 def main(count: int, seed: int) -> None:
-    torch.set_num_threads(1)  # a process that has started torch's threads cannot be forked
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="lowmem-service-") as root:
-        status = report(attack(Path(root), count, seed))
-    click.echo(f"at least {count} kills, seed {seed}, in {time.monotonic() - began:.0f} s")
-    sys.exit(status)
+    attack_and_exit(lambda folder: attack(folder, count, seed), f"at least {count} kills, seed {seed}")
 
 
 if __name__ == "__main__":

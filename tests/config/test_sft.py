@@ -1,25 +1,10 @@
-"""Settings of supervised fine-tuning: every option of TRL is honoured or refused by name."""
+"""Settings of supervised fine-tuning: values without meaning and contradictions are refused."""
 
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from tables import not_refused
 
 from lowmem_grpo import SFTConfig
-
-TRL_FIELDS = [
-    line for line in (Path(__file__).parents[1] / "support" / "trl_1_16_sft_config_fields.txt").read_text().splitlines()
-    if not line.startswith("#")
-]
-OWN = {field.name for field in fields(SFTConfig)}
-NOT_IN_TRL = {"overwrite_output_dir", "max_tokens_per_micro_batch", "logits_chunk", "nonfinite_steps",
-              "chat_template_kwargs", "preflight", "warmup_ratio", "disable_dropout"}
-
-
-def test_fields_that_trl_does_not_have_are_known() -> None:
-    assert OWN - set(TRL_FIELDS) == NOT_IN_TRL
-
 
 REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
     TypeError: [

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_runs import load
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, rewards
+from lowmem_grpo import GRPOConfig, rewards
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from tests.attacks.judge_server import by_length, serving
 
@@ -17,8 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
-    return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
+    return load(2048)
 
 
 def run(block: str, folder: Path, url: str, **names: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import assert_as_accurate, in_float64
+from accuracy import assert_each_as_accurate, in_float64
 from card import DEVICES
 from memory import LiveStorage
 from tables import not_refused
@@ -55,10 +55,8 @@ def outcome(run: Any, given: dict[str, Tensor], runs: VarlenSequences) -> dict[s
 def test_chunks_are_as_accurate_as_the_rule_token_by_token(name: str, device: torch.device) -> None:
     for decay, mean in DECAYS.items():
         given, runs = problem(RUNS[name], mean, device=device), VarlenSequences(RUNS[name], device)
-        truth = outcome(delta_rule_ref, {key: in_float64(one) for key, one in given.items()}, runs)
-        reference, ours = outcome(delta_rule_ref, given, runs), outcome(delta_rule, given, runs)
-        for what, expected in truth.items():
-            assert_as_accurate(f"{decay}: {what}", ours[what], reference[what], expected, EPSILON)
+        reference, truth = (outcome(delta_rule_ref, same, runs) for same in (given, in_float64(given)))
+        assert_each_as_accurate(outcome(delta_rule, given, runs), reference, truth, EPSILON, f"of {decay}")
 
 
 def test_heads_in_tiles_are_the_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, in_float64
+from accuracy import ROUNDING, assert_each_as_accurate, in_float64, outcome
 from card import DEVICES
 from fp8_weights import KINDS, by_definition, in_fp8, joined
 from memory import LiveStorage
@@ -19,7 +19,6 @@ from lowmem_grpo.kernels.frozen import frozen_linear, project, project_back
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
 
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ODD = [(1, 63, 130), (63, 257, 129), (500, 70, 385)]  # rows of x, out, in: no multiples of a block
 
 
@@ -32,18 +31,6 @@ def pair(size_out: int, size_in: int, dtype: torch.dtype, device: Any, seed: int
     """A LoRA pair of rank 5 of which both halves matter."""
     a, b = (random(*shape, dtype=torch.float32, seed=seed) for shape in ((5, size_in), (size_out, 5)))
     return LoRA(*((part.detach() / 4).to(device, dtype).requires_grad_() for part in (a, b)), 0.7)
-
-
-def outcome(function: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The output (several side by side), and the gradient of x, of a bias and of each LoRA tensor."""
-    given = {name: value for name, value in arguments.items() if torch.is_tensor(value) and value.requires_grad}
-    pairs = [lora for value in arguments.values() for lora in (value if isinstance(value, list) else [value])]
-    given |= {f"{number}.{part}": getattr(lora, part) for number, lora in enumerate(pairs) if isinstance(lora, LoRA)
-              for part in ("a", "b")}
-    y = function(**arguments)
-    y = torch.cat(y, -1) if isinstance(y, tuple) else y
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
-    return {"y": y} | dict(zip(given, torch.autograd.grad(y, list(given.values()), grad), strict=True))
 
 
 def exact(value: Any) -> Any:
@@ -65,9 +52,7 @@ def assert_no_worse(ours: Any, reference: Any, arguments: dict[str, Any], dtype:
     found = outcome(ours, arguments)
     plain = outcome(reference, {name: dequantized(value) for name, value in arguments.items()})
     truth = outcome(reference, {name: exact(value) for name, value in arguments.items()})
-    for name, value in truth.items():
-        assert found[name].dtype == plain[name].dtype
-        assert_as_accurate(name, found[name], plain[name], value, ROUNDING[dtype])
+    assert_each_as_accurate(found, plain, truth, ROUNDING[dtype])
 
 
 def linears_ref(x: Tensor, weights: list[Tensor], loras: list[LoRA], features: tuple[int, ...] = ()) -> Tensor:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import in_float64
-from logprob_problem import CHUNKS, CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
+from accuracy import ROUNDING, in_float64
+from logprob_problem import CHUNKS, CLOSE, COLD, SHAPES, D, V, assert_no_worse, outcome, problem
 from memory import LiveStorage
 from tables import every_row
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from logprob_problem import CLOSE, COLD, ROUNDING, SHAPES, D, V, assert_no_worse, outcome, problem
+from accuracy import ROUNDING
+from logprob_problem import CLOSE, COLD, SHAPES, D, V, assert_no_worse, outcome, problem
 from memory import LiveStorage
 from nf4_problem import in_4_bit
 from tables import every_row

@@ -1,12 +1,13 @@
 """Linear layers and MLPs with LoRA over frozen weights: accuracy, memory, and what autograd may do with them."""
 
-from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, in_float64
+from accuracy import ROUNDING, assert_each_as_accurate, in_float64
+from accuracy import outcome as outcome_of
 from card import DEVICES, gpu
 from memory import CountedOps, LiveStorage
 from nf4_problem import in_4_bit
@@ -18,8 +19,8 @@ from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp, lora_mlp_ref
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
 
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 IN, INNER = 63, 130  # odd, and no multiple of a block
+outcome = partial(outcome_of, drawn=torch.float64)
 SMALL = {torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float16: torch.float16}  # dtype of LoRA
 
 
@@ -46,25 +47,9 @@ def mlp_problem(rows: int, dtype: torch.dtype, fused: bool = False) -> dict[str,
     return arguments | {"down": weight(IN, INNER), "down_lora": adapter(IN, INNER, SMALL[dtype], 3)}
 
 
-def outcome(function: Callable[..., Tensor], arguments: dict[str, Any], **options: Any) -> dict[str, Tensor]:
-    """The output, and the gradient of x and of every LoRA tensor."""
-    leaves = {"x": arguments["x"]}
-    for name, value in arguments.items():
-        if isinstance(value, LoRA):
-            leaves |= {f"{name}.a": value.a, f"{name}.b": value.b}
-    y = function(**arguments, **options)
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y)
-    grads = torch.autograd.grad(y, list(leaves.values()), grad)
-    for leaf, gradient in zip(leaves.values(), grads, strict=True):
-        assert gradient.dtype == leaf.dtype
-    return {"y": y} | dict(zip(leaves, grads, strict=True))
-
-
 def assert_no_worse(arguments: dict[str, Any], ours: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> None:
-    truth = outcome(lora_mlp_ref, in_float64(arguments), **options)
-    reference = outcome(lora_mlp_ref, arguments, **options)
-    for name, exact in truth.items():
-        assert_as_accurate(name, ours[name], reference[name], exact, 2 * ROUNDING[dtype])
+    reference, truth = (outcome(lora_mlp_ref, same, **options) for same in (arguments, in_float64(arguments)))
+    assert_each_as_accurate(ours, reference, truth, 2 * ROUNDING[dtype])
 
 
 def placed(value: Any, device: Any) -> Any:
@@ -199,8 +184,7 @@ def test_q_k_v_on_one_input_give_what_three_layers_give(dtype: torch.dtype) -> N
 
     arguments = {"x": x, "q_lora": loras[0], "v_lora": loras[2]}
     truth, reference = outcome(apart, in_float64(arguments)), outcome(apart, arguments)
-    for name, ours in outcome(together, arguments).items():
-        assert_as_accurate(name, ours, reference[name], truth[name], 2 * ROUNDING[dtype])
+    assert_each_as_accurate(outcome(together, arguments), reference, truth, 2 * ROUNDING[dtype])
 
 
 def test_q_k_v_keep_their_input_once() -> None:
@@ -256,9 +240,7 @@ def test_linear_errors_are_no_larger_than_the_references(dtype: torch.dtype, dev
         ours = outcome(lambda x, weight, lora: lora_linear(x, [weight], [lora])[0], arguments)
         plain = arguments | ({"weight": nf4_dequantize_ref(arguments["weight"])} if four_bit else {})
         reference, truth = outcome(lora_linear_ref, plain), outcome(lora_linear_ref, in_float64(plain))
-        for name, exact in truth.items():
-            which = f"{name} of {rows} rows, four_bit={four_bit}"
-            assert_as_accurate(which, ours[name], reference[name], exact, 2 * ROUNDING[dtype])
+        assert_each_as_accurate(ours, reference, truth, 2 * ROUNDING[dtype], f"of {rows} rows, four_bit={four_bit}")
 
 
 @gpu

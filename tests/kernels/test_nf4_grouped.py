@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accuracy import IN_16_BITS, assert_as_accurate, interpreted
-from mixtures import outcome, problem, random, stack, wide
+from accuracy import IN_16_BITS, assert_as_accurate, assert_each_as_accurate, in_float64, interpreted, outcome
+from mixtures import problem, random, stack
 from tables import every_row, pairwise
 from torch import Tensor
 
@@ -85,8 +85,6 @@ def test_routed_experts_through_the_kernels_are_as_accurate_as_the_reference(
     grad = random(*x.shape, seed=7, dtype=dtype, device=device)
     rest = given["ids"], weights, given["gate_up"], given["down"]
     found = dict(zip(("x", "weights"), grouped_backward(grad, x, *rest), strict=True), y=grouped_forward(x, *rest))
-    reference = outcome(routed_experts_ref, given)
+    reference, truth = (outcome(routed_experts_ref, same) for same in (given, in_float64(given)))
     epsilon = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2  # the result is rounded once more
-    for name, truth in outcome(routed_experts_ref, wide(given)).items():
-        assert found[name].dtype == reference[name].dtype
-        assert_as_accurate(name, found[name], reference[name], truth, epsilon)
+    assert_each_as_accurate(found, reference, truth, epsilon)

@@ -6,7 +6,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from accuracy import assert_as_accurate
+from accuracy import ROUNDING, assert_as_accurate, in_float64, outcome
 from card import gpu
 from memory import LiveStorage
 from nf4_problem import (
@@ -14,13 +14,10 @@ from nf4_problem import (
     GRADIENTS,
     ODD,
     ONE,
-    ROUNDING,
     THREE,
     assert_all_as_accurate,
-    outcome,
     problem,
     quantized,
-    wide,
 )
 from peft import LoraConfig, get_peft_model
 from tables import pairwise
@@ -53,7 +50,7 @@ def test_many_bands_are_as_accurate_as_one(size: Any, dtype: torch.dtype, monkey
 def test_gradients_are_those_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     small_bands(monkeypatch, 64 * 8)
     arguments = problem(3, ((3, 2), 64), torch.float32, rank=2)
-    exact = wide(arguments | {"weight": NF4Weight.adjacent([quantized(3, 64, torch.float32) for _ in range(2)])})
+    exact = in_float64(arguments | {"weight": NF4Weight.adjacent([quantized(3, 64, torch.float32) for _ in range(2)])})
     exact["lora_b"], exact["bias"] = (torch.randn(6, *more, dtype=torch.double) for more in ((2,), ()))
     inputs = [exact[name].detach().requires_grad_() for name in GRADIENTS]
     assert torch.autograd.gradcheck(
@@ -204,7 +201,7 @@ def test_strided_empty_and_deep_inputs_and_autocast() -> None:
     x, b = arguments["x"].detach(), arguments["lora_b"]
     strided = torch.empty(192, 12).T.copy_(x)
     turned = nf4_linear(**(arguments | {"x": strided, "lora_b": b.detach().T.contiguous().T}))
-    truth = nf4_linear_ref(**wide(arguments))
+    truth = nf4_linear_ref(**in_float64(arguments))
     assert_as_accurate("strided", turned, y, truth, ROUNDING[torch.float32])  # another order of summation
     deep = nf4_linear(**(arguments | {"x": x.view(2, 3, 2, 192)}))
     assert torch.equal(deep.view(12, 70), y)

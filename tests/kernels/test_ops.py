@@ -77,6 +77,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "rope, tokens first": (lambda q, k: turned(q, k, heads_first=False), [(2, 7, 4, 10), (2, 7, 2, 10)]),
     "packed_to_padded": (lambda q, k: packed_to_padded([q, k], *TABLES),
                          [(len(BATCH.input_ids), heads, 8) for heads in (4, 2)]),
+    "padded_to_packed": (lambda x: padded_to_packed(x, *TABLES[:2]), [(3, 4, BATCH.max_seqlen, 8)]),
     "linear_logprobs": (lambda hidden, weight: linear_logprobs(hidden, weight, TARGETS), [(63, 33), (1003, 33)]),
 }
 
@@ -132,8 +133,6 @@ def test_compiled_results_and_gradients_are_the_same(name: str) -> None:
 EXPERTS = expert_problem(5, (3, 2, 33, 7), "plain")
 SQUARE, ADAPTER = torch.randn(33, 33, generator=torch.Generator().manual_seed(1)), [(4, 33), (5, 33), (33, 5)]
 MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which have tests of their own
-    "padded_to_packed": (lambda x: padded_to_packed(packed_to_padded([x], *TABLES)[0], *TABLES[:2]),
-                         [(len(BATCH.input_ids), 4, 8)]),
     "groups of heads": (lambda q, k, v: by_head_groups(q * 1, k * 1, v * 1, attended, 2), [(1, 4, 7, 8)] * 3),
     "ranges of heads": (lambda x: parts(x * 1, [(0, 5), (2, 7)]), [(1, 2, 7, 8)]),
     "lora_linear": (lambda x, a, b: lora_linear(x, [SQUARE], [LoRA(a, b)]), ADAPTER),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, interpreted
+from accuracy import assert_each_as_accurate, interpreted
 from card import CARD, DEVICES, HALVES, gpu
 from memory import LiveStorage
 from tables import every_row
@@ -57,9 +57,7 @@ def outcome(function: Any, tensors: dict[str, Tensor], dtype: Any = None, **opti
 def assert_accurate(tensors: dict[str, Tensor], heads_first: bool, ours: dict[str, Tensor]) -> None:
     truth = outcome(rope_ref, tensors, torch.float64, heads_first=heads_first)
     reference = outcome(rope_ref, tensors, heads_first=heads_first)
-    for name, exact in truth.items():
-        assert ours[name].dtype == tensors["q"].dtype
-        assert_as_accurate(name, ours[name], reference[name], exact.detach(), FLOAT32)
+    assert_each_as_accurate(ours, reference, truth, FLOAT32)
 
 
 @pytest.mark.parametrize("device", DEVICES)

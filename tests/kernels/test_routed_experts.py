@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_as_accurate
+from accuracy import ROUNDING, assert_each_as_accurate, in_float64, outcome
 from card import DEVICES
 from memory import LiveStorage
-from mixtures import outcome, problem, random, stack, wide
+from mixtures import problem, random, stack
 from tables import not_refused
 
 from lowmem_grpo.kernels.frozen_stack import FrozenStack
@@ -18,7 +18,6 @@ from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.routed_experts import routed_experts, routed_experts_ref
 
 routed = import_module("lowmem_grpo.kernels.routed_experts")  # whose function has its name
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SIZES = [(1, (16, 16, 64, 16)), (63, (8, 3, 96, 48)), (130, (5, 5, 64, 24))]  # rows, (E, k, D, I)
 
 
@@ -27,15 +26,13 @@ SIZES = [(1, (16, 16, 64, 16)), (63, (8, 3, 96, 48)), (130, (5, 5, 64, 24))]  # 
 def test_errors_are_those_of_the_dequantized_experts(dtype: torch.dtype, device: torch.device) -> None:
     for size, kind in product(SIZES, ("plain", "nf4", "nested")):
         arguments = problem(*size, kind, dtype, device)
-        found, reference = outcome(routed_experts, arguments), outcome(routed_experts_ref, arguments)
-        for name, truth in outcome(routed_experts_ref, wide(arguments)).items():
-            assert found[name].dtype == reference[name].dtype
-            which = f"{name} of {kind} experts, {size}"
-            assert_as_accurate(which, found[name], reference[name], truth, ROUNDING[dtype])
+        reference, truth = (outcome(routed_experts_ref, same) for same in (arguments, in_float64(arguments)))
+        assert_each_as_accurate(outcome(routed_experts, arguments), reference, truth, ROUNDING[dtype],
+                                f"of {kind} experts, {size}")
 
 
 def test_gradients_are_the_derivatives() -> None:
-    arguments = wide(problem(6, (4, 2, 64, 8)))
+    arguments = in_float64(problem(6, (4, 2, 64, 8)))
     fixed = {name: arguments.pop(name) for name in ("ids", "gate_up", "down")}
     leaves = tuple(arguments.values())
     assert torch.autograd.gradcheck(lambda x, weights: routed_experts(x, weights=weights, **fixed), leaves,

@@ -401,9 +401,3 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 
 def test_unknown_and_contradictory_options_are_refused() -> None:
     assert not_refused(lambda given: AdvantageSettings(**given), CONTRADICTIONS) == []
-
-
-def test_every_estimator_names_its_formula_use_and_source() -> None:
-    for name, kind in ESTIMATORS.items():
-        assert all(len(text) > 5 for text in (kind.formula, kind.when, kind.source)), name
-        assert set(kind.scales) <= set(SCALE_REWARDS), name

@@ -301,9 +301,3 @@ def test_a_correction_is_due_with_staleness_or_mismatch_and_only_then() -> None:
 
 
 # The registry
-
-
-def test_every_correction_names_its_formula_use_and_source() -> None:
-    for name, kind in CORRECTIONS.items():
-        assert all(len(text) > 2 for text in (kind.formula, kind.when, kind.source)), name
-        assert kind.per_sequence == (not name.startswith("token")), name

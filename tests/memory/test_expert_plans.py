@@ -2,7 +2,6 @@
 
 import math
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from memory import LiveStorage
 from mixtures import problem
 
+from bench.memory import weigh
 from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.layer_forms import ExpertForm
@@ -26,24 +26,14 @@ NEAR = 0.05
 NAME = "Qwen/Qwen3-30B-A3B"
 
 
-@pytest.fixture
-def weighing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    from bench.memory import weigh
-
-    return weigh
-
-
 @pytest.mark.parametrize(("changes", "context"), [
     pytest.param({}, 8192, marks=pytest.mark.slow), ({"num_hidden_layers": 4}, 8192),
     ({"num_hidden_layers": 4, "mlp_only_layers": [1]}, 2048),  # a layer with an MLP, frozen
     ({"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}, 4096),
 ])
-def test_weights_are_planned_to_the_byte_and_a_step_within_five_percent(
-    changes: dict[str, Any], context: int, weighing: Any
-) -> None:
+def test_weights_are_planned_to_the_byte_and_a_step_within_five_percent(changes: dict[str, Any], context: int) -> None:
     config = named_config(NAME) | changes
-    found = weighing.weigh(config, [context])
+    found = weigh.weigh(config, [context])
     settings = RunSettings(context, max_tokens=context, mlp_tile=4096, chunk_rows=1024, optim="adamw_8bit",
                            host_embedding=False)
     planned = build(ModelShape.from_config(config), settings, device("1024GiB"))

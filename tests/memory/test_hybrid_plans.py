@@ -1,7 +1,6 @@
 """Plans of hybrid models: gated delta nets' weights, adapters and states, and what a step on them holds."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from small_models import random_model
 from transformers import Qwen3_5TextConfig
 
+from bench.memory import weigh
 from lowmem_grpo.engines.kv_cache import GrowingCache
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -31,12 +31,7 @@ def config_of(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("changes", "chunk"), [({}, 64), (NARROWER, 256)], ids=["as by default", "narrower"])
-def test_a_step_holds_what_was_planned_within_five_percent(
-    changes: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    from bench.memory import weigh
-
+def test_a_step_holds_what_was_planned_within_five_percent(changes: dict[str, Any], chunk: int) -> None:
     config, tokens = config_of(**changes), 1024
     found = weigh.weigh(config, [tokens], weigh.Features(logits_chunk=chunk))
     settings = RunSettings(tokens, max_tokens=tokens, mlp_tile=4096, chunk_rows=chunk, optim="adamw_8bit",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tables import every_row, not_refused
 
+from bench.memory import weigh
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.cutting import prompts_once, token_rows
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -21,7 +22,6 @@ from lowmem_grpo.models.packing import pack
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
 
-CHECKOUT = Path(__file__).parents[2]
 NEAR = 0.05
 TARGETS = [  # case, GiB that it must fit into, and GiB for training alone
     ("llama-3.1-8b", 20480, 14, 11), ("llama-3.1-8b", 131072, 24, 24), ("qwen2.5-1.5b", 2048, 4, 4),
@@ -30,15 +30,6 @@ TARGETS = [  # case, GiB that it must fit into, and GiB for training alone
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
             "phi3": "Phi3ForCausalLM"}
 RANDOM_SHAPES = 5
-
-
-@pytest.fixture
-def weighing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark's module that weighs a real step on fake tensors."""
-    monkeypatch.syspath_prepend(str(CHECKOUT))
-    from bench.memory import weigh
-
-    return weigh
 
 
 def settings_of(context: int, **changes: Any) -> RunSettings:
@@ -78,9 +69,9 @@ def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (name in ("gemma-4-e4b", "qwen3.6-27b")))  # weighing them takes long
     for name in {named_config(name)["model_type"]: name for name in named_shapes()}.values()])
-def test_weights_and_adapters_are_planned_to_the_byte(name: str, weighing: Any) -> None:
+def test_weights_and_adapters_are_planned_to_the_byte(name: str) -> None:
     config = shallow(named_config(name), 2)
-    found = weighing.weigh(config, [256])
+    found = weigh.weigh(config, [256])
     built = build(ModelShape.from_config(config), settings_of(256), device("80GiB"))
     rows = {row.name: row.train for row in built.rows}
     assert rows["weights"] + rows["embedding"] + rows["head"] == found.weights
@@ -90,11 +81,9 @@ def test_weights_and_adapters_are_planned_to_the_byte(name: str, weighing: Any) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "context"), [("qwen3.5-4b", 1024), ("gemma-4-e4b", 8192)])
-def test_a_whole_model_whose_layers_differ_is_planned_within_five_percent(
-    name: str, context: int, weighing: Any
-) -> None:
+def test_a_whole_model_whose_layers_differ_is_planned_within_five_percent(name: str, context: int) -> None:
     config, chunk = named_config(name), 256  # fewer than the tokens that are trained, which are half of them or more
-    measured = weighing.weigh(config, [context], weighing.Features(logits_chunk=chunk))
+    measured = weigh.weigh(config, [context], weigh.Features(logits_chunk=chunk))
     planned = planned_bytes(config, settings_of(context, chunk_rows=chunk))
     assert math.isclose(planned, measured.device, rel_tol=NEAR)
     beside = measured.device - measured.activations
@@ -103,11 +92,9 @@ def test_a_whole_model_whose_layers_differ_is_planned_within_five_percent(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "context"), [(name, context) for name, context, _, _ in TARGETS])
-def test_a_step_holds_what_was_planned_within_five_percent_and_no_matrix_of_tokens(
-    name: str, context: int, weighing: Any
-) -> None:
+def test_a_step_holds_what_was_planned_within_five_percent_and_no_matrix_of_tokens(name: str, context: int) -> None:
     config, chunk, tile = shallow(named_config(name), 3), max(1024, context // 16), max(4096, context // 8)
-    measured = weighing.weigh(config, [context], weighing.Features(logits_chunk=chunk, mlp_tile=tile))
+    measured = weigh.weigh(config, [context], weigh.Features(logits_chunk=chunk, mlp_tile=tile))
     planned = planned_bytes(config, settings_of(context, chunk_rows=chunk, mlp_tile=tile))
     assert math.isclose(planned, measured.device, rel_tol=NEAR)
     assert max(math.prod(made.shape) for _, _, made in measured.breakdown) < max(context**2 / 8, chunk * 200_000)
@@ -115,21 +102,21 @@ def test_a_step_holds_what_was_planned_within_five_percent_and_no_matrix_of_toke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(RANDOM_SHAPES))
-def test_a_random_shape_holds_what_was_planned_for_it_within_five_percent(seed: int, weighing: Any) -> None:
+def test_a_random_shape_holds_what_was_planned_for_it_within_five_percent(seed: int) -> None:
     config, context = drawn_shape(seed)
-    measured = weighing.weigh(config, [context])
+    measured = weigh.weigh(config, [context])
     assert math.isclose(planned_bytes(config, settings_of(context)), measured.device, rel_tol=NEAR)
 
 
 @pytest.mark.parametrize("window", [1024, 4096])
-def test_a_window_makes_no_matrix_of_tokens_and_its_mask_is_planned_for(window: int, weighing: Any) -> None:
+def test_a_window_makes_no_matrix_of_tokens_and_its_mask_is_planned_for(window: int) -> None:
     config = {
         "model_type": "mistral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32_000, "max_position_embeddings": 131072,
         "pad_token_id": 0, "sliding_window": window,
     }
     context = 8192
-    measured = weighing.weigh(config, [context])
+    measured = weigh.weigh(config, [context])
     assert math.isclose(planned_bytes(config, settings_of(context)), measured.device, rel_tol=NEAR)
     assert measured.device < planned_bytes(config | {"sliding_window": None}, settings_of(context)) + context**2
     free = config | {"model_type": "qwen2", "use_sliding_window": False}
@@ -143,11 +130,11 @@ def group_of_eight(prompt: int, completion: int) -> MicroBatch:
     return batch
 
 
-def bytes_of_group(name: str, batch: MicroBatch, weighing: Any) -> tuple[int, int]:
+def bytes_of_group(name: str, batch: MicroBatch) -> tuple[int, int]:
     """(planned, weighed) of a step on that micro-batch, by three layers of a model."""
     config, places = shallow(named_config(name), 3), len(batch.input_ids)
     settings = settings_of(batch.max_seqlen, max_tokens=places, spread=token_rows(batch.prompts) / places)
-    return planned_bytes(config, settings), weighing.weigh(config, [places], batch=batch).device
+    return planned_bytes(config, settings), weigh.weigh(config, [places], batch=batch).device
 
 
 @pytest.mark.slow
@@ -156,37 +143,37 @@ def bytes_of_group(name: str, batch: MicroBatch, weighing: Any) -> tuple[int, in
     ("phi-4-14b", 1024, 128, 4), ("llama-3.1-8b", 400, 128, 1),
 ])
 def test_sequences_that_share_a_prompt_hold_what_is_planned_side_by_side(
-    name: str, prompt: int, completion: int, times: int, weighing: Any
+    name: str, prompt: int, completion: int, times: int
 ) -> None:
     """Eight short completions take several times their places in attention: the plan of that area has room for it."""
     batch = group_of_eight(prompt, completion)
     assert len(batch.sources) == token_rows(batch.prompts) >= times * len(batch.input_ids)
-    planned, weighed = bytes_of_group(name, batch, weighing)
+    planned, weighed = bytes_of_group(name, batch)
     assert math.isclose(planned, weighed, rel_tol=NEAR)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b"])
-def test_a_prompt_that_is_computed_once_holds_no_more_than_is_planned(name: str, weighing: Any) -> None:
+def test_a_prompt_that_is_computed_once_holds_no_more_than_is_planned(name: str) -> None:
     """The plan counts copied keys as if there were as many heads of them as of queries: these models have fewer."""
     batch = group_of_eight(4096, 128)
     assert prompts_once(batch.prompts)
-    planned, weighed = bytes_of_group(name, batch, weighing)
+    planned, weighed = bytes_of_group(name, batch)
     assert weighed <= planned <= 1.15 * weighed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool, weighing: Any) -> None:
+def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool) -> None:
     config = shallow(named_config("qwen3-4b"), 8)
-    measured = weighing.weigh(config, [4096], weighing.Features(checkpointing=checkpointing))
+    measured = weigh.weigh(config, [4096], weigh.Features(checkpointing=checkpointing))
     settings = settings_of(4096, checkpointing=checkpointing, mlp_tile=4096 if checkpointing else 0)
     assert math.isclose(planned_bytes(config, settings), measured.device, rel_tol=NEAR)
 
 
-def test_host_memory_is_planned_within_a_layer_input(weighing: Any) -> None:
+def test_host_memory_is_planned_within_a_layer_input() -> None:
     config, context = shallow(named_config("llama-3.1-8b"), 4), 8192
-    measured = weighing.weigh(config, [context])
+    measured = weigh.weigh(config, [context])
     found = build(ModelShape.from_config(config), settings_of(context), device("80GiB"))
     assert abs(found.host - measured.host) <= 2 * context * 4096 + 4 * 2**20
 
@@ -483,18 +470,18 @@ def test_weights_that_are_not_4_bit_or_not_vllms_are_never_planned_twice(changes
 
 
 @pytest.mark.slow
-def test_layers_that_differ_and_lend_keys_are_planned_within_two_percent(weighing: Any) -> None:
+def test_layers_that_differ_and_lend_keys_are_planned_within_two_percent() -> None:
     """Gemma 4 E4B's sizes in 12 layers. Keys that were made again in backward, if they were held, would be 3% more."""
     config = shallow(named_config("gemma-4-e4b"))
-    measured = weighing.weigh(config, [20480])
+    measured = weigh.weigh(config, [20480])
     assert math.isclose(planned_bytes(config, settings_of(20480)), measured.device, rel_tol=0.02)
 
 
 @pytest.mark.slow
-def test_gemma_4s_larger_embedding_is_planned_on_the_host_where_a_card_is_small(weighing: Any) -> None:
+def test_gemma_4s_larger_embedding_is_planned_on_the_host_where_a_card_is_small() -> None:
     config = shallow(named_config("gemma-4-e4b"))
     shape = ModelShape.from_config(config)
-    measured = weighing.weigh(config, [256], weighing.Features(host_embedding=True))
+    measured = weigh.weigh(config, [256], weigh.Features(host_embedding=True))
     asked = settings_of(256, host_embedding=True, engine="transformers")
     rows = {row.name: row for row in build(shape, asked, device("80GiB")).rows}
     assert rows["embedding"].train == 0
@@ -542,20 +529,20 @@ WIDE = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 512, "n
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "key_heads", "groups"), [(32, 8, 8), (8, 8, 4), (30, 5, 2)])
 def test_a_step_with_groups_of_heads_holds_what_is_planned_where_attention_holds_most(
-    heads: int, key_heads: int, groups: int, weighing: Any
+    heads: int, key_heads: int, groups: int
 ) -> None:
     config = WIDE | {"num_attention_heads": heads, "num_key_value_heads": key_heads}
-    features = weighing.Features(head_groups=groups, mlp_tile=512, logits_chunk=128)
-    measured = weighing.weigh(config, [4096], features)
+    features = weigh.Features(head_groups=groups, mlp_tile=512, logits_chunk=128)
+    measured = weigh.weigh(config, [4096], features)
     settings = settings_of(4096, chunk_rows=128, mlp_tile=512, head_groups=groups)
     assert build(ModelShape.from_config(config), settings, device("1024GiB")).moment == "attention backward"
     assert math.isclose(planned_bytes(config, settings), measured.device, rel_tol=NEAR)
 
 
 @pytest.mark.slow
-def test_8b_trains_and_samples_131072_tokens_in_16_gib_and_holds_what_is_planned(weighing: Any) -> None:
+def test_8b_trains_and_samples_131072_tokens_in_16_gib_and_holds_what_is_planned() -> None:
     config = named_config("llama-3.1-8b")
-    measured = weighing.weigh(shallow(config, 3), [131072], weighing.Features(head_groups=8))
+    measured = weigh.weigh(shallow(config, 3), [131072], weigh.Features(head_groups=8))
     assert math.isclose(planned_bytes(shallow(config, 3), settings_of(131072, head_groups=8)), measured.device,
                         rel_tol=NEAR)
     whole, grouped = (plan(config, RunSettings(131072, kv_cache_dtype="fp8", head_groups=count), device("16GiB"))
@@ -566,14 +553,14 @@ def test_8b_trains_and_samples_131072_tokens_in_16_gib_and_holds_what_is_planned
     assert plan(config, RunSettings(131072, kv_cache_dtype="fp8"), device("16GiB")).settings.head_groups == 8
 
 
-def test_phi_4_trains_and_samples_20480_tokens_in_16_gib(weighing: Any) -> None:
+def test_phi_4_trains_and_samples_20480_tokens_in_16_gib() -> None:
     """Its own context is 16,384 tokens: planned as if it were longer."""
     config = named_config("phi-4-14b") | {"max_position_embeddings": 20480}
     asked = RunSettings(20480, kv_cache_dtype="fp8")
     found = plan(config, asked, device("16GiB"))
     assert found.fits and found.train <= 13.5 * GIB and found.concurrent_sequences == 2
     assert plan(config, replace(asked, longest_completion=16384), device("16GiB")).concurrent_sequences == 3
-    measured = weighing.weigh(shallow(config, 3), [20480], weighing.Features(head_groups=10))
+    measured = weigh.weigh(shallow(config, 3), [20480], weigh.Features(head_groups=10))
     assert math.isclose(planned_bytes(shallow(config, 3), settings_of(20480, head_groups=10)), measured.device,
                         rel_tol=NEAR)
 

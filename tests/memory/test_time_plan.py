@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tables import not_refused
 
+from bench.loop import calibrate_time
 from lowmem_grpo.kernels.few_rows import decode_launch, narrow_launch, taken_rows
 from lowmem_grpo.memory.cards import CARDS, SPEEDS, card_of, device
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -31,7 +31,6 @@ from lowmem_grpo.memory.time_plan import (
     sampled_together,
 )
 
-BENCH = Path(__file__).parents[2] / "bench"
 CONFIG = named_config("qwen2.5-3b")
 SHAPE = ModelShape.from_config(CONFIG)
 GSM8K = Workload(8, 8, 100, 200, 512)
@@ -314,18 +313,12 @@ def test_planning_time_needs_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_no_row_of_a_card_is_committed_yet_so_nothing_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
-    from bench.loop import calibrate_time
-
+def test_no_row_of_a_card_is_committed_yet_so_nothing_is_calibrated() -> None:
     assert calibrate_time.factors(calibrate_time.rows()) == CALIBRATION
     assert calibration("h200", "generate") == CALIBRATION.get("h200", {}).get("generate", 1.0)
 
 
-def test_rows_of_a_card_say_what_planned_seconds_are_multiplied_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
-    from bench.loop import calibrate_time
-
+def test_rows_of_a_card_say_what_planned_seconds_are_multiplied_with() -> None:
     row = {"gpu": "NVIDIA H200", "phases": {"generate": 3.0, "train": 0.5, "optimizer": 0.1},
            "planned_seconds": {"generate": 2.0, "train": 0.5}}
     other = row | {"phases": {"generate": 5.0, "train": 0.5, "optimizer": 0.0}}

@@ -7,28 +7,16 @@ import pytest
 import torch
 import transformers
 from memory import LiveStorage
+from packed_problem import batch_of, learned
 from small_models import load_model, random_model, with_adapter
 from torch import Tensor
 
 from lowmem_grpo.models import attention, packed_attention
-from lowmem_grpo.models.packing import collate, pack
+from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
-LENGTHS = [(5, 9), (1, 1), (30, 3), (2, 24), (11, 1)]  # of prompts and completions
-
-
-def sequences(lengths: list[tuple[int, int]]) -> list[tuple[RolloutGroup, Rollout]]:
-    """Random token ids of some lengths."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(count: int) -> list[int]:
-        return torch.randint(3, 259, (count,), generator=generator).tolist()
-
-    return [
-        (RolloutGroup({}, ids(prompt), []), Rollout(ids(completion), [0.0] * completion, "stop"))
-        for prompt, completion in lengths
-    ]
+LENGTHS = [(5, [9]), (1, [1]), (30, [3]), (2, [24]), (11, [1])]  # of prompts and completions
 
 
 def alone(policy: Policy, batch: MicroBatch) -> list[Tensor]:
@@ -49,7 +37,7 @@ def gradients(policy: Policy, hidden: Tensor) -> list[Tensor]:
 
 
 def test_packed_sequences_compute_what_they_compute_alone_and_so_do_their_gradients(policy: Policy) -> None:
-    batch = collate(sequences(LENGTHS))
+    batch = batch_of(LENGTHS)
     expected, hidden = torch.cat(alone(policy, batch)), policy.hidden(batch)
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
     for ours, theirs in zip(gradients(policy, hidden), gradients(policy, expected), strict=True):
@@ -58,7 +46,7 @@ def test_packed_sequences_compute_what_they_compute_alone_and_so_do_their_gradie
 
 
 def test_logprobs_are_those_of_transformers_logits(policy: Policy) -> None:
-    batch = collate(sequences(LENGTHS))
+    batch = batch_of(LENGTHS)
     base = policy.model.get_base_model()
     with torch.no_grad():
         base.set_attn_implementation("eager")
@@ -73,7 +61,7 @@ def test_logprobs_are_those_of_transformers_logits(policy: Policy) -> None:
 
 
 def test_the_base_model_is_the_model_without_its_adapter(tiny_policy: Policy) -> None:
-    batch = collate(sequences(LENGTHS))
+    batch = batch_of(LENGTHS)
     base = load_model("tiny")
     with torch.no_grad():
         with tiny_policy.base_model():
@@ -87,7 +75,7 @@ def test_the_base_model_is_the_model_without_its_adapter(tiny_policy: Policy) ->
 def test_packing_makes_no_square_mask(family: str) -> None:
     count, length = 64, 64
     policy = Policy(with_adapter(random_model(family)))
-    batch = collate(sequences([(length - 9, 10)] * count))
+    batch = batch_of([(length - 9, [10])] * count)
     total = len(batch.input_ids)
     assert total == count * length
     with torch.no_grad(), LiveStorage() as storage:
@@ -121,7 +109,7 @@ def test_models_whose_packed_sequences_would_see_each_other_are_refused_by_name(
     config, shape = OTHERS[family]
     model = getattr(transformers, f"{family}ForCausalLM")(config(**shape)).requires_grad_(False)
     with pytest.raises(ValueError, match=message):
-        Policy(model).hidden(collate(sequences([(3, 4), (2, 5)])))
+        Policy(model).hidden(batch_of([(3, [4]), (2, [5])]))
 
 
 def test_layers_with_another_kind_of_attention_are_refused_after_the_first_pass() -> None:
@@ -134,7 +122,7 @@ def test_layers_with_another_kind_of_attention_are_refused_after_the_first_pass(
     model = random_model("Llama").requires_grad_(False)
     model.model.layers[1].self_attn = Recurrent()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM computes attention .* registry in 1 of its 2 layers"):
-        Policy(model).hidden(collate(sequences([(3, 4), (2, 5)])))
+        Policy(model).hidden(batch_of([(3, [4]), (2, [5])]))
 
 
 def test_soft_capped_attention_is_refused_not_ignored() -> None:
@@ -161,20 +149,17 @@ def test_shared_prompts_give_the_logprobs_and_gradients_of_prompts_held_apart(
     results = []
     for packed in (pack(one_group), pack(groups)):
         (batch,) = packed
-        tiny_policy.model.zero_grad()
-        logprobs, _ = tiny_policy.logprobs(batch, 1.0)
-        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-        results.append((len(batch.input_ids), logprobs.detach(), [p.grad.clone() for p in tiny_policy.trainable]))
+        results.append((len(batch.input_ids), *learned(tiny_policy, batch)))
     (fewer, shared, shared_grads), (more, apart, apart_grads) = results
     assert fewer == more - 3 * (prompt_length - 1)
     torch.testing.assert_close(shared, apart, rtol=0, atol=1e-5)
-    for one, other in zip(shared_grads, apart_grads, strict=True):
+    for one, other in zip(shared_grads.values(), apart_grads.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     tiny_policy.model.zero_grad()
 
 
 def test_a_sequence_alone_is_laid_out_without_a_copy() -> None:
-    layout = packed_attention.PackedLayout.from_batch(collate(sequences([(3, 4)])))
+    layout = packed_attention.PackedLayout.from_batch(batch_of([(3, [4])]))
     packed = torch.randn(1, 2, 6, 8)
     (side_by_side,) = layout.spread(packed)
     assert side_by_side.data_ptr() == packed.data_ptr()
@@ -207,7 +192,7 @@ def test_attention_never_takes_cudnn_and_leaves_the_choice_of_others_alone(
     at_start = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before)
     try:
-        tiny_policy.hidden(collate(sequences([(3, 9), (5, 4)])))
+        tiny_policy.hidden(batch_of([(3, [9]), (5, [4])]))
         assert torch.backends.cuda.cudnn_sdp_enabled() is before
     finally:
         torch.backends.cuda.enable_cudnn_sdp(at_start)
@@ -217,7 +202,7 @@ def test_attention_never_takes_cudnn_and_leaves_the_choice_of_others_alone(
 
 def test_repeated_key_heads_give_what_shared_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(with_adapter(random_model("Llama")))
-    batch = collate(sequences([(3, 9), (5, 4)]))
+    batch = batch_of([(3, [9]), (5, [4])])
     shared = policy.hidden(batch)
     monkeypatch.setattr(packed_attention, "shares_key_heads", lambda *arguments: False)
     torch.testing.assert_close(policy.hidden(batch), shared)

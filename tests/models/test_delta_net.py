@@ -8,8 +8,8 @@ import peft
 import pytest
 import torch
 from checkpointed_stack import LateCopies
+from packed_problem import alone, batch_of, gradients
 from small_models import DELTA, SPLIT, TINY, random_model, scatter, with_adapter
-from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from lowmem_grpo import FastLanguageModel
@@ -18,9 +18,8 @@ from lowmem_grpo.models import delta_net
 from lowmem_grpo.models.delta_net import DeltaNet
 from lowmem_grpo.models.lean_modules import make_lean
 from lowmem_grpo.models.lora_targets import Scope, lora_targets
-from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import MicroBatch
 
 GROUPS = {  # (prompt, completions) of each group; a prompt's last token belongs to its completions
     "one group": [(70, [5, 66, 1, 12])], "a prompt of one token": [(1, [3, 70])],
@@ -28,43 +27,6 @@ GROUPS = {  # (prompt, completions) of each group; a prompt's last token belongs
 }
 BOUND = 1e-5
 BY_TENSOR = 5e-6  # of the largest element of a gradient
-
-
-def batch_of(groups: list[tuple[int, list[int]]]) -> MicroBatch:
-    draw = torch.Generator().manual_seed(0)
-
-    def ids(count: int) -> list[int]:
-        return torch.randint(3, 380, (count,), generator=draw).tolist()
-
-    pairs = []
-    for prompt, completions in groups:
-        group = RolloutGroup({"prompt": ""}, ids(prompt), [])
-        pairs += [(group, Rollout(ids(length), [0.0] * length, "stop")) for length in completions]
-    return collate(pairs)
-
-
-def sequences(batch: MicroBatch) -> list[tuple[Tensor, int]]:
-    """The token ids of each sequence, its last one among them, and of how many the completion is."""
-    rows = batch.sources.view(-1, batch.max_seqlen)
-    lengths = batch.cu_seqlens.diff().tolist()
-    return [(torch.cat([batch.input_ids[row[:length]], batch.targets[row[length - 1 : length]]]),
-             len(rollout.completion_ids)) for row, length, rollout in zip(rows, lengths, batch.rollouts, strict=True)]
-
-
-def alone(model: Any, batch: MicroBatch) -> Tensor:
-    """(N,) log-probabilities by transformers' own model, one sequence at a time."""
-    found = []
-    for ids, count in sequences(batch):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, -count - 1 : -1].log_softmax(-1)
-        found.append(logits.gather(-1, ids[-count:, None])[:, 0])
-    return torch.cat(found)
-
-
-def gradients(model: Any, logprobs: Tensor) -> dict[str, Tensor]:
-    """Of every LoRA weight, for a loss that weighs every token differently."""
-    named = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    loss = (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
-    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
 
 def assert_same(policy: Policy, batch: MicroBatch, plain: peft.PeftModel, exact: peft.PeftModel) -> None:

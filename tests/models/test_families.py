@@ -7,24 +7,30 @@ from typing import Any
 import pytest
 import torch
 from checkpointed_stack import LateCopies
-from families import GROUPS, SHAPES, TRAINED, batch_of, learned, learned_alone, loaded, plain_twin, saved_family
+from families import (
+    GROUPS,
+    NEAR,
+    SAMPLED,
+    SHAPES,
+    TRAINED,
+    assert_alike,
+    loaded,
+    plain_twin,
+    sampled_apart,
+    saved_family,
+)
+from packed_problem import batch_of, learned, learned_alone
 from tables import not_refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory import cutting
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.lean_modules import LeanAttention, LeanMLP, LeanRMSNorm
-from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import RolloutGroup
 
-NEAR = 1e-5  # of log-probabilities, and of gradients as a part of the largest of their tensor
-SAMPLED = 1e-4
 each_family = pytest.mark.parametrize("kind", TRAINED)
 
 
@@ -50,40 +56,24 @@ def test_packed_logprobs_and_every_gradient_are_those_of_plain_transformers(
         monkeypatch.setattr(cutting, "PAIRS_A_CALL", -(10**9))
     model, _ = loaded(folders(kind))
     batch = batch_of(GROUPS)
-    ours, our_grads = learned(Policy(model), batch)
-    theirs, grads = learned_alone(plain_twin(model, folders(kind)), batch)
-    assert (ours - theirs).abs().max() <= NEAR
-    assert our_grads.keys() == grads.keys()
-    for name, grad in grads.items():
-        assert grad.any(), name
-        assert (our_grads[name] - grad).abs().max() <= NEAR * grad.abs().max(), name
+    assert_alike(learned(Policy(model), batch), learned_alone(plain_twin(model, folders(kind)), batch))
 
 
 @each_family
 def test_our_engine_samples_with_the_trainers_logprobs(kind: str, folders: Any) -> None:
-    model, tokenizer = loaded(folders(kind))
-    policy = Policy(model)
-    prompts = [[5, 6, 7, 8], [9], list(range(20, 45))]
-    groups = TransformersEngine(policy, tokenizer, 128).generate(
-        prompts, SamplingParams(n=3, max_tokens=30, seed=1, ignore_eos=True))
-    (batch,) = pack([RolloutGroup({}, *pair) for pair in zip(prompts, groups, strict=True)])
-    with torch.no_grad():
-        trained, _ = policy.logprobs(batch, 1.0)
-    assert (trained - batch.at_trained(batch.rollout_logprobs)).abs().max() <= SAMPLED
+    assert sampled_apart(*loaded(folders(kind))) <= SAMPLED
 
 
 @each_family
 def test_checkpointed_layers_on_the_host_give_the_same_gradients(kind: str, folders: Any) -> None:
     batch = batch_of(GROUPS)
-    logprobs, expected = learned(Policy(loaded(folders(kind))[0]), batch)
+    expected = learned(Policy(loaded(folders(kind))[0]), batch)
     model, _ = loaded(folders(kind), checkpointing="offload")
     copies = LateCopies()
     with ActivationOffload(model.train(), copies, min_bytes=1):
-        ours, grads = learned(Policy(model), batch)
+        ours = learned(Policy(model), batch)
     assert copies.started > model.config.num_hidden_layers
-    assert (ours - logprobs).abs().max() <= NEAR
-    for name, grad in expected.items():
-        assert (grads[name] - grad).abs().max() <= NEAR * grad.abs().max(), name
+    assert_alike(ours, expected)
 
 
 @each_family
@@ -138,10 +128,7 @@ def test_a_saved_adapter_and_a_merged_model_compute_what_was_trained(
 def test_in_4_bits_packed_logprobs_are_those_of_each_sequence_alone(kind: str, folders: Any) -> None:
     model, _ = loaded(folders(kind), load_in_4bit=True)
     batch = batch_of(GROUPS)
-    ours, grads = learned(Policy(model), batch)
-    theirs, expected = learned_alone(model, batch)
-    assert (ours - theirs).abs().max() <= NEAR
-    assert all((grads[name] - grad).abs().max() <= 10 * NEAR * grad.abs().max() for name, grad in expected.items())
+    assert_alike(learned(Policy(model), batch), learned_alone(model, batch), gradients=10 * NEAR)
 
 
 def test_every_family_that_trains_has_a_small_model() -> None:
@@ -157,10 +144,7 @@ def test_an_unknown_family_trains_on_plain_layers_and_one_line_says_so(
     assert len(said) == 1 and "(helium)" in said[0] and "docs/families.md" in said[0]
     assert not any(isinstance(module, LeanAttention | LeanMLP | LeanRMSNorm) for module in model.modules())
     batch = batch_of(GROUPS)
-    ours, our_grads = learned(Policy(model), batch)
-    theirs, grads = learned_alone(plain_twin(model, tmp_path), batch)
-    assert (ours - theirs).abs().max() <= NEAR
-    assert all((our_grads[name] - grad).abs().max() <= NEAR * grad.abs().max() for name, grad in grads.items())
+    assert_alike(learned(Policy(model), batch), learned_alone(plain_twin(model, tmp_path), batch))
 
 
 @pytest.mark.parametrize(("kind", "words"), [("gemma2", "Gemma 2: its attention has soft-capped"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate
 from memory import LiveStorage
-from packed_problem import GROUPS, batch_of, outcome, trained
+from packed_problem import GROUPS, Learned, batch_of, learned, outcome
 from small_models import load_model, with_adapter
 from tables import pairwise
 from torch import Tensor
@@ -25,9 +25,6 @@ from lowmem_grpo.models.policy import Policy
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 NEAR = 1e-5  # the same behind the layers of a model in float32
 HEADS = {"each its own keys": (4, 4), "shared keys": (8, 2), "odd": (9, 3), "fifteen": (15, 5), "one key head": (3, 1)}
-
-
-Learned = tuple[Tensor, list[Tensor]]  # log-probabilities, and the gradient of each tensor of the adapter
 
 
 def made(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -79,18 +76,18 @@ def test_a_model_learns_the_same_with_prompts_side_by_side_and_computed_once(
         policy.model.gradient_checkpointing_enable()
         policy.model.train()
     batch = batch_of([(23, [3, 2, 9]), (6, [10, 7]), (4, [5])])
-    exact = trained(Policy(copy.deepcopy(policy.model).double()), batch)
+    exact = learned(Policy(copy.deepcopy(policy.model).double()), batch)
     for pairs in (cutting.PAIRS_A_CALL, -(10**9)):
         monkeypatch.setattr(cutting, "PAIRS_A_CALL", pairs)
         policy.head_groups = 1
-        together = trained(policy, batch)
+        together = learned(policy, batch)
         policy.head_groups = 4
-        assert_as_exact(trained(policy, batch), together, exact, NEAR)
+        assert_as_exact(learned(policy, batch), together, exact, NEAR)
 
 
 def assert_as_exact(found: Learned, together: Learned, exact: Learned, epsilon: float) -> None:
     """Log-probabilities and gradients of groups of heads, by what those of all heads together are off."""
-    every = zip(*((one[0], *one[1]) for one in (found, together, exact)), strict=True)
+    every = zip(*((one[0], *one[1].values()) for one in (found, together, exact)), strict=True)
     for number, (ours, reference, truth) in enumerate(every):
         assert_as_accurate(f"tensor {number}", ours, reference, truth, epsilon)
 
@@ -98,12 +95,12 @@ def assert_as_exact(found: Learned, together: Learned, exact: Learned, epsilon: 
 def test_mixed_precision_and_a_backward_pass_inside_the_offload_lose_no_accuracy() -> None:
     model = with_adapter(load_model("tiny"))
     policy, batch = Policy(model, torch.bfloat16), batch_of(GROUPS["two groups"])
-    together = trained(policy, batch)
+    together = learned(policy, batch)
     policy.head_groups = 2
     with ActivationOffload(policy.model, Copies(), min_bytes=1) as offload:
-        found = trained(policy, batch)
+        found = learned(policy, batch)
         assert offload.host_bytes_peak > 0
-    exact = trained(Policy(copy.deepcopy(model).double()), batch)
+    exact = learned(Policy(copy.deepcopy(model).double()), batch)
     assert_as_exact(found, together, exact, EPSILON[torch.bfloat16])
 
 
@@ -179,6 +176,6 @@ def test_what_lora_drops_out_is_the_same_where_queries_are_computed_again(checkp
     found = []
     for policy.head_groups in (1, 4):
         torch.manual_seed(3)
-        found.append(trained(policy, batch))
-    for one, other in zip((found[0][0], *found[0][1]), (found[1][0], *found[1][1]), strict=True):
+        found.append(learned(policy, batch))
+    for one, other in zip(*((logprobs, *grads.values()) for logprobs, grads in found), strict=True):
         assert (one - other).abs().max() <= NEAR * one.abs().max()  # other numbers drawn would be off by a tenth

@@ -8,7 +8,7 @@ import pytest
 import torch
 from card import DEVICES
 from memory import LiveStorage
-from packed_problem import GROUPS, batch_of, outcome, trained
+from packed_problem import GROUPS, batch_of, learned, outcome
 from small_models import FAMILIES, load_model, random_model, with_adapter
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -99,12 +99,12 @@ def test_a_model_that_computes_prompts_once_learns_the_same(
         policy.model.train()
     batch = batch_of([(23, [3, 2, 9]), (6, [10, 7]), (4, [5])])
     assert not PackedLayout.from_batch(batch).once
-    expected, grads = trained(policy, batch)
+    expected, grads = learned(policy, batch)
     monkeypatch.setattr(cutting, "PAIRS_A_CALL", -(10**9))
     assert PackedLayout.from_batch(batch).once
-    ours, ours_grads = trained(policy, batch)
+    ours, ours_grads = learned(policy, batch)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    for one, other in zip(ours_grads, grads, strict=True):
+    for one, other in zip(ours_grads.values(), grads.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5 * other.abs().max().item())
 
 
@@ -112,8 +112,8 @@ def test_a_model_that_computes_prompts_once_learns_the_same(
 def test_mixed_precision_computes_prompts_once_in_its_own_dtype() -> None:
     batch = batch_of(GROUPS["two groups"])
     model = with_adapter(random_model("Qwen3"))
-    exact, _ = trained(Policy(model), batch)
-    mixed, _ = trained(Policy(model, torch.bfloat16), batch)
+    exact, _ = learned(Policy(model), batch)
+    mixed, _ = learned(Policy(model, torch.bfloat16), batch)
     assert (mixed - exact).abs().max() < 0.1 * exact.abs().max()
     assert not torch.equal(mixed, exact)
 

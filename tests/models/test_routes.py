@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import gradients
 from mixtures import (
     EXPERTS,
     LAYERS,
@@ -17,6 +16,7 @@ from mixtures import (
     policy_and_twin,
     replayed_alone,
 )
+from packed_problem import gradients
 from torch import Tensor
 
 from lowmem_grpo.models.packing import pack
@@ -38,20 +38,13 @@ def exact(folder: Path) -> tuple[Policy, Any]:
     return policy_and_twin(folder, torch.float64)
 
 
-def weighed(found: dict[int, Tensor], groups: list[RolloutGroup]) -> Tensor:
-    """A loss that has another weight for each token."""
-    tokens = torch.cat([found[id(rollout)] for group in groups for rollout in group.rollouts])
-    return (tokens * torch.linspace(-1, 1, len(tokens), dtype=tokens.dtype)).sum()
-
-
 def learned(
     model: Any, groups: list[RolloutGroup], compute: Callable[[], dict[int, Tensor]]
 ) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
     """Log-probabilities of each rollout, and every LoRA gradient."""
-    model.zero_grad()
     found = compute()
-    weighed(found, groups).backward()
-    return {key: own.detach() for key, own in found.items()}, gradients(model)
+    tokens = torch.cat([found[id(rollout)] for group in groups for rollout in group.rollouts])
+    return {key: own.detach() for key, own in found.items()}, gradients(model, tokens)
 
 
 def assert_near(found: Any, expected: Any, near: float) -> None:

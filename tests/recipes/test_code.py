@@ -1,12 +1,10 @@
 """Recipe code: problems that are exact, and tests that a solution passes."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from recipe_runs import run
 
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes import code
 from lowmem_grpo.recipes.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
 from lowmem_grpo.rewards.ready.code import code_passes_tests
@@ -77,17 +75,11 @@ def test_only_a_block_that_defines_the_function_is_paid_for_its_form() -> None:
 # without a sandbox, and the exam
 
 
-def run(folder: Path, *words: str) -> Any:
-    small = ["max_steps=1", "eval_problems=3", "train_size=8", "num_generations=2", "per_device_train_batch_size=4",
-             "gradient_accumulation_steps=1", "max_completion_length=6", f"output_dir={folder}", "engine=transformers"]
-    return CliRunner().invoke(main, ["run", "code", *small, *words])
-
-
 def test_without_a_sandbox_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
     why_not.cache_clear()
     try:
-        result = run(tmp_path / "run")
+        result = run("code", tmp_path / "run")
     finally:
         why_not.cache_clear()
     assert result.exit_code == 1 and "apt install bubblewrap" in result.output

@@ -1,15 +1,12 @@
 """Recipe judge: reports that are exact, summaries that are measured, and short runs with both judges."""
 
-import json
 import re
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from recipe_runs import records, run
 
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes import judge
 from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, Report, is_short, reports, share_kept
 from tests.attacks.judge_server import by_length, serving
@@ -57,20 +54,11 @@ def test_the_judge_is_told_how_long_a_summary_may_be() -> None:
 # short runs
 
 
-def run(folder: Path, *words: str) -> Any:
-    small = ["gpu=cpu", "max_steps=1", "eval_problems=2", "train_size=4", "num_generations=2", "engine=transformers",
-             "per_device_train_batch_size=4", "max_completion_length=6", f"output_dir={folder}"]
-    return CliRunner().invoke(main, ["run", "judge", *small, *words])
-
-
-def records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(summary, metrics of the only step) of a run."""
-    (line,) = (folder / "metrics.jsonl").read_text().splitlines()
-    return json.loads((folder / "summary.json").read_text()), json.loads(line)
+FEW = ("eval_problems=2", "train_size=4", "max_completion_length=6")
 
 
 def test_a_model_that_cannot_judge_trains_to_the_end_and_then_fails_in_one_line(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", "seed=4")
+    result = run("judge", tmp_path / "run", *FEW, "seed=4")
     assert result.exit_code == 1, result.output
     assert result.stderr.rstrip().rpartition("\n")[2].startswith(
         "Error: the judge (self) gave no usable score in 2 calls, so nothing was learned: take a model that can judge")
@@ -83,21 +71,10 @@ def test_a_model_that_cannot_judge_trains_to_the_end_and_then_fails_in_one_line(
 
 
 def test_the_recipe_can_be_judged_by_a_server(tmp_path: Path) -> None:
-    words = ["judge_model=m", "judge_key=local"]
     with serving(by_length) as server:
-        result = run(tmp_path / "run", f"judge={server.url}", *words)
+        result = run("judge", tmp_path / "run", *FEW, f"judge={server.url}", "judge_model=m", "judge_key=local")
     assert result.exit_code == 0, result.output
     summary, line = records(tmp_path / "run")
     assert line["judge/ruler/failed"] == 0 and line["groups/with_signal"] > 0 and "rewards/too_long/mean" in line
     assert summary["judging"]["calls"] == 2 and summary["judging"]["prompt_tokens"] == 200
     assert "judge m: 2 calls" in result.output
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    (["judge=gpt"], "judge is 'gpt'; allowed are"), (["judge=http://127.0.0.1/v1"], "judge_model is missing"),
-    (["judge_model=m"], "judge_model is for a judge at an address"), (["judge_keys=x"], "judge_key"),
-])
-def test_a_wrong_option_is_found_before_the_model_is_loaded(words: list[str], message: str, tmp_path: Path) -> None:
-    result = run(tmp_path / "run", *words)
-    assert result.exit_code != 0 and message in result.output
-    assert not (tmp_path / "run").exists()

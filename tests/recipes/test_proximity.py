@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from datasets import Dataset
+from recipe_runs import run
 
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.recipes.proximity import (
     GOODS,
     MAX_STEPS,
@@ -121,10 +120,7 @@ def test_the_embedded_model_is_only_asked_for_words_that_it_can_write() -> None:
 # short runs
 
 
-def run(folder: Path, *words: str) -> Result:
-    small = ["eval_problems=8", "train_size=16", "num_generations=2", "per_device_train_batch_size=4",
-             "gradient_accumulation_steps=1", "engine=transformers", f"output_dir={folder}"]
-    return CliRunner().invoke(main, ["run", "proximity", *small, *words])
+FEW = ("eval_problems=8", "train_size=16")
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -132,7 +128,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def test_the_format_is_taught_first_and_only_once(tmp_path: Path) -> None:
-    result = run(tmp_path, "sft_steps=6", "max_steps=1")
+    result = run("proximity", tmp_path, *FEW, "sft_steps=6")
     assert result.exit_code == 0, result.output
     summary = summary_of(tmp_path)
     assert (summary["recipe"], summary["sft_steps"], summary["taught_format_before"]) == ("proximity", 6, 0.0)
@@ -140,7 +136,7 @@ def test_the_format_is_taught_first_and_only_once(tmp_path: Path) -> None:
     assert {"accuracy_before", "accuracy_after_sft", "accuracy_after", "taught_format_after"} <= summary.keys()
     assert "answers as `Answer = N`: 0.0% before" in result.output and "after GRPO" in result.output
     taught = (tmp_path / "sft" / "adapter" / "adapter_model.safetensors").read_bytes()
-    again = run(tmp_path, "sft_steps=6", "max_steps=2", "resume=true")
+    again = run("proximity", tmp_path, *FEW, "sft_steps=6", "max_steps=2", "resume=true")
     assert again.exit_code == 0, again.output
     assert "of fine-tuning" not in again.output
     assert (tmp_path / "sft" / "adapter" / "adapter_model.safetensors").read_bytes() == taught
@@ -148,6 +144,6 @@ def test_the_format_is_taught_first_and_only_once(tmp_path: Path) -> None:
 
 
 def test_fine_tuning_can_be_left_out(tmp_path: Path) -> None:
-    result = run(tmp_path, "sft_steps=0", "max_steps=1")
+    result = run("proximity", tmp_path, *FEW, "sft_steps=0")
     assert result.exit_code == 0, result.output
     assert "sft_steps" not in summary_of(tmp_path) and not (tmp_path / "sft").exists()

@@ -7,6 +7,7 @@ from typing import Any
 
 import peft
 import torch
+from packed_problem import Learned
 from small_models import HYBRIDS, SHAPE, TINY, scatter
 from torch import Tensor
 from transformers import (
@@ -25,10 +26,12 @@ from transformers import (
 )
 
 from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.families import FAMILIES
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import RolloutGroup
 
 WINDOW = 8  # tokens: completions are longer
 LAYER_TYPES = ["sliding_attention", "full_attention"]
@@ -109,53 +112,28 @@ def plain_twin(ours: Any, folder: Path) -> peft.PeftModel:
     return twin
 
 
-def batch_of(groups: list[tuple[int, list[int]]]) -> MicroBatch:
-    """Random completions of random prompts, in one micro-batch."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(count: int) -> list[int]:
-        return torch.randint(3, 380, (count,), generator=generator).tolist()
-
-    (batch,) = pack([
-        RolloutGroup({}, ids(prompt), [Rollout(ids(n), [0.0] * n, "stop") for n in completions])
-        for prompt, completions in groups])
-    return batch
+NEAR = 1e-5  # of log-probabilities, and of gradients as a part of the largest of their tensor
+SAMPLED = 1e-4
 
 
-def learned(policy: Policy, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities of the trained tokens, and the gradient of every LoRA tensor."""
-    policy.model.zero_grad()
-    logprobs, _ = policy.logprobs(batch, 1.0)
-    (logprobs * weights(len(logprobs))).sum().backward()
-    return logprobs.detach(), gradients(policy.model)
+def assert_alike(ours: Learned, theirs: Learned, gradients: float = NEAR) -> None:
+    """What `learned` gives: log-probabilities, and every gradient, of which none is zero throughout."""
+    assert (ours[0] - theirs[0]).abs().max() <= NEAR
+    assert ours[1].keys() == theirs[1].keys()
+    for name, grad in theirs[1].items():
+        assert grad.any(), name
+        assert (ours[1][name] - grad).abs().max() <= gradients * grad.abs().max(), name
 
 
-def learned_alone(twin: peft.PeftModel, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same by transformers, one sequence at a time."""
-    twin.zero_grad()
-    dtype = next(twin.parameters()).dtype
-    found = torch.zeros(len(batch.input_ids), dtype=dtype)
-    lengths = batch.cu_seqlens.diff().tolist()
-    for row, length in zip(batch.sources.view(len(lengths), -1), lengths, strict=True):
-        places = row[:length]
-        ids, targets = batch.input_ids[places], batch.targets[places]
-        values = twin(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-        own = values.gather(-1, targets[:, None])[:, 0]
-        mine = batch.loss_mask[places]
-        found = found.index_put((places[mine],), own[mine])
-    logprobs = found[batch.trained]
-    (logprobs * weights(len(logprobs))).sum().backward()
-    return logprobs.detach(), gradients(twin)
-
-
-def weights(count: int) -> Tensor:
-    """(N,): another one for each token."""
-    return torch.linspace(-1, 1, count)
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    """Of every LoRA tensor, by its name."""
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def sampled_apart(model: Any, tokenizer: Any) -> Tensor:
+    """The largest difference of log-probabilities between sampling and training."""
+    policy, prompts = Policy(model), [[5, 6, 7, 8], [9], list(range(20, 45))]
+    groups = TransformersEngine(policy, tokenizer, 128).generate(
+        prompts, SamplingParams(n=3, max_tokens=30, seed=1, ignore_eos=True))
+    (batch,) = pack([RolloutGroup({}, *pair) for pair in zip(prompts, groups, strict=True)])
+    with torch.no_grad():
+        trained, _ = policy.logprobs(batch, 1.0)
+    return (trained - batch.at_trained(batch.rollout_logprobs)).abs().max()
 
 
 TINY_PART = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accuracy import assert_as_accurate, in_float64
+from accuracy import ROUNDING, assert_as_accurate, in_float64
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs_ref
 
 D, V = 33, 1003  # odd: padding would hide mistakes at the edges
 SUMMATION = 2e-5  # slack for summing V float32 terms in another order than the reference, relative to the largest value
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # one rounding of a stored gradient
 SHAPES = [
     {}, {"temperature": 0.7}, {"logit_scale": 0.25}, {"softcap": 5.0},
     {"bias": True, "temperature": 1.3, "logit_scale": 2.0, "softcap": 3.0},

@@ -3,7 +3,6 @@ for routed_experts: random experts in NF4 and in plain numbers, rows, routes and
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,23 +127,3 @@ def problem(
         "gate_up": stack(experts, 2 * inner, size, kind, dtype, device),
         "down": stack(experts, size, inner, kind, dtype, device),
     }
-
-
-def wide(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same in float64, with the experts as their codes and scales define them."""
-    return {name: in_float64(value) for name, value in arguments.items()}
-
-
-def in_float64(value: Any) -> Any:
-    if isinstance(value, FrozenStack):
-        held = value.weight
-        return replace(value, weight=held.double() if isinstance(held, Tensor) else replace(held, dtype=torch.float64))
-    return value.detach().double().requires_grad_() if value.is_floating_point() else value
-
-
-def outcome(function: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The output, and the gradients of x and of the gate values."""
-    y = function(**arguments)
-    grad = random(*y.shape, seed=7, dtype=y.dtype, device=str(y.device))
-    asked = {name: arguments[name] for name in ("x", "weights") if arguments[name].requires_grad}
-    return {"y": y} | dict(zip(asked, torch.autograd.grad(y, list(asked.values()), grad), strict=True))

@@ -1,19 +1,16 @@
 """Problems for nf4_linear: random quantized weights and adapters, in any dtype and in float64."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
-from accuracy import assert_as_accurate, in_float64
+from accuracy import ROUNDING, assert_each_as_accurate, in_float64, outcome
 from torch import Tensor
 
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 ONE, THREE, ODD = ((70,), 192), ((128, 64, 33), 256), ((37,), 75)  # (out of each matrix, in); ODD: blocks span rows
 GRADIENTS = ("x", "lora_a", "lora_b", "bias")
 
@@ -51,22 +48,7 @@ def problem(
     }
 
 
-def wide(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same in float64, with the weight as its codes and scales define it."""
-    return in_float64(arguments) | {"weight": replace(arguments["weight"], dtype=torch.float64)}
-
-
-def outcome(function: Callable[..., Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The output, and the gradient of everything that asks for one."""
-    y = function(**arguments)
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y.device, y.dtype)
-    asked = {name: arguments[name] for name in GRADIENTS if torch.is_tensor(arguments.get(name))}
-    return {"y": y} | dict(zip(asked, torch.autograd.grad(y, list(asked.values()), grad), strict=True))
-
-
 def assert_all_as_accurate(arguments: dict[str, Any]) -> None:
     """nf4_linear against the reference in the same dtype, and float64."""
-    found, reference = outcome(nf4_linear, arguments), outcome(nf4_linear_ref, arguments)
-    for name, truth in outcome(nf4_linear_ref, wide(arguments)).items():
-        assert found[name].dtype == (arguments["x"] if name == "y" else arguments[name]).dtype
-        assert_as_accurate(name, found[name], reference[name], truth, ROUNDING[arguments["x"].dtype])
+    plain, truth = outcome(nf4_linear_ref, arguments), outcome(nf4_linear_ref, in_float64(arguments))
+    assert_each_as_accurate(outcome(nf4_linear, arguments), plain, truth, ROUNDING[arguments["x"].dtype])

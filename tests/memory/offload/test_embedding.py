@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from card import gpu
-from families import GROUPS, batch_of, learned, loaded, saved_family
+from families import GROUPS, loaded, saved_family
+from packed_problem import batch_of, learned
 from small_models import FAMILIES, TINY, random_model
 from tables import every_row
 
