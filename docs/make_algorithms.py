@@ -34,8 +34,8 @@ drew.
 
 Loss, metrics and LoRA gradients agree with TRL 1.16.0 within 1e-5, and with formulas written out token by token in
 float64 within 1e-10. Where we differ from TRL on purpose, a test says why. On-policy, a ratio is exactly 1. No gradient
-depends on how a step is split, ordered or packed. [learning.md](learning.md) shows what the algorithms learn on a small
-task.
+depends on how a step is split, ordered or packed. [Learning curves](../bench/learning/learning.md) show what the
+algorithms learn on a small task.
 
 The notation: logp, old and ref are log-probabilities under three policies. These are the policy in training, the same
 policy at the start of the update, and the reference: the policy as the trainer began with it, or with
