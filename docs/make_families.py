@@ -25,15 +25,14 @@ On a small random model of each family, with random LoRA on all linear layers of
 (`tests/models/test_families.py`, generated from the table). No checkpoint that people use was loaded.
 
 - Log-probabilities of packed completions with shared prompts, and every LoRA gradient, equal those of plain
-  transformers and PEFT, one sequence at a time, within 1e-5 (gradients: of the largest of their tensor). Both forms of
-  attention are tried: side by side, and each prompt computed once.
-- Our own engine's log-probabilities equal the trainer's within 1e-4.
-- With layer inputs offloaded to the host, gradients are the same within 1e-5.
-- In 4 bits, packed log-probabilities equal those of each sequence alone within 1e-5.
+  transformers and PEFT, one sequence at a time, within 1e-5 (gradients: of the largest of their tensor), with both
+  forms of attention, and with layer inputs offloaded. In 4 bits, packed log-probabilities equal those of each sequence
+  alone within 1e-5.
+- Log-probabilities of our own engine equal the trainer's within 1e-4. vLLM's build for CPUs agrees with the trainer
+  within 1e-5 in float32, before and after the adapter moves, and in bfloat16 the mean difference is at most 0.003
+  (`tests/engines/vllm/test_parity.py`).
 - A saved adapter loads again and computes the same numbers bit for bit. A merged model equals PEFT's, rounded once to
   16 bits.
-- If vLLM samples the family: its build for CPUs agrees with the trainer within 1e-5 in float32, before and after the
-  adapter moves, and in bfloat16 the mean difference is at most 0.003 (`tests/engines/vllm/test_parity.py`).
 - In a mixture of experts, LoRA goes on attention only; experts and router stay frozen. The values of the gates pass
   gradient on to the hidden states, and are in float32, while transformers rounds them to the model's dtype.
 """
@@ -85,9 +84,6 @@ what is quantized. No step has been measured on a card yet.
    If packed log-probabilities differ and the first pass did not refuse the model, one of our modules computes something
    else than theirs: set `lean=False` on one after the other to find it.
 7. Run `python docs/make_families.py`.
-
-EXAONE 4 was added this way. Its attention rotates queries and keys only in layers with a window, but holds the window's
-size in all layers, so its attention stays transformers' own; its norms and MLPs are ours.
 """
 
 

@@ -58,10 +58,9 @@ event loop of their own, so write `async def` where a notebook's plain function 
 ## Try them before a run: `rewards.check(reward_funcs, dataset, model, args)`
 
 The check samples a few groups as the run would, and prints the rewards of each function and what is wrong with them. It
-finds functions that fail (also on an empty completion), are slower than `reward_timeout`, need a missing column, give
-all completions the same reward, give the same rewards as another function, or reward the empty answer. It also
-estimates the share of groups that will carry signal, with a 95% interval. It returns a `RewardCheck` (`findings`,
-`trials`, `signal_share`, `ok`).
+finds functions that fail (also on an empty completion), are slower than `reward_timeout`, need a missing column, do not
+distinguish completions, repeat another function, or reward the empty answer. It also estimates the share of groups that
+will carry signal, with a 95% interval. It returns a `RewardCheck` (`findings`, `trials`, `signal_share`, `ok`).
 
 ## Reward models
 
@@ -81,8 +80,8 @@ its end token. A model given by name is loaded with `model_init_kwargs`, as in T
 `quantization_config` for 4 bits.
 
 The model is frozen. It computes in its own dtype (TRL under `bf16=True` computes in bfloat16), on at most 8,192 tokens
-at a time, fewer if memory runs out. If the policy is on a card, the reward model stays on the host and is on the card
-only while it scores, when the sampler's cache is not; the memory plan counts both. It has no time limit.
+at a time, fewer if memory runs out. If the policy is on a card, the reward model is there only while it scores; the
+memory plan counts it. It has no time limit.
 
 Refused before the run: a causal language model, a model with more than one label, weights without a head, a tokenizer
 with tokens that the model lacks or without a chat template for chats, a model in 8 bits or on several devices if the
@@ -196,7 +195,7 @@ with `from lowmem_grpo.rewards.sandbox.limits import Limits`; so does `python_to
 In bubblewrap the code sees Python's and the C library's files, read-only, and its own folder. `isolation="process"`
 keeps the same limits but protects less: if the kernel lacks Landlock 3 (Linux before 6.2), code can read and write your
 files, and on every kernel it sees which files exist, their sizes and their ages. No sandbox keeps code from recognising
-the inputs of its tests, and a hole in the kernel is a hole in the sandbox.
+the inputs of its tests.
 
 ## Which answers are equal
 
