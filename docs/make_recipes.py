@@ -67,8 +67,8 @@ FOOT = """
 with its adapter, with 95% intervals. On a CPU, memory is the peak resident size of the process, with Python and torch.
 On a card, it is the most that torch allocated."""
 NO_CARD = """
-**Not yet measured on a GPU:** {}. The memory that their presets need on a card is planned, and what models from the
-hub learn is what we expect."""
+**Not yet measured on a GPU:** {}. The memory that their presets need on a card is planned, and what models from the hub
+learn is what we expect."""
 OPTIONS = """
 ## Options of all recipes
 
