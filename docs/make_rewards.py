@@ -34,13 +34,15 @@ as `rewards/NAME/mean`. A function of weight 0 changes no advantage.
 
 ## Write your own
 
+    from lowmem_grpo.rewards.texts import completion_texts
+
     def short(completions, **kwargs):
-        return [1.0 if len(text) < 200 else 0.0 for text in completions]
+        return [1.0 if len(text) < 200 else 0.0 for text in completion_texts(completions)]
 
 A function follows TRL's contract. It is called by keyword with `prompts`, `completions`, `completion_ids`, a list for
 every dataset column, `trainer_state`, `log_extra` and `log_metric`, and returns one float or None for each completion.
-Completions are texts or chats. So these rewards work in TRL, and those of `trl.rewards` work here. If your column has
-another name, pass `column="solution"` to the ready-made rewards.
+Completions are texts or chats; `completion_texts` reads both. So these rewards work in TRL, and those of `trl.rewards`
+work here. If your column has another name, pass `column="solution"` to the ready-made rewards.
 
 A function may change its arguments (`prompt += completion`): each call gets copies. Only the `environments` of episodes
 are the ones that were played. In an evaluation, what `log_metric` gets is logged as `eval_NAME`, and so is the mean of
