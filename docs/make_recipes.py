@@ -15,7 +15,7 @@ import tomllib
 from collections import Counter
 from dataclasses import MISSING, fields, replace
 from importlib import import_module
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,18 @@ On a CPU every recipe uses an embedded model of 1.2 or 1.3 million parameters. `
 only show that everything works, from the data to the report.
 
 ## Measured
+"""
+MEASURED = """On {}:
 
-| recipe | teaches | model | before | after | mean reward, first to last steps | steps | median step, s | whole command, s | memory, MiB | machine | commit |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
+| recipe | teaches | model | before | after | mean reward, first to last steps | steps | median step, s | whole command, s | memory, MiB | commit |
+|---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 FOOT = """
 "Before" and "after" are the shares of held-out problems that the model answers correctly at temperature 1, without and
 with its adapter, with 95% intervals. On a CPU, memory is the peak resident size of the process, with Python and torch.
 On a card, it is the most that torch allocated."""
 NO_CARD = """
-**Not yet measured on a GPU:** {}. The memory that their presets need on a card is planned, and what models from the hub
-learn is what we expect."""
+**No row {}is from a GPU yet.** The memory that presets need on a card is planned, and what models from the hub learn is
+what we expect."""
 OPTIONS = """
 ## Options of all recipes
 
@@ -114,15 +116,18 @@ def page() -> str:
 
 
 def measured() -> list[str]:
-    """Return the rows of the table, and what its columns mean."""
-    return [*(measured_line(row) for _, row in sorted(read_rows().items(), key=lambda item: order(item[0]))), FOOT]
+    """Return a table for each machine, and what the columns mean."""
+    rows = [row for _, row in sorted(read_rows().items(), key=lambda item: order(item[0]))]
+    tables = [[MEASURED.format(machine), *(measured_line(row) for row in group)]
+              for machine, group in groupby(rows, lambda row: f"{row['gpu'] or row['cpu']}, {row['cores']} cores")]
+    return [*"\n\n".join("\n".join(lines) for lines in tables).split("\n"), FOOT]
 
 
 def not_on_a_card() -> list[str]:
     """Return a caveat that names the recipes without a row from a card."""
     on_cards = {recipe for recipe, gpu in read_rows() if gpu}
-    names = [f"`{name}`" for name in RECIPES if name not in on_cards]
-    return [NO_CARD.format("every recipe" if len(names) == len(RECIPES) else ", ".join(names))] if names else []
+    names = ", ".join(f"`{name}`" for name in RECIPES if name not in on_cards)
+    return [NO_CARD.format(f"of {names} " if on_cards else "")] if names else []
 
 
 def other_models() -> list[str]:
@@ -154,15 +159,14 @@ def order(key: tuple[str, str]) -> tuple[str, int]:
 def measured_line(row: dict[str, Any]) -> str:
     """One row of the table."""
     name = row["recipe"]
-    where = f"{row['gpu'] or row['cpu']}, {row['cores']} cores | {row['commit']} |"
     if "missing" in row:
-        return f"| [{name}](#{name}) | missing: {row['missing'][:80]} {'| ' * 9}| {where}"
+        return f"| [{name}](#{name}) | missing: {row['missing'][:80]} {'| ' * 9}| {row['commit']} |"
     memory = row["peak_bytes"] if row["gpu"] else row["host_peak_bytes"]
     median = sorted(row["step_seconds"])[len(row["step_seconds"]) // 2]
     cells = [f"[{name}](#{name})", WORDS[name]["teaches"], row["model"], share(row, "before"), share(row, "after"),
              ends(row["rewards"]), str(row["steps"]), f"{median:.2f}", f"{row['command_seconds']:.0f}",
-             f"{memory / MIB:.0f}"]
-    return f"| {' | '.join(cells)} | {where}"
+             f"{memory / MIB:.0f}", row["commit"]]
+    return f"| {' | '.join(cells)} |"
 
 
 def share(row: dict[str, Any], when: str) -> str:
