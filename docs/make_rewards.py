@@ -44,9 +44,8 @@ every dataset column, `trainer_state`, `log_extra` and `log_metric`, and returns
 Completions are texts or chats; `completion_texts` reads both. So these rewards work in TRL, and those of `trl.rewards`
 work here. If your column has another name, pass `column="solution"` to the ready-made rewards.
 
-A function may change its arguments (`prompt += completion`): each call gets copies. Only the `environments` of episodes
-are the ones that were played. In an evaluation, what `log_metric` gets is logged as `eval_NAME`, and so is the mean of
-a column of numbers that `log_extra` gets.
+A function may change its arguments: each call gets copies (but of episodes' `environments`). In an evaluation, what
+`log_metric` gets is logged as `eval_NAME`, and so is the mean of a column of numbers that `log_extra` gets.
 
 Booleans, tensors and arrays are accepted as numbers, with one warning. Strings, a wrong number of rewards or a missing
 column end the run, with an error that names the function, what it returned and what was expected. If a function returns
@@ -91,10 +90,9 @@ policy is on a card, and code from a model's repository.
 
 ## Scoring while other groups are still sampled
 
-The ready-made rewards (except GSM8K's five plain functions) look at each group by itself. So finished groups are scored
-while other groups still decode, and a step waits only for the last calls: `time/reward` is that wait,
-`time/reward_hidden` the time saved. Scores, records and gradients are the same as those of one call on all completions
-of the step.
+The ready-made rewards (except GSM8K's five plain functions) score finished groups while other groups still decode, so a
+step waits only for the last calls: `time/reward` is that wait, `time/reward_hidden` the time saved. Scores and
+gradients are those of one call on all completions of the step.
 
 A plain function keeps TRL's contract: one call with all completions, after sampling. With
 `GRPOConfig(score_while_sampling=True)` you promise that your functions can be called on some of the groups, in another
