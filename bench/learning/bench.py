@@ -20,7 +20,7 @@ from bench.common.rows import RESULTS, append_row, machine, newest, read_rows
 from bench.learning.report import failures, write_report
 from bench.learning.settings import SETTINGS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+HERE = Path(__file__).resolve().parent
 QUICK = Path("runs") / "learning-quick"
 
 
@@ -39,11 +39,11 @@ def one(name: str, seed: int, steps: int) -> dict[str, Any]:
 @click.option("--steps", type=int, help="Optimizer steps of each run.")
 @click.option("--setting", "names", multiple=True, help="Only this setting; may be repeated.")
 @click.option("--jobs", type=int, default=os.cpu_count(), show_default=True, help="Runs at a time.")
-@click.option("--report", is_flag=True, help="Only write docs/learning.md and its picture from the rows.")
+@click.option("--report", is_flag=True, help="Only write learning.md and its picture from the rows.")
 def main(
     quick: bool, seeds: int | None, steps: int | None, names: tuple[str, ...], jobs: int, report: bool
 ) -> None:
-    path, folder = (QUICK / "learning.jsonl", QUICK) if quick else (RESULTS / "learning.jsonl", DOCS)
+    path, folder = (QUICK / "learning.jsonl", QUICK) if quick else (RESULTS / "learning.jsonl", HERE)
     if not report:
         wanted = [setting.name for setting in SETTINGS if not names or setting.name in names]
         tasks = [(name, seed) for seed in range(seeds or (2 if quick else 5)) for name in wanted]

@@ -3,7 +3,7 @@
     python -m bench.learning.recipe_runs                 # all, with the preset of this machine
     python -m bench.learning.recipe_runs --recipes arithmetic --seed 1 --output bench/results/demo.jsonl  # the demo
 
-`python docs/make_recipes.py` turns the rows into a table and pages. With `--must-rise` the exit code is also 1 where
+`python docs/make_recipes.py` makes docs/recipes.md of the rows. With `--must-rise` the exit code is also 1 where
 accuracy on held-out problems does not rise by two standard errors.
 """
 

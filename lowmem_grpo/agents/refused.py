@@ -19,7 +19,7 @@ REFUSED = {name: advice for names, advice in {  # names of its door, of its dev,
                                     "the way.",
     "MetricDefinition PIPELINE_RL_DASHBOARD_DEFAULT_METRICS PIPELINE_RL_METRIC_DEFINITIONS "
     "PIPELINE_RL_SCORE_METRICS":
-        "The metrics of a run are in its metrics.jsonl, and docs/metrics.md says what each means.",
+        "The metrics of a run are in its metrics.jsonl, and docs/checks.md says what each means.",
     "PipelineTrainer pipeline_trainer trajectory_group_batches PipelineAutotuneConfig PipelineRuntimeConfig":
         "Write the loop: `groups = await gather_trajectory_groups(...)`, then `await model.train(groups)`. One GPU "
         "samples or trains, so nothing is gained by doing both at a time.",

@@ -137,7 +137,7 @@ class TrainSettings(metaclass=CheckedCall):
     disable_tqdm: bool | None = None
     """True turns the live view off."""
     preflight: bool = True
-    """Not in TRL: before the first step, look for what would stop or spoil the run (docs/preflight.md), and after the
+    """Not in TRL: before the first step, look for what would stop or spoil the run (docs/checks.md), and after the
     first two steps report how they went. False checks nothing and reports nothing."""
     nonfinite_steps: int = 3
     """Not in TRL: stop after this many steps in a row that were skipped for NaN or infinity in rewards,

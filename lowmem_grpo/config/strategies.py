@@ -22,18 +22,18 @@ class Strategy:
 
 STRATEGIES: dict[str, Strategy] = {
     "dynamic_sampling_rounds": Strategy(
-        "groups without any advantage give their places to freshly sampled ones, up to so many times a step",
+        "groups without any advantage are replaced by newly sampled ones, up to this many times a step",
         "Many groups are solved or failed by all completions, and sampling is cheap beside training.",
         "DAPO, arXiv 2503.14476, section 3.2",
     ),
     "difficulty_pools": Strategy(
         "a row whose completions all earned the same rests for 1 epoch, then 2, 4, 8",
-        "Several epochs over rows that differ in difficulty: none is sampled in vain each time.",
+        "Several epochs over rows that differ in difficulty: rows without signal are sampled less often.",
         "Online difficulty filtering, arXiv 2504.03380; prime-rl's difficulty pools",
     ),
     "replay_buffer_size": Strategy(
-        "groups without any advantage give their places to kept ones of earlier steps, the largest spread first",
-        "Signal is rare, and sampling dear; kept completions are stale, and weighed for it.",
+        "groups without any advantage are replaced by kept ones of earlier steps, the largest spread first",
+        "Signal is rare, and sampling expensive; kept completions are stale, and weighted for it.",
         "RePO, arXiv 2506.09340; that they replace groups without spread is from TRL's experimental trainer",
     ),
 }

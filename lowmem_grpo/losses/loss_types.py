@@ -204,7 +204,7 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "bnpo": LossType(
         clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over the tokens of the optimizer step",
-        "As dapo, where several optimizer steps share a generation and each is to have its own mean.",
+        "As dapo, but each of several optimizer steps of a generation has its own mean.",
         "TRL's name for a token mean over the batch", metrics="clip", in_trl=True,
     ),
     "dr_grpo": LossType(
@@ -214,7 +214,7 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "dapo": LossType(
         clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over all tokens of the generation",
-        "The default. Every token weighs the same; with epsilon_high=0.28 exploration lives longer.",
+        "The default. Every token weighs the same; epsilon_high=0.28 keeps exploration up for longer.",
         "DAPO, arXiv 2503.14476, eq. 8", counts_generation=True, metrics="clip", in_trl=True,
     ),
     "luspo": LossType(
@@ -249,7 +249,7 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "gmpo": LossType(
         gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
-        "l = -exp(mean_t clip(log ratio_t, -epsilon, epsilon_high)) A, clipped on the side that would pay",
+        "l = -exp(mean_t clip(log ratio_t, -epsilon, epsilon_high)) A, clipped on the side that would gain",
         "Outliers among token ratios: a geometric mean is steadier than an arithmetic one.",
         "GMPO, arXiv 2507.20673", metrics="gmpo",
     ),

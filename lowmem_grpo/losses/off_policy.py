@@ -79,12 +79,12 @@ def mean_k3(ratio: Tensor) -> float:
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": Correction(
         lambda mismatch, *_: ratio_of(mismatch), truncated, "c_t = min(max(rho_t, clip_min), clip_max)",
-        "The default where a correction is due (TIS): a bounded bias, and no completion is lost whatever its length.",
+        "The default if a correction is needed (TIS): a bounded bias, and no completion is lost whatever its length.",
         "TIS; verl",
     ),
     "token_mask": Correction(
         lambda mismatch, *_: ratio_of(mismatch), masked, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
-        "A few wild tokens (mixture-of-experts routing): IcePop is this with both bounds, such as 0.5 and 5.",
+        "A few extreme tokens (mixture-of-experts routing): IcePop is this with both bounds, such as 0.5 and 5.",
         "MIS; IcePop (Ring-1T), arXiv 2510.18855",
     ),
     "sequence_truncate": Correction(

@@ -21,10 +21,10 @@ from lowmem_grpo.recipes.presets import prepare
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
-EXPLAIN = "explain them in docs/make_metrics.py: METRICS, and run it"
+EXPLAIN = "explain them in docs/make_checks.py: METRICS, and run it"
 
 
-@pytest.mark.parametrize("name", ["algorithms", "families", "metrics"])
+@pytest.mark.parametrize("name", ["algorithms", "checks", "families"])
 def test_a_page_is_what_its_script_makes_of_the_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     page = import_module(f"make_{name}").page()
@@ -32,10 +32,10 @@ def test_a_page_is_what_its_script_makes_of_the_tables(name: str, monkeypatch: p
 
 
 def not_on_the_page(metrics: Iterable[str]) -> list[str]:
-    """Those of the names that docs/metrics.md does not explain."""
-    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    """Those of the names that docs/checks.md does not explain."""
+    page = (DOCS / "checks.md").read_text(encoding="utf-8")
     known = [re.escape(name).replace("NAME", r"\w+").replace("MODULE", r"\w+")
-             for name in re.findall(r"`([^`]+)`", page.partition("## Alarms")[0])]
+             for name in re.findall(r"`([^`]+)`", page.partition("## Metrics")[2])]
     return [name for name in metrics if not any(re.fullmatch(one, name) for one in known)]
 
 

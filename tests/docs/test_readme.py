@@ -20,7 +20,9 @@ from lowmem_grpo.recipes.arithmetic import make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "notebooks" / "README.md"]
+HISTORY = ROOT / "CHANGELOG.md"  # links to pages as they were called at the time
+PAGES = [*sorted({*ROOT.glob("*.md")} - {HISTORY}), *sorted((ROOT / "docs").glob("*.md")),
+         ROOT / "notebooks" / "README.md", ROOT / "bench" / "README.md"]
 ANSWERS = 8  # completions of a prompt
 COLUMNS = ("rtx3060", "t4", "rtx4090", "a100-80")
 SHAPES = {"Qwen2.5-7B": "qwen2.5-7b", "Llama-3.1-8B": "llama-3.1-8b", "Phi-4 (14B)": "phi-4-14b",

@@ -1,4 +1,4 @@
-"""Checks before a run: mistakes that would stop it or make it learn nothing. docs/preflight.md lists them.
+"""Checks before a run: mistakes that would stop it or make it learn nothing. docs/checks.md lists them.
 
     for finding in trainer.preflight():
         print(finding.severity, finding.problem, finding.fix)

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -441,10 +440,3 @@ def test_a_run_without_checkpoints_only_needs_room_for_its_adapter(
     whole = room.checkpoint_bytes(subject)
     with_free(monkeypatch, whole - 1)
     assert needed < whole and not [line for line in found(trainer, "error") if "adapter" in line]
-
-
-def test_the_page_is_generated_from_the_table_of_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    docs = Path(__file__).resolve().parents[3] / "docs"
-    monkeypatch.syspath_prepend(str(docs))
-    page = import_module("make_preflight").page()
-    assert page == (docs / "preflight.md").read_text(encoding="utf-8"), "run python docs/make_preflight.py"

@@ -1,6 +1,7 @@
-"""The recipes' pages and table are up to date, and the bench behind them measures what a user would see."""
+"""The page of the recipes is up to date, and the bench behind it measures what a user would see."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,26 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make_recipes
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_page_is_what_its_script_makes_of_the_recipe(name: str, source: Any) -> None:
-    assert source.page(name) == (source.PAGES / f"{name}.md").read_text(encoding="utf-8"), "run docs/make_recipes.py"
-    assert all(source.WORDS[name][part] for part in ("teaches", "about", "commands", "rewards", "expect"))
-
-
-def test_the_table_is_what_its_script_makes_of_the_rows(source: Any) -> None:
-    assert source.table() == source.TABLE.read_text(encoding="utf-8"), "run python docs/make_recipes.py"
+def test_the_page_is_what_its_script_makes_of_the_recipes(source: Any) -> None:
+    assert source.page() == source.PAGE.read_text(encoding="utf-8"), "run python docs/make_recipes.py"
+    parts = ("teaches", "about", "commands", "rewards", "expect")
+    assert [name for name in RECIPES if not all(source.WORDS[name][part] for part in parts)] == []
 
 
 def test_every_recipe_has_a_measured_row_and_a_picture(source: Any) -> None:
     measured = {name for (name, _), row in source.read_rows().items() if "missing" not in row}
     assert measured == set(RECIPES)
-    assert [name for name in RECIPES if not (source.PAGES / f"{name}.svg").is_file()] == []
+    assert [name for name in RECIPES if not (source.PICTURES / f"{name}.svg").is_file()] == []
 
 
-def test_every_option_of_a_recipe_is_explained(source: Any) -> None:
+def test_every_option_of_a_recipe_is_explained_in_its_section_or_for_all_recipes(source: Any) -> None:
+    page = source.page()
+    assert not [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")]
+    listed = source.shared_options().keys() | {"config"}
     for name in RECIPES:
-        lines = source.options(source.module_of(name).OPTIONS)
-        assert [line for line in lines[2:] if line.endswith("|  |")] == [], name
+        section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        own = {entry.name for entry in fields(source.module_of(name).OPTIONS)} - listed
+        assert [option for option in own if f"\n| `{option}` | `" not in section] == [], name
 
 
 def bench(*words: str) -> Result:

@@ -1,4 +1,4 @@
-"""The programs on the page about the service run as they are printed."""
+"""The programs on the page about the server run as they are printed."""
 
 import re
 import runpy
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from served import OWNER, serving
 
-PAGE = Path(__file__).parents[2] / "docs" / "service.md"
+PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 
 
 def test_the_program_without_a_client_trains_and_samples(
