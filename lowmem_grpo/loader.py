@@ -74,7 +74,7 @@ class FastLanguageModel:
         `enforce_eager=True` turns CUDA graphs off. (False insists on them, and is refused, with the reason, if decode
         steps cannot be captured.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None:
         vLLM's default, or 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no
-        memory, and takes only `enforce_eager` of these five. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights
+        memory, and takes only `enforce_eager` of these. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights
         once per phase of sampling. That is faster when many sequences are decoded together (a few sequences still read
         the codes), and takes 2 bytes a weight until training begins; "4bit" never does it. None does it on a card where
         it is faster by its data sheet, if the key-value cache of the sequences that are decoded together still fits
