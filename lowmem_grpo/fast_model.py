@@ -73,7 +73,7 @@ class FastGeneration(Saving):
 
     def fast_generate(self, prompts: Any = None, sampling_params: Any = None, lora_request: Any = None,
                       use_tqdm: bool = True, **others: Any) -> list[RequestOutput]:
-        """Sample completions; the results are read as vLLM's: `out[0].outputs[0].text`.
+        """Sample completions; results have vLLM's structure: `out[0].outputs[0].text`.
 
         `prompts` is a string (already rendered), a list of chat messages, a list of token ids, a tokenizer's output,
         vLLM's own dictionary of a prompt, or a list of any of these. `sampling_params` is a SamplingParams,
@@ -327,7 +327,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
 
 
 def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload") -> FastPeftModel:
-    """Add LoRA to a loaded model whose values are loaded afterwards, so `init_lora_weights` is not applied."""
+    """Add LoRA to a loaded model, for values that are loaded afterwards; `init_lora_weights` is not applied."""
     start, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
     adapted = with_lora(model, config, checkpointing)
     config.init_lora_weights = start

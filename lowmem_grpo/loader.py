@@ -68,9 +68,9 @@ class FastLanguageModel:
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
         "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and a
-        warning says where vLLM would be faster. `model.engine_choice` says which one it is and why. vLLM takes
+        warning says if vLLM would be faster. `model.engine_choice` says which one it is and why. vLLM takes
         `gpu_memory_utilization` of the card, or `kv_cache_bytes` for its key-value cache. It decodes up to
-        `max_num_seqs` sequences together (None: what a run samples at once, as far as the cache has room), and
+        `max_num_seqs` sequences together (None: all that a run samples at once, as far as the cache has room), and
         `enforce_eager=True` turns CUDA graphs off. (False insists on them, and is refused, with the reason, if decode
         steps cannot be captured.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None:
         vLLM's default, or 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Message = dict[str, Any]  # of a chat: `role`, `content`, and `tool_calls` or `name` where it has them
+Message = dict[str, Any]  # of a chat: `role`, `content`, and `tool_calls` or `name` if it has them
 FAILURES = ("timeout", "environment_error")  # endings of episodes that are not the policy's fault
 
 
@@ -25,7 +25,7 @@ class ToolCall:
 
 @dataclass
 class Turn:
-    """One call of the engine in an episode, as the engine returned it, and what the environment answered."""
+    """One call of the engine in an episode, as the engine returned it, and the environment's answer."""
 
     prompt_ids: list[int]  # (P,) the whole input of the engine
     completion_ids: list[int]  # (C,) as they were drawn
@@ -149,7 +149,7 @@ class MicroBatch:
     sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W; for a shared place, in the first sequence
     copies: Tensor  # (T,) int64, how many (neighbouring) sequences share the place; 1 if it is not shared
-    prompts: tuple[tuple[int, ...], ...]  # by prompt: places of its own (P - 1), and of each of its completions
+    prompts: tuple[tuple[int, ...], ...]  # by prompt: number of its own places (P - 1), and of each completion's
     loss_mask: Tensor  # (T,) bool, tokens that the policy drew
     trained: Tensor  # (N,) int64, indices where loss_mask is True; found on the host, so that no card syncs
     sequence_ids: Tensor  # (T,) int64, the rollout, 0 .. R - 1; the first one for a shared place

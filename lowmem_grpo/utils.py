@@ -171,7 +171,7 @@ def kind_of(hint: Any) -> Any:
 
 
 class UnsupportedError(RuntimeError):
-    """A feature of another library that is missing here; the message says what to use instead."""
+    """Raised for a feature of another library that is missing here; the message says what to use instead."""
 
 
 def refuse_name(name: str, owner: str, table: Mapping[str, str]) -> None:

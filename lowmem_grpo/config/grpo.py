@@ -24,7 +24,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
     whole groups (`completions_per_step`). On a card only the memory plan cuts them into micro-batches, of at most
     `max_tokens_per_micro_batch` tokens. Without a plan (on the CPU, or for a model that cannot be planned), a
-    micro-batch also holds at most `per_device_train_batch_size` completions. The gradient depends on neither.
+    micro-batch also holds at most `per_device_train_batch_size` completions. Neither bound changes the gradient.
     """
 
     evaluated: ClassVar[str] = "reward"
@@ -149,7 +149,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.check_sampling_params()
 
     def take_generation_size(self) -> None:
-        """Turn `generation_batch_size` into `steps_per_generation`; ValueError if it does not fit."""
+        """Turn `generation_batch_size` into `steps_per_generation`; ValueError if both are set, or if it is no multiple
+        of the batch size."""
         size, batch = self.generation_batch_size, self.per_device_train_batch_size
         if size is None:
             return
@@ -226,6 +227,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def prompts_per_step(self) -> int:
+        """Prompts of one optimizer step, which is one group each."""
         return math.ceil(self.batch_size / self.num_generations)
 
     @property

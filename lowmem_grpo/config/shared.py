@@ -33,7 +33,7 @@ REPO_NAME: Rule = ("OWNER/NAME, or a NAME of your own",
 STRATEGIES = ("no", "steps", "epoch")
 ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields that exist for the
 # argument parsers of TRL's scripts; the table of unsupported options says which values are accepted
-BARE = {"nargs": "?", "const": True}  # metadata of a field whose bare name means True to such a parser
+BARE = {"nargs": "?", "const": True}  # metadata: to such a parser, the bare name of the field means True
 LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 

@@ -41,8 +41,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(kw_only=True)
 class StrategySettings:
-    """Options that choose the groups of an update; none of these is in TRL. They change neither the number of steps nor
-    that of groups in a step; rows are used up faster, and `epoch` counts these."""
+    """Options that choose the groups of an update; none of these is in TRL. They do not change the number of steps, or
+    of groups in a step; rows are used up faster, and `epoch` counts the rows used."""
 
     dynamic_sampling_rounds: int = 0
     """Extra rounds of sampling at most, while there are groups without signal."""

@@ -53,7 +53,7 @@ def decode_ref(
 
 
 def takes_rows(x: Tensor, features: Sequence[int], form: str) -> bool:
-    """Return whether x (M, K) has few enough 16-bit rows, on CUDA, for the kernel of a weight of this form."""
+    """Return whether x (M, K) has 16-bit rows on CUDA, few enough for the kernel of a weight of this form."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or len(features) > MAX_MATRICES:
         return False
     return 0 < x.shape[0] <= taken_rows(capability(x.device), form) and sum(features) > 0

@@ -59,10 +59,12 @@ class FP8Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors that the operations take."""
         return [self.codes, self.scales]
 
     @property
     def sizes(self) -> list[int]:
+        """[h, w] of the blocks, as the operations take them."""
         return [*self.block]
 
     @property

@@ -16,7 +16,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 
 @dataclass(frozen=True, eq=False)
 class FrozenStack:
-    """Weights (E, out, in); ValueError if they cannot be sliced by expert."""
+    """Frozen weights (E, out, in) of E experts; ValueError if they cannot be sliced by expert."""
 
     weight: Tensor | NF4Weight  # (E * out, in)
     experts: int  # E
@@ -49,17 +49,18 @@ class FrozenStack:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors to pass to a torch operation: the weights, or codes, scales, their values, nested scales."""
+        """The tensors that the operations take: the weights, or codes, scales, their values, nested scales."""
         return [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors
 
     @property
     def sizes(self) -> list[int]:
+        """[E, E * out], followed by the sizes of an NF4 weight, as the operations take them."""
         nf4 = () if isinstance(self.weight, Tensor) else self.weight.sizes
         return [self.experts, self.weight.shape[0], *nf4]
 
     @classmethod
     def from_parts(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
-        """Return a stack made of the `tensors` and `sizes` of another."""
+        """Return the stack with these `tensors` and `sizes`."""
         experts, rows, *others = sizes
         if not others:
             return cls(tensors[0], experts)

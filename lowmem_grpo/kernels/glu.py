@@ -17,7 +17,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
-APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
+APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # by activation: torch's name of its approximation
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -121,7 +121,7 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
 
 
 class RecomputedLogprobsFunction(torch.autograd.Function):
-    """Forward: logprobs and entropy. Backward: the logits again, for every gradient that is needed."""
+    """Forward: logprobs and entropy. Backward: recomputes the logits, for every gradient that is needed."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, low, lora_b, targets, shape, chunk_rows, needed, entropy_grad):

@@ -148,6 +148,7 @@ def tensors_of(loras: Sequence[LoRA | None]) -> list[Tensor | None]:
 
 
 def scales_of(loras: Sequence[LoRA | None]) -> list[float]:
+    """Return the scale of each layer, 0 where there is no LoRA."""
     return [0.0 if lora is None else lora.scale for lora in loras]
 
 

@@ -85,7 +85,7 @@ class NF4Weight:
     def from_parts(
         cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
     ) -> "NF4Weight":
-        """Return a weight made of the `tensors` and `sizes` of another, with these output features for its matrices."""
+        """Return the weight with these `tensors` and `sizes`, and these output features for its matrices."""
         (packed, absmax, code, *nested), (columns, blocksize, nested_blocksize, first_block) = tensors, sizes
         nested_code, nested_absmax, offset = nested or (None, None, None)
         return cls(packed, absmax, code, (sum(features), columns), blocksize, dtype, tuple(features), nested_code,
@@ -97,11 +97,13 @@ class NF4Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors that the operations take; three, or six with double quantization."""
         parts = (self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset)
         return [part for part in parts if part is not None]
 
     @property
     def sizes(self) -> list[int]:
+        """[in, blocksize, nested blocksize, first block], as the operations take them."""
         return [self.shape[1], self.blocksize, self.nested_blocksize, self.first_block]
 
     @property

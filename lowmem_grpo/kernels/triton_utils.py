@@ -47,10 +47,12 @@ class Launch:
 
     @property
     def compiler(self) -> dict[str, Any]:
+        """The options of Triton's compiler."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fused}
 
     @property
     def options(self) -> dict[str, Any]:
+        """The compile-time values and the compiler's options, as arguments of a launch."""
         return self.constexprs | self.compiler
 
 
@@ -58,11 +60,11 @@ class Launch:
 class Variant:
     """One compilation of a kernel: Triton types of its run-time arguments ("*bf16", "i32", ...) and its settings."""
 
-    name: str  # kernel and what is special about this variant, unique within a chip and a dtype
+    name: str  # the kernel and this variant's settings, unique within a chip and a dtype
     kernel: Any
     types: dict[str, str]
     launch: Launch
-    constexprs: dict[str, Any] = field(default_factory=dict)  # those that the launch rule does not choose
+    constexprs: dict[str, Any] = field(default_factory=dict)  # values that the launch rule does not choose
 
 
 def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
@@ -73,6 +75,7 @@ def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
 
 
 def flagged(name: str, kernel: Any, types: dict[str, str], launch: Launch, flags: Sequence[str]) -> list[Variant]:
+    """Return a variant for each combination of the boolean compile-time values `flags`."""
     return [Variant(f"{name} {chosen}", kernel, types, launch, dict(zip(flags, chosen, strict=True)))
             for chosen in product((False, True), repeat=len(flags))]
 

@@ -38,10 +38,12 @@ class VarlenSequences:
 
     @cached_property
     def filled(self) -> "VarlenSequences":
+        """The runs with at least one token."""
         return VarlenSequences(tuple(length for length in self.lengths if length), self.device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
+        """(S + 1,) int64, cumulative lengths, on the device."""
         return torch.tensor([0, *self.lengths]).cumsum(0).to(self.device)
 
     @cached_property

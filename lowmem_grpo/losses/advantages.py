@@ -238,6 +238,7 @@ class AdvantageSettings:
 
     @property
     def scale(self) -> str:
+        """`scale_rewards`, or the estimator's default; "none" for an estimator without scales."""
         return str(self.scale_rewards or (*ESTIMATORS[self.advantage_estimator].scales, "none")[0])
 
 

@@ -40,6 +40,7 @@ class EntropyControl:
 
     @property
     def applied(self) -> float:
+        """The coefficient for the next step: 0 if adaptive control leaves the bonus out."""
         low = self.last_entropy is not None and self.last_entropy <= self.target
         return self.coef if low or not self.adaptive else 0.0
 
@@ -48,7 +49,7 @@ class EntropyControl:
         return self.adaptive or self.coef != 0
 
     def update(self, entropy: float) -> None:
-        """Move the coefficient according to the mean entropy of the step that was made."""
+        """Adapt the coefficient to the mean entropy of the step that was made."""
         if self.adaptive:
             step = self.delta if entropy <= self.target else -self.delta
             self.coef = min(max(self.coef + step, self.lowest), self.highest)

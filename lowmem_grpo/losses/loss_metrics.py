@@ -43,14 +43,14 @@ def filled_means(flags: Tensor, tokens: LossTokens, fill: float) -> Tensor:
 
 
 def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the tokens whose gradient was clipped away: below the bounds if A < 0, above them if A > 0."""
+    """Measure the share of tokens whose gradient was clipped away: below the bounds if A < 0, above them if A > 0."""
     weight, (low, high) = tokens.log_weight.detach().exp(), clip_bounds(options)
     bounded = weight if options["delta"] is None else weight.clamp(max=options["delta"])
     return both_sides(bounded < low, bounded > high, tokens, per_sequence)
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the tokens whose log ratio was clipped before the mean over the sequence."""
+    """Measure the share of tokens whose log ratio was clipped before the mean over the sequence."""
     ratio = tokens.log_ratio.detach()
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     return both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False)
@@ -83,7 +83,7 @@ KINDS: dict[str, Callable[..., tuple[Means, dict[str, Tensor]]]] = {
 
 
 def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the weights (N,) for the sampler's mismatch: min, mean, max, over sequences if weights are theirs."""
+    """Measure the weights (N,) for the sampler's mismatch: min, mean, max, over sequences if each has one weight."""
     if correction.numel() == 0:
         return {}, {}
     name, values = "sampling/importance_sampling_ratio", correction

@@ -21,7 +21,7 @@ ADAPTIVE = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delt
 
 @dataclass(kw_only=True)
 class LossSettings:
-    """Options of `grpo_loss`. None takes the loss type's own default, and is the only value where it uses none."""
+    """Options of `grpo_loss`. None takes the loss type's own default, and is the only value for an unused option."""
 
     loss_type: str = "dapo"
     epsilon: float | None = None
@@ -96,6 +96,7 @@ class LossSettings:
 
     @property
     def level(self) -> str:
+        """The level of the ratio: "token", "sequence", "sequence_token" or "sequence_sum"."""
         return str(self.chosen().get("importance_sampling_level", LOSS_TYPES[self.loss_type].level))
 
     @property
