@@ -1,4 +1,4 @@
-"""GRPO fine-tuning on one GPU, in a fraction of the usual memory. Names load when they are first used."""
+"""GRPO fine-tuning on one GPU, in a fraction of the usual memory. Each name is imported at first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "pictures":  # a module of functions
+    if name == "pictures":  # a submodule, which HOMES does not list
         return import_module("lowmem_grpo.runs.views.pictures")
     if name not in HOMES:
         elsewhere = import_module("lowmem_grpo.integrations.unsloth_names")

@@ -1,4 +1,4 @@
-"""The names of Unsloth's module of the same name. A name is imported when it is first used."""
+"""Unsloth's module of the same name, with the same function names. Each name is imported at first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """Exporting an adapter as a PEFT folder, a merged model or a GGUF file.
 
-A name is imported when it is first used.
+Each name is imported at first use.
 """
 
 from importlib import import_module

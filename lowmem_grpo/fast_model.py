@@ -1,4 +1,4 @@
-"""What `FastLanguageModel` returns: a model that can also sample, save and load its adapter; and LoRA put on it."""
+"""The models that `FastLanguageModel` returns, which can also sample, save and load adapters, and LoRA on them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import BaseRecord, base_of_adapter, check_base
 from lowmem_grpo.runs.whole_files import AdapterError
 
-SAVED_ADAPTER = "fast_generate"  # the name that a saved adapter has while it samples
+SAVED_ADAPTER = "fast_generate"  # PEFT's name of a saved adapter that is loaded for sampling
 ADVICE = "leave it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)"
 STARTS = 'True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s weights as they are'
 NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
@@ -46,41 +46,41 @@ NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft
 
 @dataclass(frozen=True)
 class LoraRequest:
-    """Which adapter `fast_generate` uses: a saved one by its folder, or the one in the model (path None)."""
+    """The adapter for `fast_generate`: a saved one by its folder, or the model's current one (path None)."""
 
     path: Path | None
 
 
 @dataclass
 class Loaded:
-    """The parts that were loaded together with the weights."""
+    """The tokenizer, engine and settings that were loaded together with the weights."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
     max_seq_length: int
     keeper: EngineKeeper  # holds the rollout engine
-    offload: bool = False  # activations to the host, set by get_peft_model
-    mlp_tile: int | None = None  # tokens, as given to get_peft_model; None leaves them to a run's plan
-    revision: str | None = None  # the stored model's
-    vocabulary: int | None = None  # rows of its embedding, as it is stored
-    stop_ids: tuple[int, ...] = ()  # that ended a completion in the last training, beside the usual end tokens
+    offload: bool = False  # True: layer inputs go to the host; set by get_peft_model
+    mlp_tile: int | None = None  # tokens, as given to get_peft_model; None: the run's memory plan decides
+    revision: str | None = None  # of the model on the hub
+    vocabulary: int | None = None  # rows of the stored embedding
+    stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
 
 
 class FastGeneration(Saving):
-    """`fast_generate` and the export calls, shared by the bare model and the one with an adapter."""
+    """The `fast_generate` and export methods of the bare model and of the model with an adapter."""
 
     loaded: Loaded
 
     def fast_generate(self, prompts: Any = None, sampling_params: Any = None, lora_request: Any = None,
                       use_tqdm: bool = True, **others: Any) -> list[RequestOutput]:
-        """Sample completions; results have vLLM's shape: `out[0].outputs[0].text`.
+        """Sample completions; results have vLLM's structure: `out[0].outputs[0].text`.
 
-        `prompts` is a string (already rendered), a list of chat messages, a list of token ids, what a tokenizer
-        returned, vLLM's own dictionary of a prompt, or a list of any of these. `sampling_params` is a SamplingParams,
+        `prompts` is a string (already rendered), a list of chat messages, a list of token ids, a tokenizer's output,
+        vLLM's own dictionary of a prompt, or a list of any of these. `sampling_params` is a SamplingParams,
         ours or vLLM's own, or a list with one for each prompt. With `SamplingParams(logprobs=5)` each completion has
         vLLM's `logprobs`. As in vLLM, `lora_request=None` samples from the base model: pass `model.load_lora(folder)`
-        for a saved adapter, or `model.current_lora()` for the one that is being trained. There is no bar, whatever
-        `use_tqdm` says.
+        for a saved adapter, or `model.current_lora()` for the one that is being trained. There is no
+        progress bar, whatever `use_tqdm` says.
         """
         if others:
             raise TypeError(f"fast_generate got {', '.join(others)}; it takes prompts, sampling_params "
@@ -101,13 +101,13 @@ class FastGeneration(Saving):
 
     @property
     def inner(self) -> Any:
-        """The model itself, of transformers or PEFT."""
+        """The underlying model of transformers or PEFT."""
         return self
 
     def engine(self, policy: Policy | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Engine:
-        """An engine over this model's own weights, decoding with the given tokenizer or the one loaded beside them.
+        """Return an engine over this model's own weights, which decodes with `tokenizer` or the model's own.
 
-        vLLM's is made at the first call, and given again afterwards.
+        A vLLM engine is created at the first call and reused afterwards.
         """
         return self.loaded.keeper.engine(policy or Policy(self.inner), tokenizer or self.loaded.tokenizer)
 
@@ -117,16 +117,16 @@ class FastGeneration(Saving):
         return VLLMEngineHandle(self.loaded.keeper)
 
     def close_engine(self) -> None:
-        """Free what the rollout engine holds beside the weights. The next sampling makes a new engine."""
+        """Free the memory that the engine holds besides the weights. The next sampling creates a new engine."""
         self.loaded.keeper.close()
 
     @property
     def engine_choice(self) -> EngineChoice:
-        """Which engine samples (`name`) and why (`why`)."""
+        """The engine that samples (`name`) and the reason for it (`why`)."""
         return self.loaded.keeper.choice
 
     def encode(self, prompt: Any) -> tuple[str, list[int]]:
-        """(text, token ids) of a string, of chat messages or of token ids."""
+        """Return (text, token ids) of a string, chat messages or token ids."""
         return encode(self.loaded.tokenizer, prompt)
 
 
@@ -183,8 +183,8 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         self.save_pretrained(str(path))
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Save as PEFT does, and beside it a record of the base model (an export needs to know how the weights were
-        stored), the tokenizer, and the end tokens of sampling."""
+        """Save as PEFT does, and also write the tokenizer, the end tokens of sampling, and a record of the base model,
+        from which an export learns how the weights were stored."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
@@ -192,24 +192,23 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         BaseRecord(
             self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8
         ).write(Path(save_directory))
-        if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients have the base's
+        if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # adapters of a server's clients use the base's
             self.loaded.tokenizer.save_pretrained(save_directory)
             ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}
             GenerationConfig(eos_token_id=sorted(ends) or None).save_pretrained(save_directory)
 
     def take_up(self, folder: Path, tokenizer: Any) -> None:
-        """Sample as in the training that left an adapter in `folder`: with its tokenizer (None: it left none) and with
-        its end tokens, where they lie beside the adapter."""
+        """Use the end tokens saved with an adapter in `folder`, if any, and its `tokenizer` (None: none was saved)."""
         base: Any = self.get_base_model()
         self.loaded.tokenizer = tokenizer or self.loaded.tokenizer
         if (kept := generation_of(folder)) is not None:
             base.generation_config.eos_token_id = end_ids(kept, self.loaded.tokenizer)
 
     def load_lora(self, path: str | Path, any_base: bool = False) -> LoraRequest:
-        """A saved adapter for `fast_generate(lora_request=...)`. The adapter in the model does not change.
+        """Return a request for a saved adapter, for `fast_generate(lora_request=...)`; the model's adapter stays.
 
-        Raises CheckpointError for a folder that is no adapter, and AdapterError for one that is not whole, not finite,
-        or made for other layers or another base model. `any_base` leaves out the comparison of the bases' names.
+        Raises CheckpointError for a folder without an adapter, and AdapterError for one that is incomplete, not finite,
+        or made for other layers or another base model. `any_base` skips the comparison of the base models' names.
         """
         folder = Path(path)
         check_for(self, folder)
@@ -218,13 +217,13 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         return LoraRequest(folder)
 
     def current_lora(self) -> LoraRequest:
-        """The adapter in the model, as it is when `fast_generate` is called."""
+        """Return a request for the model's adapter, as it is when `fast_generate` is called."""
         return LoraRequest(None)
 
 
 @contextmanager
 def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
-    """Inside, the model computes with the requested adapter; afterwards it is as before."""
+    """Make the model compute with the requested adapter (None: the base model) inside the context, then restore it."""
     if request is None:
         with Policy(model).base_model():
             yield
@@ -234,7 +233,7 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
     if request.path is None:
         yield
     else:
-        check_for(model, request.path)  # it may be a request of another model, or the file may have changed
+        check_for(model, request.path)  # the request may come from another model, or the file may have changed
         live, training = model.active_adapter, model.training
         try:
             model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)  # also turns training mode off
@@ -248,7 +247,7 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
 
 
 def as_request(adapter: Any) -> LoraRequest | None:
-    """Our request of an adapter, of vLLM's own, or of the path of a saved adapter."""
+    """Return our request for ours, vLLM's or a saved adapter's path, None for None; TypeError for anything else."""
     if adapter is None or isinstance(adapter, LoraRequest):
         return adapter
     path = getattr(adapter, "lora_path", adapter)
@@ -258,11 +257,11 @@ def as_request(adapter: Any) -> LoraRequest | None:
     return LoraRequest(Path(path))
 
 
-# LoRA on a loaded model, in our layers
+# Adding LoRA to a loaded model, in our layers
 
 
 def check_bare(model: Any) -> None:
-    """Raise TypeError or ValueError unless it is a loaded model without LoRA."""
+    """Raise TypeError unless the model is one that from_pretrained returned, ValueError if it already has LoRA."""
     if not isinstance(model, BareModel | FastPeftModel):
         raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
     if hasattr(model.inner, "peft_config"):
@@ -270,8 +269,8 @@ def check_bare(model: Any) -> None:
 
 
 def check_plain(config: Any) -> None:
-    """Raise TypeError for anything but a LoraConfig, and ValueError, by name, for one that asks for more than LoRA on
-    linear layers of a causal language model."""
+    """Raise TypeError for anything but a LoraConfig, and ValueError, with the option's name, for one that asks for more
+    than LoRA on linear layers of a causal language model."""
     if type(config) is not LoraConfig:
         raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
     if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
@@ -289,13 +288,13 @@ def check_plain(config: Any) -> None:
 
 def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload", seed: int = 0,
               mlp_tile: int | None = None) -> FastPeftModel:
-    """Put LoRA on a loaded model as PEFT does with these settings, drawn from the seed; ValueError where PEFT could
-    not."""
+    """Add LoRA to a loaded model as PEFT does for this config, with values drawn from `seed`. Raises ValueError for a
+    config that PEFT could not apply."""
     check_bare(model)
     mode = checkpointing_mode(checkpointing)
     tile = check_tile(mlp_tile, mode)
     check_config(model.inner, config)
-    config.fan_in_fan_out = False  # as PEFT sets it on linear layers of its own
+    config.fan_in_fan_out = False  # PEFT sets it so on its own linear layers
     use_kernel_layers(config, model.inner)
     model.close_engine()  # its modules are about to be wrapped
     with torch.random.fork_rng():
@@ -309,8 +308,8 @@ def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = 
 
 
 def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[FastPeftModel, Any]:
-    """Return the base of a saved adapter with it, and the tokenizer beside it, or the base's. AdapterError for
-    an adapter that is not plain LoRA, or that does not say its base."""
+    """Return the base model of a saved adapter with the adapter loaded, and the tokenizer saved with it, or else the
+    base's. AdapterError for an adapter that is not plain LoRA, or does not name its base model."""
     (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
     refuse_variants(config, folder, "trained")
     record = base_of_adapter(folder)
@@ -329,7 +328,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
 
 
 def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload") -> FastPeftModel:
-    """Put LoRA on a loaded model whose values are set afterwards: they are drawn in the usual way."""
+    """Add LoRA to a loaded model, for values that are loaded afterwards; `init_lora_weights` is not applied."""
     start, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
     adapted = with_lora(model, config, checkpointing)
     config.init_lora_weights = start

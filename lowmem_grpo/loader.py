@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNSLOTHS_LENGTH = 2048  # the default of an option of get_peft_model that means nothing in Unsloth either
+UNSLOTHS_LENGTH = 2048  # Unsloth's default of max_seq_length in get_peft_model, which has no effect there either
 
 
 class FastLanguageModel:
-    """The loader, with the same names as in Unsloth. config/loading.py says what becomes of Unsloth's other options."""
+    """The model loader, under Unsloth's names. config/loading.py says how Unsloth's other options are handled."""
 
     @classmethod
     def from_pretrained(
@@ -68,19 +68,19 @@ class FastLanguageModel:
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
         "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and a
-        warning says where vLLM would be faster. `model.engine_choice` says which one it is and why. vLLM takes
+        warning says if vLLM would be faster. `model.engine_choice` says which one it is and why. vLLM takes
         `gpu_memory_utilization` of the card, or `kv_cache_bytes` for its key-value cache. It decodes up to
-        `max_num_seqs` sequences together (None: what a run samples at once, as far as the cache has room), and
-        `enforce_eager=True` turns CUDA graphs off. (False asks for them: where steps cannot be graphs, it is refused
-        with the reason.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None: vLLM's
-        own, and 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no memory, and
-        of these five it takes `enforce_eager` only. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights once
-        for each phase of sampling. That is faster when many sequences are decoded together (fewer read the codes all
-        the same), and takes 2 bytes a weight until training begins; "4bit" never does it. None does it on a card where
+        `max_num_seqs` sequences together (None: all that a run samples at once, as far as the cache has room), and
+        `enforce_eager=True` turns CUDA graphs off. (False insists on them, and is refused, with the reason, if decode
+        steps cannot be captured.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None:
+        vLLM's default, or 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no
+        memory, and takes only `enforce_eager` of these. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights
+        once per phase of sampling. That is faster when many sequences are decoded together (a few sequences still read
+        the codes), and takes 2 bytes a weight until training begins; "4bit" never does it. None does it on a card where
         it is faster by its data sheet, if the key-value cache of the sequences that are decoded together still fits
-        beside the weights, and never on the CPU; the transformers engine does it so in runs, whose memory is planned.
+        beside the weights, and never on the CPU; the transformers engine does so only in runs, whose memory is planned.
         `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
-        tokens fit, and what it samples differs a little more from what is trained, which the parity gate measures.
+        tokens fit, but its log-probabilities differ a little more from the trainer's, which the parity gate measures.
 
         `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks tokens up
         there. vLLM needs it on the device.
@@ -95,7 +95,7 @@ class FastLanguageModel:
         if model_name and (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
             arguments = {name: value for name, value in locals().items()
                      if name not in ("cls", "model_name", "options", "place")}
-            from lowmem_grpo.fast_model import with_adapter  # not among the arguments
+            from lowmem_grpo.fast_model import with_adapter  # imported after locals() was read
 
             return with_adapter(cls, place, arguments | options)
         form = form_of_weights(load_in_4bit, load_in_16bit, load_in_fp8)
@@ -144,7 +144,7 @@ class FastLanguageModel:
         elif offload_embedding:
             logger.info("embeddings on the host: %s less on the device", size_text(embed_on_host(model)))
         if keeper.choice.name == VLLM or is_quantized(model):
-            fuse_weights(model)  # so that one product serves for three, or one dequantization
+            fuse_weights(model)  # q, k and v then share one product, or one dequantization
         logger.info("engine: %s, sampling with the trainer's own weights (%s)", keeper.choice.name, keeper.choice.why)
         if nobody_chose and (advice := faster_engine(device)):
             logger.warning(advice)
@@ -168,12 +168,12 @@ class FastLanguageModel:
         `exclude_modules`, `layers_pattern`, `rank_pattern`, `alpha_pattern` and `init_lora_weights` (True, False,
         "gaussian", "orthogonal", "eva") mean what they mean in PEFT's LoraConfig.
 
-        `finetune_attention_modules=False` leaves out those of attention, `finetune_mlp_modules=False` all others.
-        `layers_to_transform` are the numbers of the layers that get LoRA; `finetune_last_n_layers` counts from the end.
+        `finetune_attention_modules=False` leaves out the layers of attention, `finetune_mlp_modules=False` all others.
+        `layers_to_transform` lists the layers, by number, that get LoRA; `finetune_last_n_layers` takes the last n.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
-        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, and on a card what
-        the run's plan has room for), otherwise in one piece. Raises ValueError for what is not supported.
+        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on a card as many
+        as the run's memory plan has room for), otherwise in one piece. Raises ValueError for what is not supported.
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)
@@ -208,12 +208,12 @@ class FastLanguageModel:
 
     @staticmethod
     def for_inference(model: Any) -> Any:
-        """Evaluation mode."""
+        """Switch the model to evaluation mode and return it."""
         return model.eval()
 
     @staticmethod
     def for_training(model: Any, use_gradient_checkpointing: bool | str = True) -> Any:
-        """Training mode. Gradient checkpointing stays as get_peft_model set it up."""
+        """Switch the model to training mode. Gradient checkpointing stays as get_peft_model set it up."""
         from lowmem_grpo.memory.offload.activations import checkpointing_mode
 
         checkpointing_mode(use_gradient_checkpointing)
@@ -221,21 +221,21 @@ class FastLanguageModel:
 
 
 class FastModel(FastLanguageModel):
-    """The same loader under another name that Unsloth has. Of a model with images, its text layers are trained."""
+    """The same loader under another of Unsloth's names. Of a multimodal model, only the text layers are trained."""
 
 
 class FastVisionModel(FastLanguageModel):
-    """The same loader, for text: of a model with images, its text layers are trained, and images are refused."""
+    """The same loader, for text: of a multimodal model only the text layers are trained, and images are refused."""
 
 
 def check_options(cls: type, method: str, options: dict[str, Any], table: Table) -> None:
-    """Raise for every option of a loader's method that asks for something that is not done here."""
+    """Raise TypeError for an unknown option of a loader's method, ValueError for a value that is not supported."""
     known = set(inspect.signature(getattr(cls, method)).parameters)
     refuse(options, table, known, f"{cls.__name__}.{method}")
 
 
 def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:
-    """The context in tokens, the model's own for None; ValueError if the model's is shorter."""
+    """Return the context in tokens, the model's own for None; ValueError if the model's is shorter or unknown."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if max_seq_length is None and longest is None:
         raise ValueError("max_seq_length is None, and the model's config does not say how long its context is; give "

@@ -1,6 +1,6 @@
-"""What lives on the host instead of the card: layer inputs, the embedding. It needs only torch.
+"""Offloading of layer inputs and the embedding to host memory. Needs only torch.
 
-Names load when they are first used.
+Each name is imported at first use.
 """
 
 from importlib import import_module

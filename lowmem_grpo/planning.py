@@ -1,6 +1,6 @@
-"""What a run will take before it starts: settings with which it fits a card, and the seconds of its steps.
+"""Planning of a run before it starts: settings with which it fits a card, and the duration of its steps.
 
-Names load when they are first used.
+Each name is imported at first use.
 """
 
 from importlib import import_module

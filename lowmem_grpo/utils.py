@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts in words; rules for the values of settings; and torch, imported once it is needed."""
+"""Text for bytes, seconds and counts; rules for the values of settings; and torch, imported at first use."""
 
 import math
 import os
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hin
 MIB = 2**20
 GIB = 2**30
 UNIONS = (UnionType, Union)
-Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words; whether one is
+Rule = tuple[str, Callable[[Any], bool]]  # (the requirement in words, the test of a value)
 
 
 class LazyModule:
-    """A module that is imported once it is needed: torch takes seconds, and settings are checked before."""
+    """A module that is imported at first use: importing torch takes seconds, and settings are checked before."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(import_module(self._name), name)
-        setattr(self, name, value)  # asked for once
+        setattr(self, name, value)  # so that __getattr__ runs once for each name
         return value
 
 
@@ -35,17 +35,17 @@ else:
 
 
 def size_text(count: float) -> str:
-    """Bytes as people read them: 1.50 GiB, or 300.0 MiB where it is less than one GiB."""
+    """Return bytes as text: 1.50 GiB, or 300.0 MiB below one GiB."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def count_text(count: int, noun: str) -> str:
-    """A count with its noun: 1 step, 2,000 steps."""
+    """Return a count with its noun: 1 step, 2,000 steps."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def time_text(seconds: float) -> str:
-    """Seconds as people read them: 0.031 s, 4.3 s, 42 s, 12 min 34 s, 1 h 2 min."""
+    """Return seconds as text: 0.031 s, 4.3 s, 42 s, 12 min 34 s, 1 h 2 min."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     if seconds < 60:
@@ -56,12 +56,12 @@ def time_text(seconds: float) -> str:
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Rule:
-    """A rule for numbers; nothing else satisfies it, nor does True."""
+    """Return a rule for numbers that satisfy `holds`; anything that is not a number breaks it, and so does True."""
     return words, lambda value: isinstance(value, Real) and value is not True and holds(value)
 
 
 def at_least(least: int, kind: Any = Real) -> Rule:
-    """A rule for whole numbers; of `Real` numbers, 8.0 is one too."""
+    """Return a rule for whole numbers from `least` on; for the kind `Real`, 8.0 counts as whole."""
     return f"a whole number, at least {least}", lambda value: (
         isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
     )
@@ -77,7 +77,7 @@ def one_of(*allowed: Any) -> Rule:
     return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
 
 
-NOT_NEGATIVE = number("0 or above", lambda value: value >= 0)  # infinite too
+NOT_NEGATIVE = number("0 or above", lambda value: value >= 0)  # infinity too
 ZERO_OR_MORE = number("0 or above", lambda value: 0 <= value < math.inf)
 POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
@@ -99,7 +99,7 @@ TEXTS: Rule = ("a text, or a list of texts", lambda value: isinstance(value, str
     isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)))
 PATTERNS: Rule = ("a regular expression, or a list of texts", lambda value: TEXTS[1](value) and (
     not isinstance(value, str) or is_pattern(value)))
-OF_KINDS: dict[Any, Rule] = {  # what a field must be that has no rule of its own, by its annotation
+OF_KINDS: dict[Any, Rule] = {  # rules of fields without one in RANGES, by annotation
     bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
     dict: ("a dict", lambda value: isinstance(value, Mapping)),
 }
@@ -116,23 +116,23 @@ def is_pattern(text: str) -> bool:
 
 
 def require(name: str, value: object, rule: Rule, fix: str = "") -> None:
-    """Raise ValueError where a value breaks a rule."""
+    """Raise ValueError, with `fix` appended to the message, if a value breaks a rule."""
     words, holds = rule
     if not holds(value):
         raise ValueError(f"{name} is {value!r}; it must be {words}{fix}")
 
 
 def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Raise ValueError for the first of these values that breaks its rule; None is one that was not given."""
+    """Raise ValueError for the first of these values that breaks its rule; None means that it was not given."""
     for name, rule in rules.items():
         if values[name] is not None:
             require(name, values[name], rule)
 
 
 def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError for the first field of a dataclass that breaks its rule in RANGES, of the class or of its bases.
-    None is allowed where the field's annotation allows it. With `values`, by name, these are checked alone, and
-    `settings` is the class."""
+    """Raise ValueError for the first field of a dataclass that breaks its rule in the RANGES of its class or bases.
+    None is allowed if the field's annotation allows it. With `values`, by name, only these are checked; `settings` is
+    the class."""
     cls = settings.__class__ if values is None else settings
     for name, words, holds, optional in rules_of(cls):
         if values is not None and name not in values:
@@ -146,19 +146,19 @@ def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None
 
 
 def of_yaml(value: Any) -> str:
-    """Return what to write for a number that YAML takes for text: 1e-6 needs a point and a sign there, as 1.0e-6."""
+    """Return a hint for a number that YAML reads as text (1e-6 must be written as 1.0e-6), else an empty text."""
     read = re.search(r"'([-+]?\d+)(\.\d*)?e([-+]?)(\d+)'", repr(value).lower())
     return f". YAML reads it as text; write {read[1]}{read[2] or '.0'}e{read[3] or '+'}{read[4]}" if read else ""
 
 
 def check_value(cls: Any, name: str, value: Any) -> None:
-    """Raise ValueError where a field of such a dataclass would break its rule with this value."""
+    """Raise ValueError if this value would break the rule of a field of the dataclass `cls`."""
     check_ranges(cls, {name: value})
 
 
 @cache
 def rules_of(cls: Any) -> list[tuple[str, str, Callable[[Any], bool], bool]]:
-    """(field, what it must be, whether a value is, whether None is one too) of a class and its bases."""
+    """Return (field, requirement in words, test, whether None is allowed) for each field of a class and its bases."""
     rules: dict[str, Rule] = {}
     for base in reversed(cls.__mro__):
         rules |= vars(base).get("RANGES", {})
@@ -170,16 +170,17 @@ def rules_of(cls: Any) -> list[tuple[str, str, Callable[[Any], bool], bool]]:
 
 
 def kind_of(hint: Any) -> Any:
-    """Return the one class that an annotation allows beside None, without what it holds; None for several."""
+    """Return the one class that an annotation allows besides None, without type arguments; None if there are several.
+    """
     kinds = {get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in UNIONS else (hint,))}
     return (kinds - {NoneType}).pop() if len(kinds - {NoneType}) == 1 else None
 
 
 class UnsupportedError(RuntimeError):
-    """Other libraries have this and we do not; the message says what to use instead."""
+    """Raised for a feature of another library that is missing here; the message says what to use instead."""
 
 
 def refuse_name(name: str, owner: str, table: Mapping[str, str]) -> None:
-    """Raise UnsupportedError for a name that another library has and `owner` has not, with what to use instead."""
+    """Raise UnsupportedError, with what to use instead, for a name that another library has and `owner` lacks."""
     if name in table:
         raise UnsupportedError(f"{owner} has no {name}. {table[name]}")

@@ -1,1 +1,1 @@
-"""Every field of a run, and what is refused."""
+"""The settings of runs, models and sampling, and the options that are refused."""

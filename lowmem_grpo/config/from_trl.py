@@ -1,6 +1,6 @@
-"""Settings of TRL and transformers, known by their class without an import, read field by field into ours. A field
-counts as set where it differs from the default there; what we lack is refused where it was set, and other defaults are
-taken over (`TAKEN_OVER`), or not (`DIFFERENT` says what happens instead)."""
+"""Settings of TRL and transformers, recognised by their class without an import, read field by field into ours. A field
+counts as set if it differs from that library's default; one that we lack is refused if it was set. Where defaults
+differ, theirs are taken over (`TAKEN_OVER`), or not (`DIFFERENT` says what happens instead)."""
 
 import logging
 from dataclasses import fields
@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from lowmem_grpo.config.shared import TrainSettings, field_names
 
 logger = logging.getLogger(__name__)
-CLASSES = {  # (the library, the class) -> our class that it may become
+CLASSES = {  # (library, class) -> our class that it is read into
     ("trl", "GRPOConfig"): "GRPOConfig", ("trl", "SFTConfig"): "SFTConfig", ("trl", "RLOOConfig"): "RLOOConfig",
     ("transformers", "TrainingArguments"): "TrainSettings",
 }
 TAKEN_OVER = ("learning_rate", "logging_steps", "save_steps", "max_length", "truncation_mode", "assistant_only_loss")
-DIFFERENT = {  # fields whose default there is another one and is not taken over; what happens instead
+DIFFERENT = {  # fields whose different default is not taken over: what happens instead
     "output_dir": "records go to ours", "bf16": "the model's own precision",
     "gradient_checkpointing": "as get_peft_model set it up", "disable_tqdm": "the live view is on",
     "shuffle_dataset": "each epoch has its own order", "save_total_limit": "the newest three checkpoints are kept",
@@ -23,13 +23,13 @@ DIFFERENT = {  # fields whose default there is another one and is not taken over
     "vllm_gpu_memory_utilization": "0.5, as the model's weights are part of it",
     "vllm_importance_sampling_clip_max": "2, as suits weights of tokens",
 }
-COMPUTED = ("use_cpu", "generation_batch_size")  # the second one says the same as steps_per_generation
+COMPUTED = ("use_cpu", "generation_batch_size")  # generation_batch_size follows from steps_per_generation
 
 Settings = TypeVar("Settings", bound=TrainSettings)
 
 
 def settings_of(settings: Any, ours: type[Settings]) -> Settings:
-    """Return the settings as ours, read from another library's where need be; TypeError or ValueError for others."""
+    """Return the settings as `ours`, converted from another library's class; TypeError or ValueError if impossible."""
     if settings is None:
         return ours()
     if isinstance(settings, ours):
@@ -42,12 +42,12 @@ def settings_of(settings: Any, ours: type[Settings]) -> Settings:
 
 
 def is_settings(value: Any) -> bool:
-    """Return whether it is an object with a trainer's settings, of ours, of TRL or of transformers."""
+    """Return whether a value is a trainer's settings object of ours, of TRL or of transformers."""
     return isinstance(value, TrainSettings) or origin_of(value) is not None
 
 
 def origin_of(settings: Any) -> Any:
-    """Return the class that a settings object comes from, most special first; None for anything else."""
+    """Return the most specific known class that a settings object comes from; None for anything else."""
     return next((cls for cls in type(settings).__mro__ if known_as(cls) in CLASSES), None)
 
 
@@ -57,8 +57,8 @@ def known_as(cls: type) -> tuple[str, str]:
 
 
 def converted(settings: Any, base: Any, ours: type[Settings]) -> Settings:
-    """Return our settings with what the object of the class `base` says; what differs is told in a line of the log."""
-    usual = base(use_cpu=True)  # without it the classes refuse machines without a card
+    """Return our settings with the values of a settings object of the class `base`; log the defaults that differ."""
+    usual = base(use_cpu=True)  # without use_cpu, the classes refuse machines without a card
     options: dict[str, Any] = {"use_cpu": settings.use_cpu}
     for name in (field.name for field in fields(settings) if field.name not in COMPUTED):
         value = plain(getattr(settings, name))
@@ -72,6 +72,6 @@ def converted(settings: Any, base: Any, ours: type[Settings]) -> Settings:
 
 
 def plain(value: Any) -> Any:
-    """An enumeration's own value, and one name for a list of it."""
+    """Return an enumeration's value, the dictionary of an object that has one, or the value itself."""
     value = getattr(value, "value", value)
     return value.to_dict() if hasattr(value, "to_dict") else value

@@ -12,8 +12,8 @@ from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.utils import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, count_text, one_of
 
-MUST_AGREE = ("temperature", "n", "max_tokens")  # in vllm_sampling_params: the trainer needs GRPOConfig's own
-TRLS_SHARE = 0.3  # the default of vllm_gpu_memory_utilization there
+MUST_AGREE = ("temperature", "n", "max_tokens")  # fields of vllm_sampling_params that must be GRPOConfig's own
+TRLS_SHARE = 0.3  # TRL's default of vllm_gpu_memory_utilization
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 
@@ -23,15 +23,14 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
     whole groups (`completions_per_step`). On a card only the memory plan cuts them into micro-batches, of at most
-    `max_tokens_per_micro_batch` tokens. Where there is no plan (on the CPU, or for a model that none can be made for),
-    a micro-batch also holds at most `per_device_train_batch_size` completions. The gradient depends on neither.
+    `max_tokens_per_micro_batch` tokens. Without a plan (on the CPU, or for a model that cannot be planned), a
+    micro-batch also holds at most `per_device_train_batch_size` completions. Neither bound changes the gradient.
     """
 
     evaluated: ClassVar[str] = "reward"
 
-    # The fields of TrainSettings; how groups are chosen: those of StrategySettings; episodes of several turns: those of
-    # EpisodeSettings; what is done at once: those of OverlapSettings; the loss: those of LossSettings and
-    # AdvantageSettings.
+    # Inherited fields: TrainSettings; StrategySettings, how groups are chosen; EpisodeSettings, episodes of several
+    # turns; OverlapSettings, training while sampling; LossSettings and AdvantageSettings, the loss.
 
     max_prompt_length: int | None = None
     """Rows with a longer prompt are skipped and counted; None leaves the context as the only bound."""
@@ -115,7 +114,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     }
 
     def __post_init__(self) -> None:
-        self.top_p = GRPO_DEFAULTS["top_p"] if self.top_p is None else self.top_p  # as TRL's own examples leave it
+        self.top_p = GRPO_DEFAULTS["top_p"] if self.top_p is None else self.top_p  # TRL's own examples pass None
         if isinstance(self.vllm_sampling_params, dict):
             self.vllm_sampling_params = SamplingParams(**self.vllm_sampling_params)
         elif self.vllm_sampling_params is not None:
@@ -123,7 +122,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         TrainSettings.__post_init__(self)
 
     def check_combinations(self) -> None:
-        """Settings that contradict each other are refused, never changed in silence."""
+        """Raise ValueError for settings that contradict each other; none is changed silently."""
         super().check_combinations()
         self.take_generation_size()
         self.check_loss_options()
@@ -151,7 +150,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.check_sampling_params()
 
     def take_generation_size(self) -> None:
-        """Turn `generation_batch_size` into `steps_per_generation`; ValueError where both are set, or it has a rest."""
+        """Turn `generation_batch_size` into `steps_per_generation`; ValueError if both are set, or if it is no multiple
+        of the batch size."""
         size, batch = self.generation_batch_size, self.per_device_train_batch_size
         if size is None:
             return
@@ -161,7 +161,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.steps_per_generation, self.generation_batch_size = size // batch, None
 
     def check_reference(self) -> None:
-        """Raise ValueError where there is no reference that could move toward the policy."""
+        """Raise ValueError for `sync_ref_model` if there is no reference that could move toward the policy."""
         if self.sync_ref_model and not self.beta:
             raise ValueError("sync_ref_model=True, and beta is 0.0: nothing is compared with the reference. Set beta, "
                              "or leave sync_ref_model out")
@@ -170,7 +170,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                              "out")
 
     def check_credit(self) -> None:
-        """Raise ValueError where `turn_discount` has no mean of the group to compare a turn with."""
+        """Raise ValueError if `turn_discount` has no mean of the group to compare a turn with."""
         name = self.advantage_estimator
         if self.multi_objective_aggregation == "normalize_then_sum":
             name = "normalize_then_sum (GDPO)"
@@ -184,7 +184,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                              "turn_discount out")
 
     def check_sampling_params(self) -> None:
-        """`vllm_sampling_params` does not contradict the fields that say the same."""
+        """Raise ValueError if `vllm_sampling_params` contradicts the fields that say the same."""
         params, defaults = self.vllm_sampling_params, SamplingParams()
         same = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                 "n": "num_generations", "max_tokens": "max_completion_length"}
@@ -198,28 +198,28 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def reward_limit(self) -> float:
-        """Return `reward_timeout` in seconds, infinity for None."""
+        """`reward_timeout` in seconds, infinity for None."""
         return math.inf if self.reward_timeout is None else self.reward_timeout
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the KL term is part of the advantages and not of the loss."""
+        """True if the KL term is part of the advantages and not of the loss."""
         rloo = self.advantage_estimator == self.loss_type == "rloo"
         return bool(self.beta) and (rloo or self.advantage_estimator == "reinforce++")
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps that share one generation, each pass over it counted once; at least 1, as the policy stays
-        the same within a step, so that its generations are sampled together."""
+        """Optimizer steps that share one generation, each pass over it counted once; at least 1, since all generations
+        of a step are sampled with the same policy."""
         return max(1, (self.steps_per_generation or 0) // self.gradient_accumulation_steps)
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps of one update: of one generation and all passes over it."""
+        """Optimizer steps of one update: those of all passes over one generation."""
         return self.optimizer_steps_per_generation * self.num_iterations
 
     def total_steps(self, rows: int | None) -> int:
-        """Optimizer steps of a whole run on a dataset of so many rows."""
+        """Return the optimizer steps of a whole run on a dataset of `rows` rows."""
         if self.max_steps > 0:
             return self.max_steps
         if rows is None:
@@ -229,11 +229,12 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def prompts_per_step(self) -> int:
+        """Prompts of one optimizer step, which is one group each."""
         return math.ceil(self.batch_size / self.num_generations)
 
     @property
     def completions_per_step(self) -> int:
-        """Completions behind one optimizer step, rounded up to whole groups."""
+        """Completions of one optimizer step, rounded up to whole groups."""
         return self.prompts_per_step * self.num_generations
 
     @property
@@ -246,7 +247,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         return self.prompts_per_step * self.optimizer_steps_per_generation
 
     def rounding(self) -> str | None:
-        """Return what was rounded up, for the user to see; None where everything divides."""
+        """Return a message for the user about the batch size that was rounded up; None if it divides."""
         if self.batch_size == self.completions_per_step:
             return None
         return (f"per_device_train_batch_size ({self.per_device_train_batch_size}) x gradient_accumulation_steps "
@@ -254,7 +255,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                 f"num_generations ({self.num_generations}); each step uses {self.completions_per_step}")
 
     def doubts(self) -> list[str]:
-        """Return what TRL warns of: settings of which a paper says otherwise."""
+        """Return TRL's warnings about settings that differ from those of a method's paper."""
         doubts = []
         if self.loss_type == "luspo" and self.level != "sequence":
             doubts.append("loss_type is 'luspo' and importance_sampling_level 'token'; its paper has 'sequence'")
@@ -265,21 +266,21 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         return doubts
 
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
-        """Return how the completions of a prompt are drawn, with this seed."""
+        """Return the sampling parameters of a prompt's completions, with this seed."""
         own = SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
         return replace(self.vllm_sampling_params or own, n=n or self.num_generations, seed=seed,
                        max_tokens=self.max_completion_length, temperature=self.temperature)
 
     @property
     def draws(self) -> Draws:
-        """Return the draws of all steps; a seed in `vllm_sampling_params` changes all of theirs."""
+        """The draws of all steps; a seed in `vllm_sampling_params` changes all of their seeds."""
         params = self.sampling(getattr(self.vllm_sampling_params, "seed", None))
         return Draws(self.prompts_per_generation, params, self.seed)
 
 
 def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
-    """Return the most tokens that a prompt may have: `prompt`, or what the completion leaves of the context if it is
-    None. ValueError if prompt and completion do not fit the context."""
+    """Return the most tokens that a prompt may have: `prompt`, or if it is None what the completion leaves of the
+    context. ValueError if prompt and completion do not fit the context."""
     wanted = prompt or 1
     if wanted + completion > context:
         raise ValueError(f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context "
@@ -288,7 +289,7 @@ def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
 
 
 def check_weights(weights: list[float] | None, names: list[str]) -> None:
-    """Raise ValueError unless there is one weight for each of these reward functions, or no list of weights."""
+    """Raise ValueError unless there is one weight for each of these reward functions, or `weights` is None."""
     if weights is not None and len(weights) != len(names):
         raise ValueError(f"reward_weights has {count_text(len(weights), 'number')} for "
                          f"{count_text(len(names), 'reward function')} ({', '.join(names)}); give one for each")
@@ -297,7 +298,7 @@ def check_weights(weights: list[float] | None, names: list[str]) -> None:
 @dataclass
 class RLOOConfig(GRPOConfig):
     """TRL's RLOOConfig: a completion is one action, compared with the others of its prompt, and the KL term is part of
-    its reward. TRL has no other options than these and those of GRPOConfig that are not about its loss."""
+    its reward. TRL's class has these options, and those of GRPOConfig that do not concern the loss."""
 
     num_generations: int = 2
     beta: float = 0.05

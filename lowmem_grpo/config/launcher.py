@@ -1,5 +1,5 @@
-"""`Place`: which of a run's processes this one is, as torchrun and accelerate's launchers tell it, and which cores
-other programs leave it. Loads no torch, but to set its threads."""
+"""`Place`: this process's rank among a run's processes, as torchrun and accelerate's launchers set it, and the CPU
+cores that other programs leave free. torch is imported only to set its threads."""
 
 import logging
 import os
@@ -13,16 +13,16 @@ from lowmem_grpo.utils import torch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # not LOCAL_WORLD_SIZE, which vLLM sets to its own
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # not LOCAL_WORLD_SIZE, which vLLM overwrites
 CARDS = "CUDA_VISIBLE_DEVICES"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 STAT = Path("/proc/stat")  # a line for each core, in hundredths of a second
-BUSY = (1, 2, 3, 6, 7)  # fields of it: user, nice, system, interrupts; neither idle nor what another machine took
+BUSY = (1, 2, 3, 6, 7)  # its fields user, nice, system, interrupts; neither idle nor stolen time
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among `count`; `local` is its number on its machine."""
+    """This process: its `rank` among `count`, and its number on its machine, `local`."""
 
     rank: int = 0
     count: int = 1
@@ -33,12 +33,12 @@ class Place:
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Return this process's part of `count` things: neighbours, as many as any other's, or one fewer."""
+        """Return this process's part of `count` items: neighbours, as many as in any other part, or one fewer."""
         return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
 
 def this_place() -> Place:
-    """Return the place that a launcher gave this process; ValueError where its variables do not fit together."""
+    """Return the place that a launcher gave this process; ValueError if its variables do not fit together."""
     variables = {name: os.environ[name] for name in NAMES if name in os.environ}
     if variables.get("WORLD_SIZE", "1") == "1":
         return Place()
@@ -55,25 +55,25 @@ def this_place() -> Place:
 
 
 def one_process(what: str) -> None:
-    """ValueError where the run has several processes, and `what` needs one."""
+    """Raise ValueError if the run has several processes, as `what` needs one."""
     if (place := this_place()).count > 1:
         raise ValueError(f"{what} needs one process, and this is rank {place.rank} of {place.count}: start it without "
                          "torchrun")
 
 
 def own_device(cards: int) -> str:
-    """The device of this process, which sees so many cards: the one of its place on the machine, or the only one."""
+    """Return this process's device: of the `cards` that it sees, that of its local number; "cpu" without cards."""
     return f"cuda:{this_place().local % cards}" if cards else "cpu"
 
 
 def take_card() -> None:
-    """Show this process only its own card, before torch looks; ValueError for fewer cards than processes."""
+    """Make only this process's card visible to it, before torch looks; ValueError for fewer cards than processes."""
     place = this_place()
     if place.count == 1:
         return
     listed = [name for name in os.environ.get(CARDS, "").split(",") if name]
     if CARDS in os.environ and not listed:
-        return  # the cards are hidden: the run is on processors
+        return  # the cards are hidden: the run is on the CPU
     if listed and place.local >= len(listed):
         raise ValueError(f"rank {place.rank} is process {place.local} of its machine, and has no card: {CARDS} lists "
                          f"{len(listed)} ({','.join(listed)}). Start at most one process for each card")
@@ -81,7 +81,7 @@ def take_card() -> None:
 
 
 def used_by_others() -> tuple[float, float]:
-    """Return the time, and the seconds that other programs have computed on this process's cores so far."""
+    """Return (the time, the seconds that other programs have computed on this process's cores so far)."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if STAT.is_file() else set[str]()
     lines = [line.split() for line in STAT.read_text().splitlines()] if cores else []
     ticks = sum(int(line[field]) for line in lines if line[0] in cores for field in BUSY)
@@ -89,7 +89,7 @@ def used_by_others() -> tuple[float, float]:
 
 
 def leave_busy_cores(before: tuple[float, float]) -> None:
-    """Compute with fewer threads where other programs kept cores busy since `before`, unless the user chose."""
+    """Use fewer threads if other programs kept cores busy since `before`, unless the user set a number."""
     if not STAT.is_file() or any(name in os.environ for name in THREADS) or torch.cuda.is_available():
         return
     seconds, computed = (now - then for now, then in zip(used_by_others(), before, strict=True))
@@ -102,8 +102,8 @@ def leave_busy_cores(before: tuple[float, float]) -> None:
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:
-    """Return a part for each rank, in the order of the things. The dearest is given out first, each to the rank that
-    has the least so far: no rank then has more than 4/3 of what the best division gives it."""
+    """Return a part for each rank, in the order of the things. The most expensive thing is assigned first, each to the
+    rank with the least so far: the largest part then costs at most 4/3 of that in the best division."""
     costs = [cost(thing) for thing in things]
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

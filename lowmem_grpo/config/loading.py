@@ -1,5 +1,5 @@
-"""What becomes of the options that Unsloth's loaders have and ours lack: which values change nothing here, and which
-are refused; and which engine is asked for, on which device. The options that are honoured are parameters of
+"""The handling of options that Unsloth's loaders have and ours lack: which values are accepted, since they change
+nothing here, and which are refused. Also the choice of engine and device. Supported options are parameters of
 `loader.FastLanguageModel`. Needs no library, so that wrong values are refused before torch is imported."""
 
 import re
@@ -42,12 +42,12 @@ FROM_PRETRAINED: Table = BOTH | {
           "tokenizer_revision"),
     **off("There is one device, and the whole model lies on it; leave it out.", "max_memory"),
     **off("Layers and vocabulary stay as they are stored; leave it out.", "model_patcher", "resize_model_vocab"),
-    **any_value("max_lora_rank", "random_state"),  # an adapter has any rank, and the seed of get_peft_model
-    **any_value("use_exact_model_name", "fix_tokenizer", "text_only", "return_logits"),  # so it is done always
-    **any_value("disable_log_stats", "unsloth_vllm_standby"),  # vLLM's: never printed, always on
+    **any_value("max_lora_rank", "random_state"),  # get_peft_model takes any rank, and the seed
+    **any_value("use_exact_model_name", "fix_tokenizer", "text_only", "return_logits"),  # always done
+    **any_value("disable_log_stats", "unsloth_vllm_standby"),  # of vLLM: stats are never printed, standby is always on
     **any_value("unsloth_tiled_mlp", "use_gradient_checkpointing"),  # chosen in get_peft_model
     **any_value("fullgraph", "unsloth_force_compile"),  # nothing is compiled
-    **any_value("supports_sdpa", "attn_implementation"),  # attention is packed, in one implementation for all models
+    **any_value("supports_sdpa", "attn_implementation"),  # one attention for packed sequences serves all models
 }
 GET_PEFT_MODEL: Table = BOTH | {
     **off("Only LoRA weights are trained; name modules in target_modules instead.", "modules_to_save"),
@@ -62,14 +62,14 @@ GET_PEFT_MODEL: Table = BOTH | {
     **off("Give it in peft.LoraConfig, as peft_config of the trainer.", "eva_config"),
     **off("The adapter is trained; leave it out.", "inference_mode"),
     **only("Only causal language models are trained; leave it out.", task_type=(None, "CAUSAL_LM")),
-    **any_value("finetune_vision_layers", "finetune_audio_layers"),  # nothing but the text layers is trained
-    **any_value("temporary_location", "ensure_weight_tying"),  # nothing is put aside; embedding and head stay frozen
-    **any_value("fan_in_fan_out", "megatron_config", "megatron_core"),  # only in layers that are no nn.Linear
+    **any_value("finetune_vision_layers", "finetune_audio_layers"),  # only the text layers are trained
+    **any_value("temporary_location", "ensure_weight_tying"),  # no temporary files; embedding and head stay frozen
+    **any_value("fan_in_fan_out", "megatron_config", "megatron_core"),  # they only concern layers other than nn.Linear
 }
 
 
 DTYPE: Rule = ('float32, bfloat16, float16 or "auto"', lambda value: str(value).removeprefix("torch.") in (
-    "float32", "bfloat16", "float16", "auto", "float", "half"))  # the last two are other names of torch
+    "float32", "bfloat16", "float16", "auto", "float", "half"))  # the last two are torch's aliases
 MOST_RANK = 1 << 16
 PLAIN: dict[str, Rule] = {  # options of from_pretrained
     "model_name": utils.PATH, "max_seq_length": at_least(1, Integral), "dtype": DTYPE,
@@ -90,14 +90,14 @@ NO_MODEL = ("get_peft_model needs the model that from_pretrained returned: model
 
 
 def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
-    """Return the one of the two names of the dtype that was given; TypeError for both."""
+    """Return the dtype that was given under either of its two names; TypeError if both are given."""
     if dtype is not None and torch_dtype is not None:
         raise TypeError("dtype and torch_dtype are two names of the same; give one of them")
     return torch_dtype if dtype is None else dtype
 
 
 def form_of_weights(load_in_4bit: bool | None, load_in_16bit: bool, load_in_fp8: bool | str | None) -> str:
-    """Return the form that a loader's options ask for, NF4 where nothing else is; ValueError for two answers."""
+    """Return the form of weights that the options ask for, NF4 by default; ValueError if they ask for several."""
     if load_in_fp8 not in (None, False, True, "block"):
         raise ValueError(f'load_in_fp8 is {load_in_fp8!r}; it must be True (a scale for each row), "block" (one for '
                          "128 x 128 weights) or False")
@@ -112,7 +112,7 @@ def form_of_weights(load_in_4bit: bool | None, load_in_16bit: bool, load_in_fp8:
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 ENGINES = (True, False, TRANSFORMERS, VLLM)
-FOUR, SIXTEEN = "4bit", "16bit"  # the forms of weights to sample with
+FOUR, SIXTEEN = "4bit", "16bit"  # forms of weights for sampling
 ANYWHERE = (None, "auto", "balanced", "balanced_low_0", "sequential", "unsloth")  # device maps that name no device
 GPU_SHARE = number("in (0, 1]", lambda value: value is not True and 0 < value <= 1)
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -120,16 +120,16 @@ DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The options of vLLM's engine. The transformers engine reserves no memory, and takes `enforce_eager` and
-    `sampling_weights` only."""
+    """The options of vLLM's engine. The transformers engine reserves no memory, and takes only `enforce_eager` and
+    `sampling_weights`."""
 
-    gpu_memory_utilization: float = 0.5  # the share of the card that may be in use, the key-value cache included
-    kv_cache_bytes: int | None = None  # for the key-value cache, instead of gpu_memory_utilization
-    max_num_seqs: int | None = None  # sequences that are decoded together; None: what a run samples at once
-    enforce_eager: bool | None = None  # True: no CUDA graphs. None: graphs on a card
-    block_size: int | None = None  # tokens of a block of the cache. None: vLLM's own; 32 for short contexts on the CPU
-    sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: where there is room
-    kv_cache_dtype: str = AUTO  # what the key-value cache holds: the model's, or 8-bit floats (CACHE_DTYPES)
+    gpu_memory_utilization: float = 0.5  # share of the card's memory in use, with the KV cache
+    kv_cache_bytes: int | None = None  # size of the KV cache, instead of gpu_memory_utilization
+    max_num_seqs: int | None = None  # sequences decoded together; None: all that a run samples at once
+    enforce_eager: bool | None = None  # True: no CUDA graphs. None: CUDA graphs on a card
+    block_size: int | None = None  # tokens of a cache block. None: vLLM's own; 32 for short contexts on the CPU
+    sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: if there is room
+    kv_cache_dtype: str = AUTO  # of the KV cache: the model's, or 8-bit floats (CACHE_DTYPES)
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "gpu_memory_utilization": GPU_SHARE, "enforce_eager": TRUTH,
@@ -142,7 +142,7 @@ class EngineSettings:
         check_ranges(self)
 
     def check_for(self, fast_inference: bool | str) -> None:
-        """Raise ValueError where a setting has nothing to act on in that engine."""
+        """Raise ValueError for a setting that has no effect in that engine."""
         if self.in_8_bits and fast_inference in (False, TRANSFORMERS):
             raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and fast_inference is {fast_inference!r}: "
                              "only vLLM holds its cache in 8 bits, the transformers engine in the model's dtype. "
@@ -154,13 +154,13 @@ class EngineSettings:
 
 
 def check_engine(fast_inference: bool | str) -> None:
-    """Raise ValueError for an engine that there is not."""
+    """Raise ValueError for an unknown engine."""
     if fast_inference not in ENGINES:
         raise ValueError(f'fast_inference is {fast_inference!r}; allowed are True, False, "transformers" and "vllm"')
 
 
 def named_device(device: str | None, device_map: Any) -> str | None:
-    """Return the one device that is asked for by name, None where the choice is ours; ValueError for another form."""
+    """Return the one device that is named, None if the choice is ours; ValueError for anything else."""
     if isinstance(device_map, dict):
         places = {str(place) for place in device_map.values()}
         if len(places) != 1:

@@ -1,5 +1,5 @@
-"""The sampling of completions, under vLLM's names; vLLM's own class of the same fields, read as ours; and episodes of
-several turns: what ends them, how the next prompt is made, and who is paid for what."""
+"""Sampling parameters under vLLM's names, also read from vLLM's own class; and settings of episodes of several turns:
+limits, how the next prompt is made, and credit assignment."""
 
 import random
 import sys
@@ -57,7 +57,7 @@ class SamplingParams(metaclass=CheckedCall):
     """(F, N): these prompts are those from place F on of N, which several processes share. Their random numbers are
     those that they would have in a call with all N."""
 
-    unsupported = FIXED  # what `CheckedCall` refuses by
+    unsupported = FIXED  # the table that `CheckedCall` reads
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "n": COUNT, "temperature": ZERO_OR_MORE, "top_p": number("in (0, 1]", lambda value: 0 < value <= 1),
@@ -76,27 +76,27 @@ class SamplingParams(metaclass=CheckedCall):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are cut off before sampling, which breaks the importance-sampling identity."""
+        """True if some tokens are cut off before sampling, which breaks the importance-sampling identity."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The sampling of a run: `count` prompts at a time, each draw with a seed of its own."""
+    """The sampling parameters of a run: `count` prompts per draw, and a seed of its own for each draw."""
 
     count: int
-    params: SamplingParams  # its seed, if it has one, becomes part of every draw's
-    seed: int  # the run's own
+    params: SamplingParams  # its seed, if it has one, enters the seed of every draw
+    seed: int  # of the run
 
     def for_step(self, step: int, extra_round: int = 0) -> SamplingParams:
-        """The draw of a step, or one of its extra rounds of dynamic sampling."""
+        """Return the parameters of a step's draw, or of one of its extra rounds of dynamic sampling."""
         again = f"-{extra_round}" if extra_round else ""
         seed = random.Random(f"{self.seed}-{self.params.seed}-{step}{again}").getrandbits(62)
         return replace(self.params, seed=seed)
 
     @property
     def greedy(self) -> SamplingParams:
-        """One completion of each prompt, always of the most likely token."""
+        """The parameters for one completion of each prompt, always of the most likely token."""
         return replace(self.params, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
 
 
@@ -105,13 +105,13 @@ DERIVED = ("output_text_buffer_length",)  # vLLM computes it from `stop`
 
 
 def vLLMSamplingParams(**settings: Any) -> Any:  # noqa: N802 - Unsloth's name
-    """vLLM's own SamplingParams where vLLM is imported already, else ours."""
+    """Return vLLM's own SamplingParams if vLLM is imported already, else ours."""
     kind = import_module("vllm").SamplingParams if "vllm" in sys.modules else SamplingParams
     return kind(**settings)
 
 
 def as_sampling_params(params: Any, longest: int) -> SamplingParams:
-    """Return our SamplingParams for None (defaults), ours or vLLM's; `longest` stands for vLLM's max_tokens=None.
+    """Return our SamplingParams for None (defaults), ours or vLLM's; `longest` replaces vLLM's max_tokens=None.
     ValueError for an unknown field that is set, TypeError for another kind of object."""
     if params is None or isinstance(params, SamplingParams):
         return params or SamplingParams()
@@ -124,14 +124,14 @@ def as_sampling_params(params: Any, longest: int) -> SamplingParams:
 
 
 def public_fields(params: Any) -> list[str]:
-    """The public fields of a msgspec struct (vLLM's), a dataclass or a plain object."""
+    """Return the public fields of a msgspec struct (vLLM's), a dataclass or a plain object."""
     kind = type(params)
     names = getattr(kind, "__struct_fields__", None) or getattr(kind, "__dataclass_fields__", None)
     return [name for name in names or getattr(params, "__dict__", {}) if not name.startswith("_")]
 
 
 def check_others(params: Any, names: list[str]) -> None:
-    """Raise ValueError for each of the fields that differs from its default."""
+    """Raise ValueError if one of these fields differs from its default."""
     default = type(params)()  # compared by repr: arrays have no single ==
     shown = {name: (repr(getattr(params, name)), repr(getattr(default, name))) for name in names}
     different = [f"{name}={value}" for name, (value, usual) in shown.items() if value != usual]
@@ -145,8 +145,8 @@ HISTORIES = ("append", "template")
 
 @dataclass(kw_only=True)
 class EpisodeSettings:
-    """Fields of GRPOConfig that only runs with tools or an environment use. TRL has none of them but
-    `max_tool_calling_iterations`. `max_completion_length` bounds all turns and all that comes between them together."""
+    """Fields of GRPOConfig for runs with tools or an environment. Only `max_tool_calling_iterations` is TRL's.
+    `max_completion_length` bounds all turns together with everything between them."""
 
     max_turns: int | None = None
     """Turns of the policy in an episode; None leaves the tokens as the only bound."""
@@ -181,7 +181,7 @@ class EpisodeSettings:
 
     @property
     def turn_limit(self) -> int | None:
-        """Turns of the policy, by either name; ValueError where the two contradict each other."""
+        """The most turns of the policy, under either name; ValueError if the two contradict each other."""
         tools = self.max_tool_calling_iterations
         if self.max_turns is not None and tools is not None and self.max_turns != tools + 1:
             raise ValueError(f"max_turns is {self.max_turns} and max_tool_calling_iterations is {tools}: that many "

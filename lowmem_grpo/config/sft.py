@@ -31,8 +31,8 @@ class SFTConfig(TrainSettings):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `batch_size` rows, and its loss is the mean over all their completion tokens. On a card
-    the memory plan cuts it into micro-batches of at most `max_tokens_per_micro_batch` tokens. Where there is no plan
-    (on the CPU), a micro-batch also holds at most `per_device_train_batch_size` rows. The gradient depends on neither.
+    the memory plan cuts it into micro-batches of at most `max_tokens_per_micro_batch` tokens. Without a plan (on the
+    CPU), a micro-batch also holds at most `per_device_train_batch_size` rows. Neither bound changes the gradient.
     """
 
     output_dir: str = "outputs/sft"
@@ -66,7 +66,7 @@ class SFTConfig(TrainSettings):
     """Of rows with `messages`: False trains all tokens, True every message of the assistant, and None the assistant's
     last one (not in TRL)."""
 
-    unsupported = FIXED  # what `CheckedCall` refuses by
+    unsupported = FIXED  # the table that `CheckedCall` reads
     renamed = RENAMED | {"max_seq_length": "max_length"}
     RANGES: ClassVar[dict[str, Rule]] = {
         "max_length": COUNT, "truncation_mode": one_of("keep_start", "keep_end"), "completion_only_loss": TRUTH,

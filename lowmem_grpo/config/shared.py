@@ -26,14 +26,14 @@ OPTIMIZERS = tuple(OPTIMIZER_BYTES)
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",
               "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 SINKS = ("none", "all", "wandb", "tensorboard", "trackio")
-MOST = 1_000_000  # completions of a step: more are a slip of the pen
+MOST = 1_000_000  # completions of a step; more are a typing error
 NAMES: Rule = ("a name, or a list of names", lambda value: value is None or isinstance(value, str | list | tuple))
 REPO_NAME: Rule = ("OWNER/NAME, or a NAME of your own",
                    lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value)))
 STRATEGIES = ("no", "steps", "epoch")
-ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields, for the parsers of TRL's scripts to know
-# them; the table of unsupported options says which values are accepted
-BARE = {"nargs": "?", "const": True}  # to such a parser, the bare name of a field with this metadata is True
+ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields that exist for the
+# argument parsers of TRL's scripts; the table of unsupported options says which values are accepted
+BARE = {"nargs": "?", "const": True}  # metadata: to such a parser, the bare name of the field means True
 LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
@@ -44,7 +44,7 @@ def field_names(cls: Any) -> set[str]:
 
 class CheckedCall(type):
     """Makes `GRPOConfig(...)` refuse unknown options by name, with what to do instead, before the dataclass sees them.
-    A class may have its own tables `unsupported` and `renamed`."""
+    A class may replace the tables `unsupported` and `renamed`."""
 
     unsupported: Table = OF_GRPO
     renamed: dict[str, str] = RENAMED
@@ -57,7 +57,7 @@ class CheckedCall(type):
 
 
 def of_json(value: Any) -> Any:
-    """Return what a text of JSON holds; another value, and a text that is none, as it is."""
+    """Return the content of a JSON text; any other value or text unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -65,7 +65,7 @@ def of_json(value: Any) -> Any:
 
 
 def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str) -> dict[str, Any]:
-    """Return the options, older names replaced. TypeError for one that is given under both of its names."""
+    """Return the options with older names replaced. TypeError for one that is given under both of its names."""
     for old, new in renamed.items():
         if old in options and new in options:
             raise TypeError(f"{owner} got {old!r} and {new!r}, which are the same option; give one of them")
@@ -76,7 +76,7 @@ def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str
 class TrainSettings(metaclass=CheckedCall):
     """The fields that every trainer has. Each means what it means in TRL; fields that TRL does not have say so."""
 
-    evaluated: ClassVar[str] = "loss"  # the metric of an evaluation that says how good a checkpoint is, by itself
+    evaluated: ClassVar[str] = "loss"  # the evaluation metric that ranks checkpoints by default
 
     output_dir: str = "outputs"
     overwrite_output_dir: bool = False
@@ -196,7 +196,7 @@ class TrainSettings(metaclass=CheckedCall):
         self.check_combinations()
 
     def check_combinations(self) -> None:
-        """Settings that contradict each other are refused, never changed in silence."""
+        """Raise ValueError for settings that contradict each other; none is changed silently."""
         for sink in self.report_to:
             if sink not in SINKS:
                 raise ValueError(f"report_to names {sink!r}; allowed are {', '.join(SINKS)}")
@@ -216,7 +216,7 @@ class TrainSettings(metaclass=CheckedCall):
         self.check_best()
 
     def check_best(self) -> None:
-        """The best checkpoint is told by an evaluation, and can be loaded only if it is saved when it is evaluated."""
+        """Raise ValueError for `load_best_model_at_end` unless each saved checkpoint is evaluated as well."""
         if not self.load_best_model_at_end:
             return
         if self.eval_strategy == "no" or self.eval_strategy != self.save_strategy:
@@ -228,17 +228,17 @@ class TrainSettings(metaclass=CheckedCall):
 
     @property
     def order_seed(self) -> int:
-        """The seed by which the order of the rows is drawn."""
+        """The seed that shuffles the rows."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def best_metric(self) -> str | None:
-        """The name, in an evaluation's metrics, of what says which checkpoint is the best."""
+        """The name, in an evaluation's metrics, of the metric that ranks checkpoints; None if none does."""
         name = self.metric_for_best_model or (self.evaluated if self.load_best_model_at_end else None)
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Return whether a value of `best_metric` is better than the best one so far, if there is one."""
+        """Return whether a value of `best_metric` is better than the best one so far; the first one always is."""
         if than is None:
             return True
         greater = self.greater_is_better
@@ -246,7 +246,7 @@ class TrainSettings(metaclass=CheckedCall):
         return value > than if rises else value < than
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what the constructor would refuse: scripts set options one by one."""
+        """Refuse what the constructor would refuse, since scripts also set options one by one."""
         name = type(self).renamed.get(name, name)
         table = type(self).unsupported
         if name in table and (name in ONE_MEANING or name not in field_names(type(self))):
@@ -254,7 +254,7 @@ class TrainSettings(metaclass=CheckedCall):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """An option that is no field reads as what happens: other libraries' callbacks and scripts ask for some."""
+        """Return the value in effect for an option that is no field, as other libraries' callbacks ask for some."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
             raise AttributeError(f"{type(self).__name__} has no option {name!r}"
@@ -263,11 +263,11 @@ class TrainSettings(metaclass=CheckedCall):
 
     @property
     def batch_size(self) -> int:
-        """Rows or completions that one optimizer step is asked to use."""
+        """Rows or completions that the settings ask for in one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def total_steps(self, rows: int | None) -> int:
-        """Optimizer steps of a whole run on a dataset of so many rows; None is a stream, which has no length."""
+        """Return the optimizer steps of a run on a dataset of `rows` rows; None is a stream, which has no length."""
         if self.max_steps > 0:
             return self.max_steps
         if rows is None:
@@ -283,7 +283,7 @@ class TrainSettings(metaclass=CheckedCall):
         return 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for records and checkpoints; a token of the hub is in none of them."""
+        """Return plain values, for records and checkpoints, without any token of the hub."""
         loading = {name: str(value) for name, value in (self.model_init_kwargs or {}).items()
                    if name not in ("token", "use_auth_token")}
         return asdict(self) | ({"model_init_kwargs": loading} if self.model_init_kwargs else {})

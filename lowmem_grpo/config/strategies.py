@@ -1,4 +1,4 @@
-"""How the groups of an update are chosen, as settings and as the documentation shows them, and when to train."""
+"""Strategies that choose the groups of an update, their settings and documentation; and training while sampling."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -13,7 +13,7 @@ MEND = "mend that, or leave train_while_sampling out"
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to more signal out of as many completions."""
+    """A way to get more signal from the same number of completions."""
 
     rule: str
     when: str
@@ -41,8 +41,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(kw_only=True)
 class StrategySettings:
-    """Options that choose the groups of an update; none of these is in TRL. The number of steps, and of groups in a
-    step, stays what it is without them; rows are gone through faster, and `epoch` counts these."""
+    """Options that choose the groups of an update; none of these is in TRL. They do not change the number of steps, or
+    of groups in a step; rows are used up faster, and `epoch` counts the rows used."""
 
     dynamic_sampling_rounds: int = 0
     """Extra rounds of sampling at most, while there are groups without signal."""
@@ -63,7 +63,7 @@ class StrategySettings:
         self.check_replay()
 
     def check_replay(self) -> None:
-        """Raise ValueError for an age that nothing uses."""
+        """Raise ValueError for a `replay_max_age` without replay."""
         if self.replay_max_age is not None and not self.replay_buffer_size:
             raise ValueError(
                 f"replay_max_age is {self.replay_max_age}, and nothing is replayed: set replay_buffer_size, or leave "
@@ -73,7 +73,7 @@ class StrategySettings:
 
 @dataclass(kw_only=True)
 class OverlapSettings:
-    """Fields of GRPOConfig that TRL does not have; all are off by default."""
+    """Fields of GRPOConfig for training while sampling; none is in TRL, and all are off by default."""
 
     train_while_sampling: bool | str = False
     """True: the gradient of groups that are complete is computed while the last sequences decode, in turn with them.
@@ -83,7 +83,7 @@ class OverlapSettings:
     RANGES: ClassVar[dict[str, Rule]] = {"train_while_sampling": one_of(False, True, PARALLEL)}
 
     def check_overlap(self) -> None:
-        """Raise ValueError where a group cannot be trained before all groups are sampled."""
+        """Raise ValueError for a setting that needs all groups sampled before one is trained."""
         if not self.train_while_sampling:
             return
         for name, wanted in needs(self).items():
@@ -95,7 +95,7 @@ class OverlapSettings:
 
 
 def needs(config: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the values of other fields with which a group is trained as it would be alone."""
+    """Return the values that other fields must have so that a group's gradient does not depend on other groups."""
     once = {"num_iterations": (1,), "steps_per_generation": (None, *range(1, config.gradient_accumulation_steps + 1)),
             "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
             "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),

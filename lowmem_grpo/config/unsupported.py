@@ -1,5 +1,5 @@
-"""Options of other libraries that are none here. A value that asks for what happens anyway is accepted, so that copied
-settings work; any other is refused with what to do, and none is ignored."""
+"""Options of other libraries that do not exist here. A value that asks for what happens anyway is accepted, so that
+copied settings work; any other is refused, with what to do instead, and none is ignored."""
 
 import difflib
 import json
@@ -22,12 +22,12 @@ def transformers_defaults() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fixed:
-    """An option that has one meaning here."""
+    """An option with a single meaning here."""
 
     advice: str  # what to use instead, or why other values are refused
     values: tuple[Any, ...] = ()  # these ask for what happens anyway
-    at_default: bool = False  # and transformers' own default does too
-    may_be_off: bool = False  # and so does whatever turns it off
+    at_default: bool = False  # transformers' own default is accepted too
+    may_be_off: bool = False  # any value that turns it off is accepted too
     any_value: bool = False  # it changes no result: every value is accepted
 
     def accepts(self, name: str, value: Any) -> bool:
@@ -42,13 +42,13 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Harmless(Fixed):
-    """An object or a dict of options, of which those in `free` change nothing here; others stay at their defaults."""
+    """An object or a dict of options: those in `free` change nothing here, the others must have their defaults."""
 
     free: tuple[str, ...] = ()
     usual: tuple[tuple[str, Any], ...] = ()
 
     def accepts(self, name: str, value: Any) -> bool:
-        """Return whether all that is not free is at its default."""
+        """Return whether everything that is not free is at its default."""
         options, usual = value.to_dict() if hasattr(value, "to_dict") else value or {}, dict(self.usual)
         return isinstance(options, Mapping) and all(key in self.free or (key in usual and usual[key] == setting)
                                                   for key, setting in options.items())
@@ -58,12 +58,12 @@ Table = dict[str, Fixed]
 
 
 def at_default(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
-    """Return options that transformers has, which stay at their defaults; `also` are other ways to ask for the same."""
+    """Return options of transformers that must stay at its defaults; `also` are other ways to ask for the same."""
     return {name: Fixed(advice, also, at_default=True) for name in names}
 
 
 def only(advice: str, **values: Any) -> Table:
-    """Return options that transformers lacks, or means otherwise, each with its value or a tuple of them."""
+    """Return options that transformers lacks, or means differently, each with its one value or a tuple of them."""
     return {name: Fixed(advice, value if isinstance(value, tuple) else (value,)) for name, value in values.items()}
 
 
@@ -73,7 +73,7 @@ def off(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
 
 
 def any_value(*names: str, usual: Any = None) -> Table:
-    """Return options that change nothing here, whatever they say."""
+    """Return options that change nothing here, whatever their value."""
     return {name: Fixed("", (usual,), any_value=True) for name in names}
 
 
@@ -88,13 +88,13 @@ def named(value: Any) -> Any:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean A or B?" of the known names that are nearly this one; else nothing."""
+    """Return "; did you mean A or B?" with the known names that are nearly this one, or an empty text."""
     close = difflib.get_close_matches(name, known, n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def refuse(options: Mapping[str, Any], table: Mapping[str, Fixed], known: Collection[str], owner: str) -> None:
-    """TypeError for an unknown option, ValueError for what is not done here; `known` are honoured, by `owner`."""
+    """Raise TypeError for an unknown option, ValueError for a value not supported; `owner` has the options `known`."""
     for name, value in options.items():
         if name not in table:
             raise TypeError(f"{owner} has no option {name!r}{suggestion(name, {*table, *known})}")
@@ -122,11 +122,11 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
     **at_default("Set max_tokens_per_micro_batch: it bounds memory, and results stay the same.",
                  "auto_find_batch_size"),
     **at_default("The package's own kernels never hold all logits at once; leave it out.", "use_liger_kernel",
-                 also=(True,)),  # it asks for memory that is saved anyway
+                 also=(True,)),  # that memory is saved anyway
     # rows, records and evaluation
     **at_default("Shape the dataset itself to drop rows.", "dataloader_drop_last"),
     **at_default("Use shuffle_dataset=False to keep the order of the rows.", "train_sampling_strategy"),
-    **any_value("dataset_num_proc"),  # by how many processes rows are read; all give the same
+    **any_value("dataset_num_proc"),  # the number of processes that read rows changes no result
     **any_value("dataloader_num_workers", usual=0),
     "accelerator_config": Harmless(
         "There are no data loaders to split; leave split_batches and gradient_accumulation_kwargs out of it.",
@@ -198,7 +198,7 @@ OF_GRPO: Table = EVERY_TRAINER | {
            vllm_structured_outputs_regex=None, vllm_guided_decoding_regex=None),
     **only(LEAVE_OUT, use_liger_loss=(False, None, True), cache_implementation=None,
            ds3_gather_for_generation=(True, False), log_multimodal=(True, False)),
-    # sequences of a step are sampled side by side, and one that ends makes room, whoever asks
+    # continuous batching is always on
     **any_value("use_transformers_continuous_batching", "use_transformers_paged", usual=False),
     **any_value("transformers_continuous_batching_config"),
 }

@@ -1,10 +1,10 @@
-"""Operations that PyTorch sees as one each, whatever is inside: in graphs, on fake tensors, in a dispatch mode; and
-backward passes that refuse to be differentiated once more.
+"""Registration of kernels as single PyTorch operations, for graphs, fake tensors and dispatch modes; and backward
+passes that refuse to be differentiated a second time.
 
 A call of `torch.library.custom_op` costs 20 to 90 microseconds of Python when it writes to its arguments, more than the
-launch itself. Here an operation is registered with the dispatcher directly: about 2. What a kernel writes to gets a new
-version, so that autograd and the checks of `offload` refuse a saved tensor that was overwritten. The operations have no
-gradient of their own: they are called inside of autograd functions, or without autograd.
+launch itself. Here an operation is registered with the dispatcher directly, which costs about 2. A tensor that a kernel
+writes to gets a new version, so that autograd and the checks of `offload` refuse a saved tensor that was overwritten.
+The operations have no gradient: they are called inside autograd functions, or without autograd.
 """
 
 import functools
@@ -18,16 +18,16 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 NAMESPACE = "lowmem_grpo"
-LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # the operations are there for as long as this object is
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # the operations exist as long as this object
 
 
 def custom_op(
     name: str, kernel: Callable[..., Any], cuda: Callable[..., Any] | None = None, *,
     fake: Callable[..., Any] | None = None, mutates: Sequence[str] = (),
 ) -> Any:
-    """The operation `lowmem_grpo::name`: `kernel` on the CPU and `cuda` on a card, or `kernel` on both. The schema is
-    taken from the annotations of `kernel`. `mutates` names the arguments that are written to. `fake` makes
-    uninitialised results of the right shapes; an operation without results needs none."""
+    """Register and return the operation `lowmem_grpo::name`: `kernel` on the CPU and `cuda` on a card, or `kernel` on
+    both. The schema is taken from the annotations of `kernel`. `mutates` names the arguments that are written to.
+    `fake` returns uninitialised results of the right shapes; an operation without results needs none."""
     LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
     written = [list(inspect.signature(kernel).parameters).index(argument) for argument in mutates]
     kernels = {"CompositeExplicitAutograd": kernel} if cuda is None else {"CPU": kernel, "CUDA": on_its_card(cuda)}
@@ -39,7 +39,7 @@ def custom_op(
 
 
 def raising_versions(function: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
-    """Return `function`, which then gives a new version to the arguments that it writes to."""
+    """Return `function` wrapped to give a new version to the arguments at `written` after each call."""
     if not written:
         return function
 
@@ -52,7 +52,7 @@ def raising_versions(function: Callable[..., Any], written: list[int]) -> Callab
 
 
 def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as called on the card of its first tensor: Triton launches on the current one."""
+    """Return `function` wrapped to run on the card of its first tensor, as Triton launches on the current one."""
 
     def run(*arguments: Any) -> Any:
         index = next(argument for argument in arguments if isinstance(argument, Tensor)).get_device()
@@ -65,10 +65,10 @@ def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `backward` of an autograd function whose results raise RuntimeError when they are differentiated.
+    """Return an autograd function's `backward` wrapped so that differentiating its results raises RuntimeError.
 
-    Where autograd is asked for a graph of the gradients (`create_graph=True`), a penalty on them would be a constant to
-    it, without a word. torch's own decorator notices that only if the incoming gradients need gradients too.
+    With a graph of the gradients (`create_graph=True`), a penalty on them would otherwise be treated as a constant,
+    without a warning. torch's own decorator notices that only if the incoming gradients need gradients too.
     """
     name = backward.__qualname__.partition(".")[0]
 
@@ -76,7 +76,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         with torch.no_grad():
             results = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled graph has a refusal of its own
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiled graph refuses by itself
             return results
         return tree_map_only(Tensor, lambda grad: FirstOrderOnly.apply(grad.detach().requires_grad_(), name), results)
 
@@ -84,7 +84,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FirstOrderOnly(torch.autograd.Function):
-    """A gradient as it is; its own derivative is refused."""
+    """The identity on a gradient, whose own derivative is refused."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:

@@ -15,12 +15,12 @@ solved for all chunks at once:
     o_i = exp(b_i) S^T q_i + sum_{j <= i} exp(b_i - b_j) (q_i . k_j) u_j
     S' = exp(b_C) S + sum_j exp(b_C - b_j) k_j (x) u_j
 
-b_i - b_j is the sum of g between j and i, and never a difference: under strong decay b grows and its difference would
-lose the digits that matter. All is computed in float32 (float64 for inputs of that dtype). Kept for backward are the
-inputs; heads are independent, so both passes take a few heads at a time and need scratch memory for these.
+b_i - b_j is taken as the sum of g between j and i, never as a difference: under strong decay b grows, and its
+difference would lose the digits that matter. All is computed in float32 (float64 for inputs of that dtype). Only the
+inputs are kept for backward; heads are independent, so both passes take a few at a time, with scratch memory for these.
 
 The convolution: y_t = silu(sum_j w_j x_{t - W + 1 + j}), j = 0 .. W - 1, for x, y (T, C), w (C, W) and states
-(S, W - 1, C). Before a run's first token x is the initial state; the final state is the last W - 1 of what was put in.
+(S, W - 1, C). Before a run's first token x is the initial state; the final state is the last W - 1 inputs.
 """
 
 import logging
@@ -48,7 +48,7 @@ def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences,
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(T, H, V) in the dtype of value, and the runs' final states (S, H, K, V) in float32; initial None is zeros."""
+    """Return (T, H, V) in value's dtype, and the runs' final states (S, H, K, V) in float32; initial None is zeros."""
     check(query, key, value, g, beta, runs, initial)
     if initial is None:
         initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
@@ -62,7 +62,7 @@ def delta_rule(
 def delta_rule_ref(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, token by token as the formula says, by autograd's own backward."""
+    """Compute `delta_rule` token by token as the formula says, with autograd's own backward."""
     results, finals, start = [], [], 0
     for length, state in zip(runs.lengths, initial, strict=True):
         state = state[None]
@@ -77,7 +77,7 @@ def delta_rule_ref(
 
 @cache
 def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once a card."""
+    """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once per card and dtype."""
     runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
         inputs = example(runs, device, dtype)
@@ -94,7 +94,7 @@ def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Draw inputs of the rule, with gradients, to try the kernels with."""
+    """Return random inputs of the rule, which require gradients, to try the kernels with."""
     draw, count = torch.Generator().manual_seed(0), runs.tokens
     made = [torch.randn(count, heads, 64, generator=draw) for heads in (2, 2, 4)]
     made += [-torch.rand(count, 4, generator=draw), torch.rand(count, 4, generator=draw),
@@ -106,7 +106,7 @@ def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> 
 def delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of B rows, shaped as above with B for T; state (B, H, K, V). Returns (B, H, V) and the next states."""
+    """Compute one token of B rows, shaped as above with B for T; return (B, H, V) and the next states (B, H, K, V)."""
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
     query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]
@@ -118,12 +118,12 @@ def delta_step(
 
 
 def normed(x: Tensor) -> Tensor:
-    """x / |x| along the last axis."""
+    """Return x / |x| along the last axis."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
 
 
 class DeltaRuleFunction(torch.autograd.Function):
-    """The chunked form; only the inputs are kept."""
+    """The rule in its chunked form; only the inputs are kept."""
 
     @staticmethod
     def forward(ctx, query, key, value, g, beta, initial, runs):
@@ -142,7 +142,8 @@ class DeltaRuleFunction(torch.autograd.Function):
         grads = tuple(torch.empty_like(part) for part in parts)
         for (some, heads), (room, _) in zip(tiles(parts), tiles(grads), strict=True):
             wanted = tuple(part.detach().requires_grad_() for part in some)
-            with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, Tensor.detach):  # they stay here
+            # hooks of its own, so that outer ones do not offload what it saves
+            with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, Tensor.detach):
                 result, final = without_autocast(wanted, ctx.runs)
             gradients = torch.autograd.grad((result, final), wanted, (grad_result[:, heads], grad_final[:, heads]))
             for place, grad in zip(room, gradients, strict=True):
@@ -151,7 +152,7 @@ class DeltaRuleFunction(torch.autograd.Function):
 
 
 def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], slice]]:
-    """Views of the inputs with some of the heads, and which heads of (T, H, V) these are."""
+    """Yield views of the inputs with some of the heads, and the slice of H in (T, H, V) that these are."""
     query, key, value, g, beta, initial = parts
     groups = value.shape[1] // key.shape[1]
     at_once = max(1, SCRATCH // (max(1, len(key)) * groups * max(key.shape[2], value.shape[2])))
@@ -162,18 +163,18 @@ def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], slice
 
 
 def without_autocast(parts: tuple[Tensor, ...], runs: VarlenSequences) -> tuple[Tensor, Tensor]:
-    """`chunked` in float32, whatever mixed precision says about matrix products."""
+    """Run `chunked` without autocast, so that its matrix products stay in float32."""
     with torch.autocast(parts[0].device.type, enabled=False):
         return chunked(parts, runs)
 
 
 def chunked(parts: tuple[Tensor, ...], runs: VarlenSequences) -> tuple[Tensor, Tensor]:
-    """The rule chunk by chunk; what does not need the state is computed for all chunks at once."""
+    """Compute the rule chunk by chunk; everything that does not need the state is computed for all chunks at once."""
     query, key, value, g, beta, initial = parts
     chunks, dtype, groups = runs.chunks, initial.dtype, value.shape[1] // key.shape[1]
 
     def laid(x: Tensor, repeats: int = 1) -> Tensor:
-        """x (T, H, ...) as (N, H, C, ...), 0 where a chunk has no token."""
+        """Return x (T, H, ...) as (N, H, C, ...), 0 where a chunk has no token."""
         rows = x.index_select(0, chunks.sources).unflatten(0, (-1, CHUNK))
         rows = torch.where(chunks.real.view(*chunks.real.shape, *[1] * (x.dim() - 1)), rows, 0).to(dtype)
         return rows.transpose(1, 2).repeat_interleave(repeats, 1)
@@ -195,7 +196,7 @@ def chunked(parts: tuple[Tensor, ...], runs: VarlenSequences) -> tuple[Tensor, T
 
 
 def sums_between(step: Tensor) -> Tensor:
-    """(..., C, C): the sum of step (..., C) over j < t <= i, and -inf for j > i."""
+    """Return (..., C, C): the sum of step (..., C) over j < t <= i, and -inf for j > i."""
     width = step.shape[-1]
     below = torch.ones(width, width, dtype=torch.bool, device=step.device).tril(-1)
     sums = torch.where(below, step[..., None], 0).cumsum(-2)
@@ -206,7 +207,7 @@ def scan(
     added: Tensor, read: Tensor, q: Tensor, scores: Tensor, k: Tensor, decay: Tensor, state: Tensor,
     counts: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Results (N, H, C, V) of the chunks, step by step, and the states (S, H, K, V) after each run's last chunk."""
+    """Return the chunks' results (N, H, C, V), step by step, and each run's state (S, H, K, V) after its last chunk."""
     results, finals = [], []
     steps = zip(*(tensor.split(counts) for tensor in (added, read, q, scores, k, decay)), strict=True)
     for new, reads, asks, pairs, keys, whole in steps:
@@ -222,7 +223,7 @@ def scan(
 def check(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor | None
 ) -> None:
-    """Raise ValueError where shapes do not fit."""
+    """Raise ValueError if shapes do not fit."""
     tokens, heads, size = key.shape if key.dim() == 3 else (-1, 1, -1)
     if query.shape != key.shape or value.dim() != 3 or len(value) != tokens or value.shape[1] % heads:
         raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not go "
@@ -238,7 +239,7 @@ def check(
 def causal_conv(
     x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y (T, C) and final states (S, W - 1, C); initial (S, W - 1, C), or None for zeros."""
+    """Return y (T, C) and final states (S, W - 1, C); initial (S, W - 1, C), or None for zeros."""
     check_conv(x, weight, runs, initial)
     before = weight.shape[1] - 1
     if initial is None:

@@ -1,4 +1,4 @@
-"""The shared part of the kernels that multiply a few rows with codes: token steps of sampling, which read a weight
+"""The shared part of the kernels that multiply a few rows with quantized weights, as in decode steps. A weight is read
 once.
 
     out = x W^T + scale * xa_s B^T + bias        xa_s: the columns of xa = x A^T that belong to a row's matrix
@@ -6,12 +6,12 @@ once.
 x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S matrices on top of each other, in NF4
 (nf4_decode.py) or FP8 (fp8_decode.py).
 
-The weight is the large operand of the tensor cores and M, padded to 8, 16, 32 or 64, the narrow one, so M costs next
-to nothing. Each weight is scaled in float32 and rounded to x.dtype first: these are the very values of training. The
-SPLIT warps of a block share out K as the batch of a batched product and add up in a fixed order: the same bits always.
+The weight is the large operand of the tensor cores and x, with M padded to 8, 16, 32 or 64, the narrow one, so M costs
+next to nothing. Weights are scaled in float32 and rounded to x.dtype first, which gives exactly the values of training.
+The SPLIT warps of a block divide K, as the batch of a batched product, and sum in a fixed order: always the same bits.
 
-Before sm_80 Triton uses no tensor cores, and a block takes 8 rows of x at most. More rows (`taken_rows`) are shared out
-over blocks of 8 in the same launch, and get the bits that they would get on their own.
+Before sm_80 Triton uses no tensor cores, and a block takes 8 rows of x at most. More rows (`taken_rows`) are split
+into blocks of 8 in the same launch, and get the same bits as they would alone.
 """
 
 import math
@@ -26,17 +26,17 @@ from lowmem_grpo.kernels import triton_utils
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, next_power_of_2, tl, triton, types_of
 
-MAX_MATRICES = 3  # that lie adjacent in a weight
-WARPS, LEAST_STEPS = 1024, 6  # that `narrow_launch` aims at: warps in all, and steps of a warp (64 weights each)
-WIDE = 8192  # outputs from which on there are enough blocks for larger ones
-# Rows up to which the kernels are better than a product with the weight dequantized first, by form and by the compute
-# capability from which on it holds. Below 80 these are estimates, from data sheets (memory/cards.py) and from the
-# instructions of the compiled loops (memory/time_plan.py), in picoseconds a weight and 8 rows:
+MAX_MATRICES = 3  # adjacent matrices in a weight
+WARPS, LEAST_STEPS = 1024, 6  # targets of `narrow_launch`: warps in all, steps of a warp (64 weights each)
+WIDE = 8192  # outputs from which there are enough blocks to make them larger
+# Rows up to which the kernels are faster than dequantizing the weight first, by form and by the least compute
+# capability. Below 80 these are estimates, from data sheets (memory/cards.py) and from the instructions of the
+# compiled loops (memory/time_plan.py), in picoseconds per weight and 8 rows:
 #
 #     T4, sm_75    NF4: kernel 2.6, dequantize and multiply 15.7: 5 blocks.    FP8: 4.2 and 17.4: 4 blocks
 #     V100, sm_70  NF4: 1.4 and 5.6: 4 blocks.                                 FP8: 1.9 and 6.2: 3 blocks
 TAKEN_ROWS = {"nf4": {80: 64, 75: 40, 0: 32}, "fp8": {80: 64, 75: 32, 0: 24}}
-# Arguments whose value does not change the code: no new compilation where one of them is 1 or a multiple of 16.
+# Arguments that are not specialised: no new compilation if one of them is 1 or a multiple of 16.
 VARYING = ["m_size", "matrices", "second", "third", "bias_size"]
 
 
@@ -44,7 +44,7 @@ def decode_ref(
     x: Tensor, weight: Tensor, features: Sequence[int], xa: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """(M, N) in x.dtype, with the weight (N, K) dequantized into it; `features` are the rows of each matrix."""
+    """Return (M, N) in x.dtype by plain torch, for the dequantized weight (N, K); `features` are each matrix's rows."""
     out = x @ weight.T
     if xa is not None and lora_b is not None:
         inputs, factors = (xa * scale).split(lora_b.shape[1], 1), lora_b.split(list(features))
@@ -53,25 +53,25 @@ def decode_ref(
 
 
 def takes_rows(x: Tensor, features: Sequence[int], form: str) -> bool:
-    """Return whether x (M, K) has few 16-bit rows on CUDA, and there are weights of this form to multiply them with."""
+    """Return whether x (M, K) has 16-bit rows on CUDA, few enough for the kernel of a weight of this form."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or len(features) > MAX_MATRICES:
         return False
     return 0 < x.shape[0] <= taken_rows(capability(x.device), form) and sum(features) > 0
 
 
 def max_rows(capability: int) -> int:
-    """Rows that one block takes: Triton uses no tensor cores before sm_80."""
+    """Return the rows that one block takes: Triton uses no tensor cores before sm_80."""
     return 64 if capability >= 80 else 8
 
 
 def taken_rows(capability: int, form: str) -> int:
-    """Rows up to which the kernel of this form, "nf4" or "fp8", beats dequantizing first."""
+    """Return the rows up to which the kernel of this form, "nf4" or "fp8", is faster than dequantizing first."""
     return next(most for least, most in TAKEN_ROWS[form].items() if capability >= least)
 
 
 def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> Launch:
-    """One warp for each share of K, as many as shared memory has room for their columns of x; each takes `step` bytes
-    of a row of W at a time. Rows beyond `max_rows` are for further blocks."""
+    """Return a launch with one warp for each share of K, as many as have room for their columns of x in shared memory;
+    each reads `step` bytes of a row of W at a time. Rows beyond `max_rows` are for further blocks."""
     rows = min(rows, max_rows(capability))
     if capability < 80:
         block_m = 1 if rows == 1 else max(4, next_power_of_2(rows))
@@ -85,7 +85,7 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
 
 
 def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Launch:
-    """Few warps a block, enough for a card: 1.05 times the best of 209 launches on an H100 (`decode_launch` 1.45)."""
+    """Return a launch of few warps a block, on an H100 1.05 times as slow as the best of 209 (`decode_launch` 1.45)."""
     if capability < 80:
         return decode_launch(rows, outputs, capability)
     block_m = max(8, next_power_of_2(rows))
@@ -98,7 +98,7 @@ def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Lau
 
 
 def grid(rows: int, outputs: int, launch: Launch) -> tuple[int, int]:
-    """Return blocks of outputs, and blocks of rows."""
+    """Return the launch grid: blocks of outputs, and blocks of rows."""
     return triton.cdiv(outputs, launch.constexprs["BLOCK_N"]), triton.cdiv(rows, launch.constexprs["BLOCK_M"])
 
 
@@ -134,7 +134,7 @@ def finish(
 
 
 def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Any:
-    """The operation `name` with `kernel` on a card; `values` makes W (N, K) of a weight's tensors and sizes."""
+    """Return the operation `name`, with `kernel` on a card; `values` makes W (N, K) of a weight's tensors and sizes."""
 
     def decode_cpu(
         x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None,
@@ -152,7 +152,7 @@ def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Te
 def given_adapters(
     xa: Tensor | None, lora_b: Tensor | None, scale: float | Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, float, Tensor | None, Tensor | None]:
-    """The last arguments of the operations: the scale of LoRA as a number, or as a tensor beside 0."""
+    """Return the last arguments of the operations; the scale of LoRA is a number, or 0.0 and a tensor."""
     number, tensor = (0.0, scale.float()) if isinstance(scale, Tensor) else (float(scale), None)
     a, b, added = (part if part is None else part.contiguous() for part in (xa, lora_b, bias))
     return a, b, number, tensor, added
@@ -162,7 +162,7 @@ def finish_arguments(
     x: Tensor, table: Tensor, features: Sequence[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
     scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments of `finish`, in its order; x or the float32 `table` stands, unread, for a missing tensor."""
+    """Return the arguments of `finish` in order; x or the float32 `table` stands in, unread, for a missing tensor."""
     ends = [sum(features[: number + 1]) for number in range(MAX_MATRICES - 1)]
     return (
         x if xa is None else xa, x if lora_b is None else lora_b, x if bias is None else bias,

@@ -1,6 +1,6 @@
-"""The kernels of flash-linear-attention, where they are installed and a card computes in 16 bits.
+"""The kernels of flash-linear-attention, if it is installed, for 16-bit tensors on a card.
 
-They take no runs without tokens. The names and the layout of states are those of version 0.6.0.
+The kernels take no runs without tokens. The names and the layout of states are those of version 0.6.0.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ PACKAGE, OLDEST = "flash-linear-attention", (0, 6)
 
 @cache
 def installed() -> str | None:
-    """Its version; None where it is not installed, or older than those whose functions are called here."""
+    """Return the package's version; None if it is not installed, or older than the functions called here."""
     try:
         release = version(PACKAGE)
     except PackageNotFoundError:
@@ -27,12 +27,12 @@ def installed() -> str | None:
 
 
 def serve(x: Tensor) -> bool:
-    """Return whether its kernels compute for x: on a card, in 16 bits, where it is installed."""
+    """Return whether the package's kernels compute for x: on a card, in 16 bits, if it is installed."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and installed() is not None
 
 
 def describe(x: Tensor) -> str:
-    """Which kernels the gated delta rule takes for x, in words."""
+    """Return, in words, the kernels that the gated delta rule uses for x."""
     if serve(x):
         return f"the kernels of {PACKAGE} {installed()}"
     wish = f"; {PACKAGE} {OLDEST[0]}.{OLDEST[1]} or later is faster" if x.is_cuda and installed() is None else ""
@@ -42,7 +42,7 @@ def describe(x: Tensor) -> str:
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `kernels.delta_rule` with the package's kernels: results (T, H, K) and the states after each run."""
+    """Compute `kernels.delta_rule` with the package's kernels: results (T, H, V) and the states after each run."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     states = list(zip(initial.split(1), runs.lengths, strict=True))
     result, final = rule(query[None], key[None], value[None], g[None], beta[None], output_final_state=True,
@@ -53,6 +53,6 @@ def delta_rule(
 
 
 def causal_conv(x: Tensor, weight: Tensor) -> Tensor:
-    """silu of the causal depthwise convolution of x (T, C) with weight (C, W), as of one sequence."""
+    """Return silu of the causal depthwise convolution of x (T, C) with weight (C, W), taken as one sequence."""
     conv: Any = import_module("fla.modules.causal_conv1d").causal_conv1d
     return conv(x[None], weight, activation="silu")[0][0]

@@ -1,4 +1,4 @@
-"""Frozen weights in FP8, 8-bit floats of the kind e4m3, and how they are dequantized and made.
+"""Frozen weights in FP8 (8-bit floats, e4m3): their quantization and dequantization.
 
     weight[i, j] = value(codes[i, j]) * scales[i // h, j // w]          blocks of (h, w) weights share a scale
 
@@ -23,23 +23,23 @@ from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, trito
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest value
-REFERENCE_ELEMENTS = 2**22  # that the CPU path takes at a time: its temporaries take about 12 bytes for each
+REFERENCE_ELEMENTS = 2**22  # handled at a time on the CPU; temporaries take about 12 bytes each
 
 
 @dataclass(frozen=True, eq=False)
 class FP8Weight:
-    """A frozen (out, in) weight in FP8: several matrices on top of each other where they lie side by side in memory."""
+    """A frozen (out, in) weight in FP8; several matrices if they lie on top of each other in memory."""
 
     codes: Tensor  # (out, in) uint8, contiguous: the bits of float8_e4m3fn
     scales: Tensor  # (ceil(out / h), ceil(in / w)) float32, contiguous
     block: tuple[int, int]  # h, w
-    dtype: torch.dtype  # that fp8_dequantize gives
+    dtype: torch.dtype  # of the result of fp8_dequantize
     out_features: tuple[int, ...]  # rows of each matrix; their sum is out
-    row_unit = 1  # rows can be dequantized from any on
+    row_unit = 1  # a band may begin at any row
 
     @classmethod
     def from_codes(cls, codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "FP8Weight":
-        """Borrows codes (out, in), uint8 or float8_e4m3fn, and their scales. ValueError where they do not fit."""
+        """Borrow codes (out, in), uint8 or float8_e4m3fn, and their scales. ValueError if they do not fit."""
         if codes.ndim != 2 or codes.dtype not in (torch.uint8, E4M3) or not codes.is_contiguous():
             raise ValueError(f"expected contiguous codes (out, in) in uint8 or {E4M3}; got {tuple(codes.shape)}, "
                              f"strides {codes.stride()}, {codes.dtype}")
@@ -59,19 +59,21 @@ class FP8Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors that the operations take."""
         return [self.codes, self.scales]
 
     @property
     def sizes(self) -> list[int]:
+        """[h, w] of the blocks, as the operations take them."""
         return [*self.block]
 
     @property
     def column_unit(self) -> int:
-        """Columns can be dequantized from any on, and faster where a band begins with a block."""
+        """The unit for bands of columns, which may begin at any column, but are faster where a block begins."""
         return self.block[1] if self.block[1] < self.shape[1] else 16
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize into `out` (rows, width) what begins at this row and column."""
+        """Dequantize into `out` (rows, width) the part from this row and column on."""
         fp8_dequantize_op(out, *self.tensors, *self.block, row, column)
 
 
@@ -81,8 +83,8 @@ def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, i
 
 
 def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) -> FP8Weight:
-    """Several weights as one, whose `codes` and `scales` are theirs on top of each other. ValueError where they differ
-    in width, blocks or dtype, or where one but the last does not end with a block."""
+    """Join several weights into one, whose `codes` and `scales` are theirs on top of each other. ValueError if they
+    differ in width, blocks or dtype, or if one but the last does not end with a block."""
     first = weights[0]
     for number, weight in enumerate(weights):
         want, got = ((w.shape[1], w.block, w.dtype) for w in (first, weight))
@@ -95,8 +97,8 @@ def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) ->
 
 @torch.no_grad()
 def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Weight:
-    """A weight (out, in) of any floating dtype in FP8: each scale makes the largest value of its block 448. `block`
-    None is a scale for each row. A few rows of blocks at a time; what is NaN stays NaN."""
+    """Quantize a weight (out, in) of any floating dtype to FP8: each scale makes the largest value of its block 448.
+    `block` None is a scale for each row. Takes a few rows of blocks at a time; NaN stays NaN."""
     rows, columns = weight.shape
     block = block or (1, columns)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
@@ -112,7 +114,7 @@ def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Wei
 
 
 def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest value of each block of (rows, columns)."""
+    """Return the largest value of each block of values (rows, columns)."""
     by_rows = torch.stack([part.amax(0) for part in values.split(block[0])]) if block[0] > 1 else values
     if block[1] >= values.shape[1]:
         return by_rows.amax(1, keepdim=True)
@@ -120,13 +122,13 @@ def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """The scale of each of (rows, columns) weights that begin with a block; a scale that all columns share once."""
+    """Return the scale of each of (rows, columns) weights that begin with a block; one column if all share it."""
     spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
     return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
 def fp8_dequantize_ref(weight: FP8Weight) -> Tensor:
-    """(out, in) in weight.dtype; exact before the rounding where that is float64."""
+    """Return the weight (out, in) in weight.dtype, by plain torch; exact before the rounding if that is float64."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scales = spread_scales(weight.scales, weight.block, weight.shape)
     return (weight.codes.view(E4M3).to(wide) * scales.to(wide)).to(weight.dtype)
@@ -138,7 +140,7 @@ DEQUANTIZE = Launch({"BLOCK_R": 32, "BLOCK_C": 128}, num_warps=8, num_stages=1)
 
 @triton.jit
 def e4m3(code, NATIVE: tl.constexpr):
-    """The value of each code (uint8) in float32. NATIVE: by the card's own conversion, from sm_89 on."""
+    """Return the value of each code (uint8) in float32. NATIVE: by the card's own conversion, from sm_89 on."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     magnitude = (code & 127).to(tl.uint16)
@@ -188,8 +190,8 @@ def fp8_dequantize_cpu(
 
 
 def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value of each code (uint8) in float32 or float64, far faster on the CPU than torch's own conversion."""
-    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)  # the sign in the upper two
+    """Return each code's (uint8) value in float32 or float64, far faster on the CPU than torch's own conversion."""
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)  # the sign in the upper two bits
     bits.bitwise_and_(~(1 << 14)).masked_fill_((codes & 127) == 127, 0x7E00)  # NaN
     return bits.view(torch.float16).to(dtype).mul_(256.0)
 
@@ -211,7 +213,7 @@ fp8_dequantize_op = custom_op("fp8_dequantize", fp8_dequantize_cpu, fp8_dequanti
 
 
 def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
-    """The weight (out, in) in its dtype, or written to `out` (contiguous, any floating dtype) where it is given."""
+    """Return the weight (out, in) in its dtype, or in `out` (contiguous, any floating dtype) if it is given."""
     return dequantized(weight, out)
 
 

@@ -1,4 +1,4 @@
-"""x W^T for a few rows of x and W in FP8, with LoRA and bias in the same kernel: the twin in FP8 (few_rows.py).
+"""x W^T for a few rows of x and W in FP8, with LoRA and bias in the same kernel. few_rows.py holds the shared part.
 
 Scales are by row, one for all, or by blocks that a tile of 64 columns does not cross (128 x 128; groups of 64 or more).
 Finer blocks are dequantized first, as they are for many rows. From sm_89 on the card converts codes itself; below, the
@@ -13,8 +13,8 @@ from lowmem_grpo.kernels.few_rows import VARYING, finish
 from lowmem_grpo.kernels.fp8 import FP8Weight, e4m3, fp8_dequantize_ref
 from lowmem_grpo.kernels.triton_utils import Variant, capability, tl, triton
 
-STEP = 64  # columns that each share of K takes at a time
-NATIVE = 89  # compute capability from which on Triton has the type e4m3
+STEP = 64  # columns that each share of K reads at a time
+NATIVE = 89  # compute capability from which Triton has the type e4m3
 
 
 def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:

@@ -1,10 +1,10 @@
-"""Products with a frozen weight, without autograd: a tensor, or codes in NF4 or FP8.
+"""Products with a frozen weight, a tensor or codes in NF4 or FP8, without autograd.
 
     y = x W^T + bias;   dx = dy W
 
-The arithmetic is in the dtype of x. Codes are dequantized into it band by band, in one buffer of BAND_BYTES that is
-used again and again, and multiplied into slices of the result, so that no dequantized weight is kept. No sum runs over
-bands: those of the product back are bands of columns.
+The arithmetic is in the dtype of x. Codes are dequantized into it band by band, in one reused buffer of BAND_BYTES,
+and multiplied into slices of the result, so that no dequantized weight is kept. No sum runs over bands: the product
+dy W uses bands of columns.
 """
 
 import math
@@ -31,8 +31,8 @@ FrozenWeight = Tensor | QuantizedWeight
 
 @dataclass(eq=False)
 class WideWeights:
-    """Weights in 16 bits that products of more than `few` rows of x read inside of a context (`WIDE`). Each is
-    dequantized by the first of them, and stays where it is until `held` is cleared."""
+    """Holds dequantized 16-bit weights for products of more than `few` rows of x inside a context (`WIDE`). The first
+    such product dequantizes a weight, which stays in memory until `held` is cleared."""
 
     few: int
     held: dict[tuple[int, tuple[int, int]], tuple[QuantizedWeight, Tensor]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class WideWeights:
         if key not in self.held:
             wide = like.new_empty(weight.shape)
             weight.fill(wide)
-            self.held[key] = weight, wide  # whose address nothing else can have
+            self.held[key] = weight, wide  # holding the weight keeps its address, the key, from being reused
         return self.held[key][1]
 
 
@@ -51,12 +51,12 @@ WIDE: ContextVar[WideWeights | None] = ContextVar("wide weights", default=None)
 
 
 def wide_weights() -> WideWeights | None:
-    """Return the context's weights in 16 bits; none while torch compiles, which cannot ask for them."""
+    """Return the context's 16-bit weights; None while torch compiles, which cannot read a context variable."""
     return None if torch.compiler.is_compiling() else WIDE.get()
 
 
 def can_decode(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Return whether x (M, K) has so few rows that a kernel multiplies them with the codes as they are."""
+    """Return whether x (M, K) has so few rows that a kernel multiplies them with the codes directly."""
     wide = wide_weights()
     if wide is not None and len(x) > wide.few:
         return False
@@ -67,7 +67,7 @@ def decode(
     x: Tensor, weight: QuantizedWeight, xa: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + scale * xa_s B^T + bias (M, N) where `can_decode`, without autograd (few_rows.py): x (M, K) of any
+    """Return x W^T + scale * xa_s B^T + bias (M, N) if `can_decode`, without autograd (few_rows.py): x (M, K) of any
     strides; xa (M, S * R), lora_b (N, R) and bias (N,) of its dtype."""
     operation = nf4_decode_op if isinstance(weight, NF4Weight) else fp8_decode_op
     return operation(x.contiguous(), weight.tensors, weight.sizes, list(weight.out_features),
@@ -76,7 +76,7 @@ def decode(
 
 @torch.no_grad()
 def project(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias without autograd: x (..., in), weight (out, in) -> (..., out) in x.dtype."""
+    """Return x W^T + bias without autograd: x (..., in), weight (out, in) -> (..., out) in x.dtype."""
     if isinstance(weight, Tensor) and not torch.is_autocast_enabled(x.device.type):
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -92,7 +92,7 @@ def project(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tens
 
 @torch.no_grad()
 def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """x W_i^T + bias_i (N, out_i) of each matrix, without autograd, each in memory of its own; x (N, in)."""
+    """Return x W_i^T + bias_i (N, out_i) of each of a weight's matrices, without autograd; x (N, in)."""
     with torch.autocast(x.device.type, enabled=False):
         if not can_decode(x, weight):
             return project_bands(x, weight, weight.out_features, biases)
@@ -105,7 +105,7 @@ def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | N
 def project_bands(
     x: Tensor, weight: QuantizedWeight, features: Sequence[int], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """x (N, in) -> (N, out_i) of `features`, whose sum is `out`, through bands of rows of the weight."""
+    """Return (N, out_i) of each of the `features`, whose sum is `out`, for x (N, in), by bands of the weight's rows."""
     outputs: dict[int, Tensor] = {}
     for start, band in row_bands(weight, x):
         for number, columns, rows in crossings(features, start, start + len(band)):
@@ -123,7 +123,7 @@ def project_bands(
 
 
 def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """(number of a matrix, its rows, rows of the band) for every matrix that has rows in the band start to stop."""
+    """Yield (number of a matrix, its rows, rows of the band) for every matrix with rows in the band start to stop."""
     first = 0
     for number, size in enumerate(features):
         begin, end = max(start, first), min(stop, first + size)
@@ -134,7 +134,7 @@ def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[
 
 @torch.no_grad()
 def project_back(grad: Tensor, weight: FrozenWeight) -> Tensor:
-    """grad W without autograd: grad (..., out), weight (out, in) -> (..., in) in grad.dtype."""
+    """Return grad W without autograd: grad (..., out), weight (out, in) -> (..., in) in grad.dtype."""
     rows = grad.reshape(-1, grad.shape[-1])
     if isinstance(weight, Tensor):
         with torch.autocast(grad.device.type, enabled=False):
@@ -148,7 +148,7 @@ def project_back(grad: Tensor, weight: FrozenWeight) -> Tensor:
 def project_back_each(
     grads: Sequence[Tensor | None], weight: QuantizedWeight, features: Sequence[int] | None = None
 ) -> Tensor:
-    """The sum of grad_i W_i (N, in) over the matrices, without autograd: grad_i (N, out_i), not all None."""
+    """Return the sum of grad_i W_i (N, in) over the matrices, without autograd: grad_i (N, out_i), not all None."""
     ends = list(accumulate(weight.out_features if features is None else features))
     pairs = [(grad, slice(end - grad.shape[1], end)) for grad, end in zip(grads, ends, strict=True) if grad is not None]
     like = pairs[0][0]
@@ -162,7 +162,7 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, those rows dequantized) in the dtype of `like`: equal bands in one buffer, or all at once."""
+    """Yield (first row, dequantized rows) in the dtype of `like`: equal bands in one buffer, or all at once."""
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.dequantized(weight, like)
@@ -178,7 +178,7 @@ def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tens
 
 
 def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first column, those columns dequantized), so that no sum runs over bands; one band where blocks span rows."""
+    """Yield (first column, dequantized columns), so that no sum runs over bands; one band if blocks span rows."""
     rows, columns = weight.shape
     step = even_step(columns, rows * like.element_size(), weight.column_unit)
     buffer = like.new_empty(rows * min(step, columns))
@@ -190,14 +190,14 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return how many of `count` rows or columns of `size` bytes make a band: a multiple of `unit`, equal bands."""
+    """Return the rows or columns of a band, of `count` with `size` bytes each: a multiple of `unit`, in equal bands."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 
 
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias (..., out) for x (..., in) of any floating dtype, in which codes are decoded. Nothing is kept for
-    the backward pass, which decodes them again: the weight takes no gradient, a bias may."""
+    """Return x W^T + bias (..., out) for x (..., in) of any floating dtype, in which codes are decoded. Nothing is kept
+    for the backward pass, which decodes them again: the weight takes no gradient, a bias may."""
     return FrozenLinearFunction.apply(x, weight, bias)
 
 

@@ -1,8 +1,8 @@
-"""The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or as they are:
+"""The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or unquantized:
 expert e is rows e * out to (e + 1) * out.
 
-Where a block of 64 weights ends at each border between experts, an expert is a view of codes and scales. Blocks of
-nested scales may span a border; `NF4Weight.rows` counts them.
+An expert is a view of codes and scales, so a block of 64 weights must end at each border between experts. Blocks of
+nested scales may span a border; `NF4Weight.rows` takes account of that.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 
 @dataclass(frozen=True, eq=False)
 class FrozenStack:
-    """Weights (E, out, in); ValueError where they cannot be sliced by expert."""
+    """Frozen weights (E, out, in) of E experts; ValueError if they cannot be sliced by expert."""
 
     weight: Tensor | NF4Weight  # (E * out, in)
     experts: int  # E
@@ -33,7 +33,7 @@ class FrozenStack:
 
     @classmethod
     def from_weights(cls, weights: Tensor) -> "FrozenStack":
-        """Borrows weights (E, out, in) of a floating dtype."""
+        """Borrow weights (E, out, in) of a floating dtype; ValueError unless they are contiguous."""
         if weights.ndim != 3 or not weights.is_contiguous():
             raise ValueError(f"expected contiguous weights (E, out, in); got {tuple(weights.shape)}, strides "
                              f"{weights.stride()}")
@@ -49,30 +49,31 @@ class FrozenStack:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that an operation of torch takes: the weights, or codes, scales, their values, nested scales."""
+        """The tensors that the operations take: the weights, or codes, scales, their values, nested scales."""
         return [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors
 
     @property
     def sizes(self) -> list[int]:
+        """[E, E * out], followed by the sizes of an NF4 weight, as the operations take them."""
         nf4 = () if isinstance(self.weight, Tensor) else self.weight.sizes
         return [self.experts, self.weight.shape[0], *nf4]
 
     @classmethod
     def from_parts(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
-        """Make a stack of what `tensors` and `sizes` gave."""
+        """Return the stack with these `tensors` and `sizes`."""
         experts, rows, *others = sizes
         if not others:
             return cls(tensors[0], experts)
         return cls(NF4Weight.from_parts(tensors, others, [rows], dtype), experts)
 
     def expert(self, number: int) -> Tensor | NF4Weight:
-        """The weight (out, in) of one expert, a view."""
+        """Return the weight (out, in) of one expert, a view."""
         rows = self.shape[1]
         part = slice(number * rows, (number + 1) * rows)
         return self.weight[part] if isinstance(self.weight, Tensor) else self.weight.rows(part.start, part.stop)
 
     def fill(self, out: Tensor, number: int) -> Tensor:
-        """One expert's weight in the dtype of `out` (out, in): itself where it has that dtype, else written there."""
+        """Return an expert's weight (out, in) in the dtype of `out`: a view if it has it, else written to `out`."""
         part = self.expert(number)
         if isinstance(part, Tensor):
             return part if part.dtype == out.dtype else out.copy_(part)

@@ -5,7 +5,7 @@
     geglu, "none"    act(g) = g * (1 + erf(g / sqrt 2)) / 2
     backward         grad_gate = grad * up * act'(gate);  grad_up = grad * act(gate)
 
-gate, up, h (N, F), in any shape (..., F) outside (Shazeer, arXiv 2002.05202). As in transformers the activation is
+gate, up and h are (N, F) here, (..., F) for callers (Shazeer, arXiv 2002.05202). As in transformers the activation is
 rounded to the dtype before the product. Only gate and up are kept; backward computes the activation again.
 """
 
@@ -17,30 +17,30 @@ from torch import Tensor
 from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
-APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # activation: what torch calls its approximation
+APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # by activation: torch's name of its approximation
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up in plain torch, of (..., F) each or of one gate_up (..., 2 F)."""
+    """Compute `swiglu` in plain torch, of (..., F) each or of one gate_up (..., 2 F)."""
     gate, up = halves(gate, up)
     return activate_ref(gate, "silu") * up
 
 
 def geglu_ref(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """gelu(gate) * up in plain torch, of (..., F) each or of one gate_up (..., 2 F)."""
+    """Compute `geglu` in plain torch, of (..., F) each or of one gate_up (..., 2 F)."""
     gate, up = halves(gate, up)
     return activate_ref(gate, gelu_name(approximate)) * up
 
 
 def activate_ref(gate: Tensor, activation: str) -> Tensor:
-    """Return the activation of `gate`, by torch."""
+    """Return the activation of `gate`, by plain torch."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
 
 
 def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad_gate, grad_up, act(gate) * up); grad_gate is rounded once."""
+    """Return (grad_gate, grad_up, act(gate) * up); grad_gate is rounded once."""
     activated = activate_ref(gate, activation)
     wide = torch.promote_types(gate.dtype, torch.float32)
     grad_activated = grad.to(wide) * up.to(wide)
@@ -52,14 +52,14 @@ def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 
 
 def launch_rule(columns: int) -> Launch:
-    """A tile of 1,024 entries a program, eight a thread: no entry is held by two threads, so in place is safe."""
+    """Return a launch of 1,024 entries per program, eight per thread: no two threads share one, so in place is safe."""
     block = 1024 if columns > 256 else 256 if columns > 64 else 64
     return Launch({"BLOCK_N": 1024 // block, "BLOCK_F": block}, num_warps=4, num_stages=1)
 
 
 @triton.jit
 def tile(N, F, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Rows (BLOCK_N, 1), columns (1, BLOCK_F) and the mask of this program's tile."""
+    """Return rows (BLOCK_N, 1), columns (1, BLOCK_F) and the mask of this program's tile."""
     blocks = tl.cdiv(F, BLOCK_F)
     program = tl.program_id(0)
     rows = (program // blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
@@ -69,7 +69,7 @@ def tile(N, F, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
-    """act(gate) and act'(gate) in float32; the share is what act multiplies gate with."""
+    """Return act(gate) and act'(gate) in float32; the share is the factor by which act multiplies gate."""
     if ACTIVATION == "silu":
         share = tl.sigmoid(gate)
         slope = share * (1 + gate * (1 - share))
@@ -117,7 +117,7 @@ def glu_bwd_kernel(
 def launch_bwd(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, activation: str, product: bool
 ) -> None:
-    """Writes grad_gate and grad_up, which may be gate and up, and with `product` act(gate) * up over grad."""
+    """Write grad_gate and grad_up, which may be gate and up, and with `product` act(gate) * up over grad."""
     rows, columns = gate.shape
     launch = launch_rule(columns)
     glu_bwd_kernel[grid(rows, columns, launch)](
@@ -132,7 +132,7 @@ def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
 
 
 def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
-    """Uninitialised [grad_gate, grad_up], (N, F) each, or with `fused` one [grad_gate_up] (N, 2 F)."""
+    """Return uninitialised [grad_gate, grad_up], (N, F) each, or with `fused` one [grad_gate_up] (N, 2 F)."""
     rows, columns = gate.shape
     return [gate.new_empty(rows, 2 * columns)] if fused else [gate.new_empty(rows, columns) for _ in range(2)]
 
@@ -156,12 +156,12 @@ def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fuse
 
 
 def glu_bwd_reuse_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """The backward kernel over gate and up; grad may have any strides."""
+    """Run the backward kernel with its results over gate and up; grad may have any strides."""
     launch_bwd(rows_of(grad), gate, up, gate, up, activation, product=False)
 
 
 def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """The backward kernel over gate and up, and the product over grad."""
+    """Run the backward kernel with its results over gate and up, and the product over grad."""
     launch_bwd(grad, gate, up, gate, up, activation, product=True)
 
 
@@ -198,7 +198,7 @@ glu_bwd_all = custom_op("glu_bwd_all", glu_bwd_all_cpu, glu_bwd_all_triton, muta
 
 
 class GLUFunction(torch.autograd.Function):
-    """act(gate) * up; with `reuse` the gradients replace gate and up, whose versions rise."""
+    """Computes act(gate) * up; with `reuse` the gradients replace gate and up, whose versions rise."""
 
     @staticmethod
     def forward(ctx, gate, up, activation, reuse):
@@ -218,7 +218,7 @@ class GLUFunction(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, reuse_inputs: bool = False) -> Tensor:
-    """silu(gate) * up.
+    """Return silu(gate) * up.
 
     gate and up (..., F) share shape, dtype and device; without `up`, gate is one tensor (..., 2 F) whose first half
     is the gate and whose second half is up (a fused projection), read and differentiated in place without copies.
@@ -230,7 +230,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, reuse_inputs: bool = False
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", reuse_inputs: bool = False) -> Tensor:
-    """gelu(gate) * up with the tanh approximation, or with `approximate="none"` by the error function.
+    """Return gelu(gate) * up with the tanh approximation, or with `approximate="none"` by the error function.
 
     The tensors and `reuse_inputs` are those of `swiglu`.
     """
@@ -238,7 +238,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", 
 
 
 def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
-    """Check the arguments and call the kernel on rows; by torch where there is nothing to compute."""
+    """Check the arguments and call the kernel on rows; plain torch handles empty tensors."""
     check_arguments(gate, up, activation)
     if reuse and torch.is_grad_enabled():
         check_reuse(gate, up)
@@ -250,7 +250,7 @@ def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor
 
 
 def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up without autograd; gate, up (..., F); activation "silu", "gelu_tanh" or "gelu"."""
+    """Return act(gate) * up without autograd; gate, up (..., F); activation "silu", "gelu_tanh" or "gelu"."""
     check_arguments(gate, up, activation)
     if not gate.numel():
         return gate.new_empty(gate.shape)
@@ -258,8 +258,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Without autograd: grad_gate over gate, grad_up over up and act(gate) * up over grad, all (..., F), in one pass.
-    The product is what the down projection's weight gradient needs, so one buffer serves both."""
+    """Write grad_gate over gate, grad_up over up and act(gate) * up over grad, all (..., F), in one pass without
+    autograd. The down projection's weight gradient needs the product, so one buffer serves both."""
     check_arguments(gate, up, activation)
     check_arguments(gate, grad, activation)
     if gate.numel():
@@ -268,7 +268,7 @@ def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> Non
 
 
 def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(gate, up), which without `up` are the halves of the last dimension of `gate`."""
+    """Return (gate, up), which without `up` are the halves of the last dimension of `gate`."""
     if up is not None:
         return gate, up
     half = gate.shape[-1] // 2
@@ -276,13 +276,13 @@ def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(values: Tensor) -> Tensor:
-    """(..., F) as (N, F) with adjacent columns: a view where the strides allow, else a copy."""
+    """Return (..., F) as (N, F) with adjacent columns: a view if the strides allow, else a copy."""
     rows = values.reshape(-1, values.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def rows_in_place(name: str, values: Tensor) -> Tensor:
-    """(..., F) as a view (N, F) with adjacent columns."""
+    """Return (..., F) as a view (N, F) with adjacent columns; ValueError if there is none."""
     message = f"{name} is written in place and must be evenly spaced rows of adjacent columns; got {values.stride()}"
     try:
         rows = values.view(-1, values.shape[-1])
@@ -294,7 +294,7 @@ def rows_in_place(name: str, values: Tensor) -> Tensor:
 
 
 def check_reuse(gate: Tensor, up: Tensor | None) -> None:
-    """Raise ValueError where gradients cannot replace gate and up."""
+    """Raise ValueError if gradients cannot replace gate and up."""
     if gate is up:
         raise ValueError("reuse_inputs=True needs two tensors; gate and up are one and the same")
     for name, values in (("gate", gate), ("up", up)):
@@ -314,7 +314,7 @@ def gelu_name(approximate: str) -> str:
 
 
 def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     if activation not in APPROXIMATE:
         raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
     if not gate.is_floating_point():

@@ -11,7 +11,7 @@ respect to hidden does not depend on the loss:
 so a forward pass that needs a gradient computes U (N, D) chunk by chunk and keeps it in place of `hidden`, and the
 backward pass is one row scaling, grad_hidden = grad_logp * U: two matrix products in all, as many as with the logits
 kept. A call without gradients does one matrix product and keeps nothing. Where the head is trained, or the entropy
-takes a gradient, the backward pass makes the logits again, tile by tile: three products, and one more for the head's
+takes a gradient, the backward pass computes the logits again, tile by tile: three products, and one more for the head's
 own gradient. `README.md` beside this file derives all of it.
 """
 
@@ -27,7 +27,7 @@ from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
 from lowmem_grpo.kernels.matmul import accumulator_dtype
 from lowmem_grpo.kernels.nf4 import NF4Weight
 
-CPU_CHUNK_BYTES = 32 * 2**20  # fp32 logits at a time, where chunk_rows is not given
+CPU_CHUNK_BYTES = 32 * 2**20  # fp32 logits at a time, if chunk_rows is None
 CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card
 CARD_SHARE = 64  # at most this part of a card's memory
 
@@ -36,7 +36,7 @@ def linear_logprobs_ref(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Plain reference that holds all logits: (logprobs (N,), entropy (N,)), differentiable by autograd."""
+    """Return (logprobs (N,), entropy (N,)) in plain torch, which holds all logits; differentiable by autograd."""
     dtype = accumulator_dtype(hidden.dtype)
     logits = hidden.to(dtype) @ weight.to(dtype).T
     logits = (logits if bias is None else logits + bias) * logit_scale
@@ -55,16 +55,16 @@ def linear_logprobs(
     entropy_grad: bool = False, lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
     chunk_rows: int | None = None, ignore_index: int | None = None, return_best: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Log-probability of each target token, its entropy with `return_entropy`, and that of the likeliest token with
-    `return_best`.
+    """Return the log-probability of each target token, the entropy with `return_entropy`, and the log-probability of
+    the likeliest token with `return_best`.
 
     hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional; a 4-bit weight
     is an `NF4Weight` (or bitsandbytes' Params4bit). lora_a (r, D) and lora_b (V, r) add lora_scale * hidden A^T B^T.
-    Returns logprobs (N,) in float32 (float64 for float64 input), or a tuple of them and what else was asked for, each
-    (N,). Rows whose target is `ignore_index` give 0 and no gradient. The log-probability of the likeliest token has no
-    gradient; the target is that token where both are the same.
+    Returns logprobs (N,) in float32 (float64 for float64 input), or a tuple with the other values asked for, each (N,).
+    Rows whose target is `ignore_index` give 0 and no gradient. The log-probability of the likeliest token has no
+    gradient; where it equals the target's, the target is the likeliest token.
 
-    hidden, weight, bias, lora_a and lora_b take gradients where they require them (a 4-bit weight never does). The
+    hidden, weight, bias, lora_a and lora_b get gradients if they require them (a 4-bit weight never does). The
     entropy is a value without gradient unless `entropy_grad` is set, for a loss with an entropy bonus; that costs a
     third matrix product. `chunk_rows` rows of logits exist at a time, chosen from the device's memory by default.
     """
@@ -92,7 +92,7 @@ def linear_logprobs(
 
 
 def default_rows(device: torch.device, vocabulary: int) -> int:
-    """The largest power of two of rows whose float32 logits keep within the device's budget."""
+    """Return the largest power of two of rows whose float32 logits stay within the device's budget."""
     budget = CPU_CHUNK_BYTES
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 80 * 2**30
@@ -101,7 +101,7 @@ def default_rows(device: torch.device, vocabulary: int) -> int:
 
 
 class FrozenHeadLogprobsFunction(torch.autograd.Function):
-    """Forward: logprobs, entropy and (where hidden needs a gradient) U. Backward: one row scaling of U."""
+    """Forward: logprobs, entropy and (if hidden needs a gradient) U. Backward: one row scaling of U."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, low, lora_b, targets, shape, chunk_rows, needed, _entropy_grad):
@@ -121,7 +121,7 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
 
 
 class RecomputedLogprobsFunction(torch.autograd.Function):
-    """Forward: logprobs and entropy. Backward: makes the logits again, for every gradient that is needed."""
+    """Forward: logprobs and entropy. Backward: recomputes the logits, for every gradient that is needed."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, low, lora_b, targets, shape, chunk_rows, needed, entropy_grad):
@@ -151,7 +151,7 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
 def forward_pass(
     head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, keep_gradient: bool
 ) -> tuple[Rows, Tensor | None]:
-    """((logprobs, entropy, m, log s), U or None): by rows for a plain weight, by tiles for a 4-bit one."""
+    """Return ((logprobs, entropy, m, log s), U or None): by rows for a plain weight, by tiles for a 4-bit one."""
     if isinstance(head.weight, NF4Weight):
         return forward_tiles(head, targets, shape, tile_columns(head, chunk_rows), keep_gradient)
     if not torch.compiler.is_compiling():
@@ -164,7 +164,7 @@ def backward_pass(
     head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int,
     rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], needed: list[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the head's five operands, None where not needed; `rows` as `backward_tiles` takes them."""
+    """Return the gradients of the head's five operands, None if not needed; `rows` as `backward_tiles` takes them."""
     tile = tile_columns(head, chunk_rows)
     if isinstance(head.weight, NF4Weight) or not torch.compiler.is_compiling():
         return backward_tiles(head, targets, shape, tile, *rows, needed)
@@ -173,7 +173,7 @@ def backward_pass(
 
 
 def tile_columns(head: Head, chunk_rows: int) -> int:
-    """Columns of a tile over all rows, as large as `chunk_rows` whole rows of logits."""
+    """Return the columns of a tile over all rows that is as large as `chunk_rows` whole rows of logits."""
     return max(1, chunk_rows * head.vocabulary // max(head.hidden.shape[0], 1))
 
 
@@ -184,7 +184,7 @@ def forward_compiled(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
     temperature: float, scale: float, softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logprobs, entropy, m, log s, each (N,), and U (N, D), empty where it is not kept."""
+    """Return logprobs, entropy, m, log s, each (N,), and U (N, D), empty if it is not kept."""
     head, shape = Head(hidden, weight, bias, low, lora_b), LogitShape(temperature, scale, softcap, ignore_index)
     rows, gradient = forward_rows(head, targets, shape, chunk_rows, keep_gradient)
     return *rows, hidden.new_empty(0) if gradient is None else gradient
@@ -200,7 +200,7 @@ def backward_compiled(
     temperature: float, scale: float, softcap: float | None, ignore_index: int, tile: int, maximum: Tensor,
     log_sum: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor]:
-    """Gradients of hidden, weight, bias, low and lora_b; empty where not needed."""
+    """Return the gradients of hidden, weight, bias, low and lora_b; empty if not needed."""
     head, shape = Head(hidden, weight, bias, low, lora_b), LogitShape(temperature, scale, softcap, ignore_index)
     grads = backward_tiles(head, targets, shape, tile, maximum, log_sum, entropy, grad_logprobs, grad_entropy, needed)
     return [hidden.new_empty(0) if grad is None else grad for grad in grads]
@@ -219,7 +219,7 @@ def check_arguments(
     hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, bias: Tensor | None, temperature: float,
     chunk_rows: int | None,
 ) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
@@ -241,7 +241,7 @@ def check_arguments(
 
 
 def check_lora(hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None) -> None:
-    """Raise ValueError where the adapter of the head is half there or does not fit."""
+    """Raise ValueError if only one factor of the head's adapter is given, or if they do not fit."""
     if lora_a is None and lora_b is None:
         return
     if lora_a is None or lora_b is None:

@@ -1,9 +1,9 @@
-"""The output head (plain or 4-bit, with or without LoRA), and what a model does to its logits, in torch and in Triton.
+"""The output head (plain or 4-bit, with or without LoRA), and a model's functions of its logits, in torch and Triton.
 
     z = (raw + bias) * scale;  z = softcap * tanh(z / softcap);  z = z / temperature
     slope = dz / d raw = scale / temperature * (1 - tanh(...)^2)
 
-What follows works on z less the largest z of its row: at a temperature of 0.01 z is in the thousands, and float32 keeps
+Later steps use z minus the largest z of its row: at a temperature of 0.01 z is in the thousands, and float32 keeps only
 two or three digits of a difference of sums of it.
 
 Scale: Cohere's and Granite's logit scaling. Softcap: Gemma 2 (arXiv 2408.00118, section 2). Temperature: the sampler's.
@@ -20,13 +20,13 @@ from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.kernels.triton_utils import tl, triton, types_of
 
 FLOOR = tl.constexpr(-3.0e38)  # stands in for -inf, so that p log p is 0 at p = 0
-DOT_COLUMNS = 4096  # multiplied at a time
-NONE_IGNORED = -(2**62)  # no target
+DOT_COLUMNS = 4096  # columns that are multiplied at a time
+NONE_IGNORED = -(2**62)  # equals no target
 
 
 @dataclass(frozen=True)
 class Head:
-    """raw logits (N, V) = hidden weight^T + low lora_b^T, of which only parts are ever made; bias is added later.
+    """The output head: raw logits (N, V) = hidden weight^T + low lora_b^T, only ever in parts; bias is added later.
 
     hidden (N, D), weight (V, D), bias (V,) or None; low = scale * hidden lora_a^T (N, r) and lora_b (V, r), or None.
     """
@@ -46,7 +46,7 @@ class Head:
         return self.weight.shape[0]
 
     def weight_rows(self, rows: slice | Tensor) -> Tensor:
-        """Rows of the weight (T, D), a band or those at an index (T,), dequantized where they are 4-bit."""
+        """Return rows of the weight (T, D), a band or those at an index (T,), dequantized if they are 4-bit."""
         if not isinstance(self.weight, NF4Weight):
             return self.weight[rows]
         part = self.weight.rows(rows.start, rows.stop) if isinstance(rows, slice) else self.weight.gather(rows)
@@ -56,14 +56,14 @@ class Head:
         return None if self.bias is None else self.bias[band]
 
     def logits(self, rows: slice, band: slice, weight: Tensor, out: Tensor) -> Tensor:
-        """Raw logits of some rows and a band of the vocabulary, whose `weight` rows are given, written to `out`."""
+        """Write raw logits of some rows and a band of the vocabulary, whose `weight` rows are given, to `out`."""
         matmul_fp32(self.hidden[rows], weight.T, out=out)
         if self.low is not None and self.lora_b is not None:
             addmm_fp32(out, self.low[rows], self.lora_b[band].T)
         return out
 
     def buffer(self, rows: int, columns: int) -> Tensor:
-        """Return uninitialised room for logits (rows, columns), float32 or float64."""
+        """Return an uninitialised buffer for logits (rows, columns), float32 or float64."""
         dtype = accumulator_dtype(self.hidden.dtype)
         return torch.empty(rows, columns, dtype=dtype, device=self.hidden.device)
 
@@ -82,7 +82,7 @@ class LogitShape:
         return self.temperature, self.scale, self.softcap, self.ignore_index
 
     def apply_(self, logits: Tensor, bias: Tensor | None) -> Tensor:
-        """Raw logits (R, V) become z in place."""
+        """Turn raw logits (R, V) into z in place."""
         if bias is not None:
             logits += bias
         if self.scale != 1.0:
@@ -92,7 +92,7 @@ class LogitShape:
         return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
     def slope_(self, shifted: Tensor, maximum: Tensor) -> Tensor | float:
-        """The slope, written over z - maximum (R, V) with a softcap; maximum (R, 1). Without one it is a number."""
+        """Return the slope, with a softcap written over z - maximum (R, V), maximum (R, 1); else a number."""
         slope = self.scale / self.temperature
         if not self.softcap:
             return slope
@@ -100,41 +100,41 @@ class LogitShape:
 
 
 def kernels_take(logits: Tensor) -> bool:
-    """Return whether our kernels read these logits; in other dtypes, and on the CPU, plain torch does."""
+    """Return whether our kernels read these logits; plain torch computes for other dtypes, and on the CPU."""
     return logits.is_cuda and logits.dtype == torch.float32
 
 
 def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """A place (R, V) of `dtype` in the bytes of float32 logits (R, V): the first half of each row for 16 bits."""
+    """Return a view (R, V) of `dtype` in the bytes of float32 logits (R, V): half of each row for 16 bits."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
 def floor_(logits: Tensor) -> Tensor:
-    """Makes -inf finite, in place."""
+    """Make -inf finite, in place."""
     return logits.clamp_(min=torch.finfo(logits.dtype).min)
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """(R,) dot products of the rows of two (R, V), without the (R, V) of their products, and summed pairwise."""
+    """Return (R,) dot products of the rows of two (R, V), without the (R, V) of their products, and summed pairwise."""
     bands = zip(left.split(DOT_COLUMNS, 1), right.split(DOT_COLUMNS, 1), strict=True)
     return torch.stack([torch.linalg.vecdot(*band) for band in bands]).sum(0)
 
 
 def types_of_logits(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
-    """Return the types of a kernel that turns float32 logits into a gradient of `dtype`, as the head is."""
+    """Return the Triton types of a kernel that turns float32 logits into a gradient of the head's `dtype`."""
     floats = dict.fromkeys(("temperature", "scale", "softcap"), "fp32")
     return types_of(kernel, dtype, logits_ptr="*fp32", targets_ptr="*i64", ignore_index="i64", **floats, **others)
 
 
 @triton.jit
 def floored(z):
-    """A block with -inf made finite; NaN stays NaN."""
+    """Return a block with -inf made finite; NaN stays NaN."""
     return tl.where(z < FLOOR, FLOOR, z)
 
 
 @triton.jit
 def shape_logits(raw, bias, scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
-    """(z, slope) of a block of raw logits, float32."""
+    """Return (z, slope) of a block of raw logits, float32."""
     z = (raw + bias) * scale
     slope = scale / temperature + tl.zeros_like(z)
     if HAS_SOFTCAP:
@@ -154,7 +154,7 @@ def row_statistics(
     logits_ptr, bias_ptr, V, temperature, scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """(m, sum exp(z - m), sum exp(z - m) (z - m)) of one row of V raw logits, m = max z, in one reading."""
+    """Return (m, sum exp(z - m), sum exp(z - m) (z - m)) of one row of V raw logits, m = max z, in one reading."""
     lanes = tl.arange(0, BLOCK_V)
     lane_max = tl.full((BLOCK_V,), FLOOR, tl.float32)  # each lane keeps its own three, merged at the end
     lane_sum = tl.zeros((BLOCK_V,), tl.float32)

@@ -1,4 +1,4 @@
-"""Finishes a chunk of whole rows of logits: log-probability, entropy, and the gradient of the former, in place.
+"""Log-probability, entropy, and the log-probability's gradient for a chunk of whole rows of logits, in place.
 
     m = max z;  s = sum exp(z - m);  logp = (z[target] - m) - log s;  gradient = (onehot(target) - p) * slope
     entropy = log s - sum(exp(z - m) (z - m)) / s
@@ -31,7 +31,7 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, entropy, m and log s: 
 def forward_rows(
     head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, keep_gradient: bool
 ) -> tuple[Rows, Tensor | None]:
-    """((logprobs, entropy, m, log s) each (N,), U (N, D) in the dtype of hidden or None), for a plain weight."""
+    """Return ((logprobs, entropy, m, log s) each (N,), U (N, D) in the dtype of hidden or None), for a plain weight."""
     rows, size = head.hidden.shape
     weight, band = head.weight_rows(slice(0, head.vocabulary)), slice(0, head.vocabulary)
     buffer = head.buffer(min(chunk_rows, rows), head.vocabulary)
@@ -56,8 +56,8 @@ def finish_rows_ref(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """(4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten; one more buffer of their size.
-    With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards."""
+    """Return (4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten; needs one more buffer of
+    their size. With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     ignored = targets == ignore_index
     columns = targets.masked_fill(ignored, 0)[:, None]
@@ -76,7 +76,7 @@ def finish_rows_ref(
     return torch.stack([*rows, maximum.squeeze(-1), log_sum.squeeze(-1)])
 
 
-LAUNCH = Launch({"BLOCK_V": 2048}, num_warps=8, num_stages=1)  # a row a program, 8 entries a thread
+LAUNCH = Launch({"BLOCK_V": 2048}, num_warps=8, num_stages=1)  # one row per program, 8 entries per thread
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launch the kernel, a program a row; results (4, N), and the gradient over the logits where a dtype is given."""
+    """Launch the kernel, one program per row. Returns (4, N); with a dtype, the gradient overwrites the logits."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)

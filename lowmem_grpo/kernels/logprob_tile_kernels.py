@@ -1,7 +1,7 @@
 """The kernels of one tile of logits (N, T), vocabulary entries first ... first + T - 1, in place: a 16-bit result fills
 the first half of each row's bytes.
 
-Forward: each row's running maximum, sum, weighted sum and target take the tile in; scaled exponentials are left.
+Forward: the tile updates each row's running maximum, sum, weighted sum and target, and becomes scaled exponentials.
 
     m' = max(m, max z);  decay = exp(m - m');  s' = decay s + sum exp(z - m')                (arXiv 1805.02867)
     t' = decay (t + s (m - m')) + sum exp(z - m') (z - m')           so that entropy = log s - t / s in the end
@@ -35,7 +35,7 @@ LAUNCH = Launch({"BLOCK_V": 1024}, num_warps=4, num_stages=1)
 
 
 def new_state(rows: int, like: Tensor) -> Tensor:
-    """The state (6, rows) before the first tile."""
+    """Return the state (6, rows) before the first tile."""
     state = torch.zeros(6, rows, dtype=like.dtype, device=like.device)
     state[MAXIMUM] = FLOOR.value
     return state
@@ -45,7 +45,7 @@ def update_state_ref(
     logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
 ) -> None:
-    """Takes raw logits (N, T) of the entries from `first` on into the state (6, N); bias (T,) is theirs."""
+    """Update the state (6, N) with raw logits (N, T) of the entries from `first` on; bias (T,) is theirs."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets
@@ -116,7 +116,7 @@ def logprob_tile_fwd_triton(
     logits: Tensor, state: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, first: int, gradient_dtype: torch.dtype | None,
 ) -> None:
-    """Take one tile of logits (N, W), from column `first` on, into the running `state`."""
+    """Update the running `state` with one tile of logits (N, W), from column `first` on."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
     if rows:
@@ -136,8 +136,8 @@ def differentiate_ref(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Raw logits (N, T) of the entries from `first` on become d, in `packed_gradient`'s place; bias (T,) is theirs. One
-    more buffer of the size of the logits, two for an entropy gradient."""
+    """Turn raw logits (N, T) of the entries from `first` on into d, in the place of `packed_gradient`; bias (T,) is
+    theirs. Needs one more buffer of the size of the logits, two for an entropy gradient."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets

@@ -1,6 +1,6 @@
 """Log-probabilities and gradients tile by tile along the vocabulary, all rows of a tile at once.
 
-A tile is (N, T) logits. Running through the vocabulary this way, each row of the head is read (or dequantized) once a
+A tile is (N, T) logits. Running through the vocabulary this way, each row of the head is read (or dequantized) once per
 pass and its gradient is one product with all rows, rounded once. Two passes exist:
 
     forward    a running maximum m, sum s and weighted sum t of each row (arXiv 1805.02867) and, where asked for,
@@ -32,20 +32,20 @@ from lowmem_grpo.kernels.logprob_tile_kernels import (
 )
 from lowmem_grpo.kernels.matmul import accumulator_dtype, addmm_fp32, matmul_fp32
 
-ROWS = 1024  # finished at a time
+ROWS = 1024  # rows that are finished at a time
 NAMES = ("hidden", "weight", "bias", "low", "lora_b")  # the order of a head's operands, and of their gradients
-SUMS = ("hidden", "low")  # whose gradients are sums over the vocabulary
+SUMS = ("hidden", "low")  # operands whose gradients are sums over the vocabulary
 
 
 def bands(vocabulary: int, tile: int) -> list[slice]:
-    """Return the columns of each tile of the vocabulary."""
+    """Return the slice of the vocabulary for each tile."""
     return [slice(start, min(start + tile, vocabulary)) for start in range(0, vocabulary, tile)]
 
 
 def forward_tiles(
     head: Head, targets: Tensor, shape: LogitShape, tile: int, keep_gradient: bool
 ) -> tuple[Rows, Tensor | None]:
-    """((logprobs, entropy, m, log s) each (N,), U (N, D) in the dtype of hidden or None)."""
+    """Return ((logprobs, entropy, m, log s) each (N,), U (N, D) in the dtype of hidden or None)."""
     rows, size = head.hidden.shape
     buffer = head.buffer(rows, min(tile, head.vocabulary))
     state = new_state(rows, buffer)
@@ -69,7 +69,7 @@ def forward_tiles(
 
 
 def finish_gradient(head: Head, total: Tensor, state: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
-    """U = slope_y W_y - total / sum, zero in ignored rows; a band of rows at a time."""
+    """Return U = slope_y W_y - total / sum, zero in ignored rows; a band of rows at a time."""
     gradient = total if total.dtype == head.hidden.dtype else torch.empty_like(head.hidden)
     for start in range(0, total.shape[0], ROWS):
         rows = slice(start, start + ROWS)
@@ -81,7 +81,7 @@ def finish_gradient(head: Head, total: Tensor, state: Tensor, targets: Tensor, i
 
 @dataclass
 class HeadGradients:
-    """Gradients of a head's operands, of their shapes; None where not needed. Those of hidden and low are sums over the
+    """Gradients of a head's operands, in their shapes; None if not needed. Those of hidden and low are sums over the
     vocabulary, in float32; the others are written band by band."""
 
     hidden: Tensor | None
@@ -92,7 +92,7 @@ class HeadGradients:
 
     @classmethod
     def empty(cls, head: Head, needed: list[bool]) -> "HeadGradients":
-        """Make room for the gradients that are needed: sums begin at 0."""
+        """Allocate the gradients that are needed, with the sums at 0."""
         dtype, made = accumulator_dtype(head.hidden.dtype), dict.fromkeys(NAMES)
         for name, is_needed in zip(NAMES, needed, strict=True):
             operand = getattr(head, name)
@@ -102,7 +102,7 @@ class HeadGradients:
         return cls(**made)
 
     def add(self, head: Head, band: slice, weight: Tensor, difference: Tensor, scale: Tensor) -> None:
-        """Take one band's d (N, T) in; weight (T, D) is the band's."""
+        """Add one band's d (N, T); weight (T, D) is the band's."""
         if self.hidden is not None:
             addmm_fp32(self.hidden, difference, weight)
         if self.weight is not None:
@@ -115,7 +115,7 @@ class HeadGradients:
             self.lora_b[band] = matmul_fp32(difference.T, head.low).mul_(scale)
 
     def finish(self, head: Head, scale: Tensor) -> list[Tensor | None]:
-        """Return the gradients in the order of the operands; sums are scaled and rounded here."""
+        """Return the gradients in the order of the operands; the sums are scaled and rounded here."""
         grads = {name: getattr(self, name) for name in NAMES}
         grads |= {name: grads[name].mul_(scale).to(head.hidden.dtype) for name in SUMS if grads[name] is not None}
         return list(grads.values())
@@ -125,10 +125,10 @@ def backward_tiles(
     head: Head, targets: Tensor, shape: LogitShape, tile: int, maximum: Tensor, log_sum: Tensor, entropy: Tensor,
     grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor | None]:
-    """Gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None where not needed. The
-    incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
+    """Return gradients of hidden (N, D), weight (V, D), bias (V,), low (N, r) and lora_b (V, r); None if not needed.
+    The incoming gradients (N,) are divided by their largest magnitude before anything is rounded to 16 bits, and the
     results multiplied by it in float32: a loss averaged over many tokens does not underflow in float16."""
-    smallest = grad_logprobs.new_full((1,), torch.finfo(grad_logprobs.dtype).tiny)  # above 0 where all are 0
+    smallest = grad_logprobs.new_full((1,), torch.finfo(grad_logprobs.dtype).tiny)  # for a scale above 0 if all are 0
     present = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
     scale = torch.cat([smallest, *present]).abs().amax()
     rows = (maximum, log_sum, entropy, grad_logprobs / scale, None if grad_entropy is None else grad_entropy / scale)

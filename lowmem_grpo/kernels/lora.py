@@ -3,8 +3,8 @@
     y_i = x W_i^T + scale_i (x A_i^T) B_i^T
     dx = sum_i (dy_i W_i + scale_i (dy_i B_i) A_i);  dA_i = scale_i (dy_i B_i)^T x;  dB_i = scale_i dy_i^T (x A_i^T)
 
-(Hu et al., arXiv 2106.09685, equation 3.) All the A_i are applied by one product with x, and again in the backward
-pass, so that x is all that is kept. x (N, in), W_i (out_i, in), A_i (r_i, in), B_i (out_i, r_i). Quantized weights that
+(Hu et al., arXiv 2106.09685, equation 3.) One product with x applies all the A_i, and again in the backward
+pass, so that only x is kept. x (N, in), W_i (out_i, in), A_i (r_i, in), B_i (out_i, r_i). Quantized weights that
 lie one after the other in memory may be given as one, which is then dequantized as a whole.
 """
 
@@ -21,7 +21,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
-    """One layer in plain torch: x (..., in), weight (out, in) -> (..., out)."""
+    """Compute one layer in plain torch: x (..., in), weight (out, in) -> (..., out)."""
     y = x @ weight.T
     if lora is None:
         return y
@@ -31,11 +31,11 @@ def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
 def lora_linear(
     x: Tensor, weights: Sequence[Any], loras: Sequence[LoRA | None], biases: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """The outputs (..., out_i) of several linear layers on the same x (..., in), which is kept once for all of them.
+    """Return the outputs (..., out_i) of several linear layers on the same x (..., in), which is kept once for all.
 
     A weight is a tensor (out, in) of the dtype of x, an `NF4Weight`, an `FP8Weight` or bitsandbytes' Params4bit; it
     takes no gradient, and neither does a bias (out,). A quantized weight of several adjacent matrices stands for as
-    many layers. A layer without LoRA has None in `loras`. Raises ValueError where shapes or dtypes do not fit.
+    many layers. A layer without LoRA has None in `loras`. Raises ValueError if shapes or dtypes do not fit.
     """
     frozen = [frozen_weight(weight) for weight in weights]
     added = [None] * len(loras) if biases is None else list(biases)
@@ -51,7 +51,7 @@ def lora_linear(
 
 
 class LoRALinearFunction(torch.autograd.Function):
-    """Keeps x and the adapters; makes nothing else again but the products with A."""
+    """Keeps x and the adapters; the backward pass computes only the products with A again."""
 
     @staticmethod
     def forward(ctx, x, weights, biases, scales, *tensors):
@@ -73,7 +73,7 @@ class LoRALinearFunction(torch.autograd.Function):
 def forward_linears(
     x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, biases: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """The outputs (N, out_i) for x (N, in), without autograd; `factors` are in the dtype of x."""
+    """Return the outputs (N, out_i) for x (N, in), without autograd; `factors` are in the dtype of x."""
     outputs: list[Tensor] = []
     for weight in weights:
         count = matrices(weight)
@@ -90,7 +90,7 @@ def forward_linears(
 def backward_linears(
     grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, needs_x: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(dx (N, in) or None, [dA, dB of each layer], float32 or float64) without autograd; dy_i None adds nothing."""
+    """Return (dx (N, in) or None, [dA, dB of each layer], float32 or float64) without autograd; a dy_i may be None."""
     grad_x = back_to_x(grads, weights) if needs_x else None
     grad_low = None if factors is None else factors.grad_low(grads)
     if factors is None or grad_low is None:
@@ -101,7 +101,7 @@ def backward_linears(
 
 
 def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -> Tensor | None:
-    """sum_i dy_i W_i (N, in); None where all dy_i are."""
+    """Return sum_i dy_i W_i (N, in); None if all dy_i are None."""
     total, rest = None, iter(grads)
     for weight in weights:
         some = [next(rest) for _ in range(matrices(weight))]
@@ -120,12 +120,12 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
 
 
 def matrices(weight: FrozenWeight) -> int:
-    """Return how many matrices lie side by side in a weight."""
+    """Return the number of matrices in a weight."""
     return 1 if isinstance(weight, Tensor) else len(weight.out_features)
 
 
 def shapes_of(weights: Sequence[FrozenWeight]) -> Iterator[tuple[tuple[int, int], torch.dtype]]:
-    """(out_i, in) and dtype of each layer's weight."""
+    """Yield (out_i, in) and dtype of each layer's weight."""
     for weight in weights:
         rows = weight.shape[:1] if isinstance(weight, Tensor) else weight.out_features
         yield from (((size, weight.shape[1]), weight.dtype) for size in rows)
@@ -138,27 +138,28 @@ def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -
 
 
 def frozen_weight(weight: Any) -> FrozenWeight:
-    """bitsandbytes' Params4bit as an NF4Weight; everything else unchanged."""
+    """Return bitsandbytes' Params4bit as an NF4Weight, and everything else unchanged."""
     return NF4Weight.from_bitsandbytes(weight) if hasattr(weight, "quant_state") else weight
 
 
 def tensors_of(loras: Sequence[LoRA | None]) -> list[Tensor | None]:
-    """[a, b] of each layer, None where there is no LoRA: what an autograd function takes."""
+    """Return [a, b] of each layer, None without LoRA, as an autograd function takes them."""
     return [tensor for lora in loras for tensor in ((None, None) if lora is None else (lora.a, lora.b))]
 
 
 def scales_of(loras: Sequence[LoRA | None]) -> list[float]:
+    """Return the scale of each layer, 0 where there is no LoRA."""
     return [0.0 if lora is None else lora.scale for lora in loras]
 
 
 def pairs_of(tensors: Sequence[Tensor | None], scales: Sequence[float]) -> list[LoRA | None]:
-    """The inverse of `tensors_of` and `scales_of`."""
+    """Return the LoRA of each layer: the inverse of `tensors_of` and `scales_of`."""
     pairs = zip(tensors[::2], tensors[1::2], scales, strict=True)
     return [None if a is None or b is None else LoRA(a, b, scale) for a, b, scale in pairs]
 
 
 def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None]) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     for weight in weights:
         if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
             raise ValueError(f"expected a weight (out, {x.shape[-1]}) of {x.dtype}; got {tuple(weight.shape)} of "
@@ -179,7 +180,7 @@ def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[Lo
 
 
 def check_biases(weights: Sequence[FrozenWeight], biases: Sequence[Tensor | None]) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given shapes and dtypes, for biases that do not fit."""
     shapes = list(shapes_of(weights))
     if len(biases) != len(shapes):
         raise ValueError(f"expected one entry of biases for each weight; got {len(shapes)} and {len(biases)}")

@@ -1,11 +1,11 @@
-"""Pairs of LoRA as products take them: in the dtype of x, the A of all layers on one input below each other.
+"""LoRA pairs in the form for matrix products: in the dtype of x, with the A of all layers on one input stacked.
 
     low = x A^T (N, sum of r_i)       y_i += scale_i low_i B_i^T
     d_low_i = scale_i dy_i B_i;  dx += d_low A;  dA = d_low^T x;  dB_i = dy_i^T (scale_i low_i)
 
 So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually in
-float32 while x is in 16 bits: all are converted by one launch and kept for one pass over the layer, so that nothing is
-out of date; but sampling, in which adapters stay as they are, keeps what it has converted (`kept_factors`).
+float32 while x is in 16 bits: all are converted by one launch and kept for one pass over the layer, so that they are
+never stale. Sampling, during which adapters do not change, keeps the converted pairs (`kept_factors`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ Loras = Sequence[LoRA | None]
 
 @dataclass(frozen=True)
 class Factors:
-    """Those of several layers on one input, in one dtype; at least one layer has LoRA."""
+    """The LoRA factors of several layers on one input, in one dtype; at least one layer has LoRA."""
 
     a: Tensor  # (sum of r_i, in)
     b: list[Tensor | None]  # (out_i, r_i), None for a layer without LoRA
@@ -42,14 +42,14 @@ class Factors:
     scales: list[float]
 
     def add_to(self, outputs: Sequence[Tensor], x: Tensor) -> None:
-        """y_i (N, out_i) += LoRA of x (N, in)."""
+        """Add LoRA of x (N, in) to the outputs y_i (N, out_i)."""
         low = x @ self.a.T
         for y, b, columns, scale in zip(outputs, self.b, self.columns, self.scales, strict=True):
             if b is not None:
                 y.addmm_(low[:, columns], b.T, alpha=scale)
 
     def scaled_low(self, x: Tensor) -> Tensor:
-        """scale_i low_i (N, sum of r_i), rounded once where all scales are one."""
+        """Return scale_i low_i (N, sum of r_i), rounded once if all scales are equal."""
         scales = {scale for scale, b in zip(self.scales, self.b, strict=True) if b is not None}
         if len(scales) == 1:
             return x.new_empty(x.shape[0], self.a.shape[0]).addmm_(x, self.a.T, beta=0, alpha=scales.pop())
@@ -59,7 +59,7 @@ class Factors:
         return low
 
     def grad_low(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """d_low (N, sum of r_i) from the dy_i (N, out_i), zeros where one is None; None where all are."""
+        """Return d_low (N, sum of r_i) from the dy_i (N, out_i), with zeros where one is None; None if all are."""
         like = next((grad for grad, b in zip(grads, self.b, strict=True) if grad is not None and b is not None), None)
         if like is None:
             return None
@@ -74,7 +74,7 @@ class Factors:
         return d_low
 
     def gradients(self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor) -> list[Tensor | None]:
-        """[dA_i, dB_i of each layer] in float32 (float64 for such x); None without LoRA or without dy_i."""
+        """Return [dA_i, dB_i of each layer] in float32 (float64 for such x); None without LoRA or without dy_i."""
         low, grad_a = self.scaled_low(x), matmul_fp32(d_low.T, x)
         gradients: list[Tensor | None] = []
         for grad, b, columns in zip(grads, self.b, self.columns, strict=True):
@@ -88,15 +88,15 @@ class Factors:
 Copies = list[tuple[Tensor, Tensor]]  # (to, from)
 
 
-# by ids: what has these ids, so that nothing else can have them, and what was found for it
+# by object ids: (the objects, held so that their ids are not reused, and the result for them)
 Kept = dict[tuple[object, ...], tuple[object, Any]]
-KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a thread that is started inside has none
+KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a thread started inside has none
 
 
 @contextmanager
 def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
-    """Inside, passes without gradient convert a layer's pairs once: 2 bytes for each number where x is in 16 bits. The
-    adapters must not change inside. What was kept in `lasting` is converted again, in place, and stays there."""
+    """Convert each layer's pairs only once inside the context, in passes without gradient: 2 bytes per number for x in
+    16 bits. The adapters must not change inside. Pairs in `lasting` are converted again, in place, and stay there."""
     kept: Kept = {} if lasting is None else lasting
     convert_again(kept)
     token = KEPT.set(kept)
@@ -109,10 +109,10 @@ def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
 
 
 def convert_again(kept: Kept) -> None:
-    """Put the adapters of now where those of before are: a CUDA graph reads them there."""
+    """Write the current adapters over the earlier converted ones, in place: a CUDA graph reads them there."""
     for key, (groups, factors) in kept.items():
         if not isinstance(key[0], torch.dtype):
-            continue  # no tensors of its own
+            continue  # holds no converted tensors
         for old, new in zip(factors, factors_of(groups, key[0]), strict=True):  # type: ignore[arg-type]
             pairs = zip([old.a, *old.b], [new.a, *new.b], strict=True) if old is not None and new is not None else ()
             for to, source in pairs:
@@ -121,7 +121,7 @@ def convert_again(kept: Kept) -> None:
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """Return what `factors_of` does; inside of sampling the result is kept."""
+    """Return `factors_of` these groups; inside `kept_factors` the result is kept."""
     if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
@@ -130,7 +130,7 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return the result of `find` for `what`, whose ids are in the key: found once inside `kept_factors`."""
+    """Return the result of `find` for `what`, whose ids are in the key; inside `kept_factors` it is called once."""
     kept = KEPT.get()
     if kept is None:
         return find()
@@ -140,7 +140,7 @@ def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
 
 
 def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """One for each group of layers on one input, None for a group without LoRA; all converted by one launch."""
+    """Return the factors of each group of layers on one input, None for one without LoRA; one launch converts all."""
     copies: Copies = []
     factors = [factors_of_group(group, dtype, copies) for group in groups]
     if copies:
@@ -149,7 +149,7 @@ def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | No
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
-    """Return the factors of pairs on one input, a below a; None without any. Casts are noted in `copies`."""
+    """Return the factors of pairs on one input, the A stacked; None without any. Casts are noted in `copies`."""
     present = [lora for lora in group if lora is not None]
     if not present:
         return None
@@ -173,7 +173,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype, copies: Copies) -> Tensor:
-    """Return matrices below each other in this dtype; casts are noted in `copies`."""
+    """Return matrices on top of each other in this dtype; casts are noted in `copies`."""
     if len(parts) == 1:
         return in_dtype(parts[0], dtype, copies)
     if all(part.dtype == dtype for part in parts):

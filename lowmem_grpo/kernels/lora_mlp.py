@@ -3,12 +3,12 @@
     gate, up = x W_g^T + LoRA, x W_u^T + LoRA;  h = act(gate) * up;  y = h W_d^T + LoRA
 
 Formulas of the linear layers and their gradients: `lora.py`; of the activation: `glu.py`. The backward pass writes
-d_gate over gate, d_up over up and h, made again, over dh: two buffers (N, F) kept and one made, F the inner size.
+d_gate over gate, d_up over up and h, computed again, over dh: two buffers (N, F) kept and one made, F the inner size.
 
-In tiles of t rows nothing but x is kept and no buffer is larger than (t, F): the backward pass makes gate and up of a
-tile again. There are two autograd nodes: the first keeps x, gives it on, and makes all gradients; the second computes
-y, keeps nothing, and hands dy back as it is. So all is kept before y is computed, and a checkpoint around it that stops
-at the last tensor kept (torch's non-reentrant one does) never computes y a second time.
+In tiles of t rows only x is kept and no buffer is larger than (t, F): the backward pass computes gate and up of a tile
+again. There are two autograd nodes: the first keeps x, passes it on, and computes all gradients; the second computes y,
+keeps nothing, and passes dy back unchanged. So everything is saved before y is computed, and a checkpoint around it
+that stops at the last saved tensor (as torch's non-reentrant one does) never computes y a second time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ def lora_mlp_ref(
     x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *, gate_lora: LoRA | None = None,
     up_lora: LoRA | None = None, down_lora: LoRA | None = None, activation: str = "silu",
 ) -> Tensor:
-    """The same in plain torch; without `up`, gate holds both halves (2 F, in)."""
+    """Compute `lora_mlp` in plain torch; without `up`, gate holds both halves (2 F, in)."""
     g = lora.lora_linear_ref(x, gate, gate_lora)
     g, u = g.chunk(2, -1) if up is None else (g, lora.lora_linear_ref(x, up, up_lora))
     return lora.lora_linear_ref(ACTIVATIONS[activation](g) * u, down, down_lora)
@@ -44,13 +44,13 @@ def lora_mlp(
     x: Tensor, gate: Any, up: Any, down: Any, *, gate_lora: LoRA | None = None, up_lora: LoRA | None = None,
     down_lora: LoRA | None = None, activation: str = "silu", tile_rows: int | None = None,
 ) -> Tensor:
-    """y (..., out) for x (..., in).
+    """Return y (..., out) for x (..., in).
 
     gate, up (F, in) and down (out, F): tensors of the dtype of x, `NF4Weight`, `FP8Weight` or bitsandbytes' Params4bit,
     frozen. With `up=None` gate is one matrix (2 F, in), gate's rows first, as in Phi-3, with one LoRA; or a quantized
     weight of two adjacent matrices, gate and up, each with its own LoRA. activation: "silu", "gelu_tanh" or "gelu".
-    With `tile_rows` (at least 1; out = in) rows are computed in tiles of as many, and gate and up are made again in the
-    backward pass. Without it their buffers are used up by one backward pass: a second one raises RuntimeError.
+    With `tile_rows` (at least 1; out = in) rows are computed in tiles of that size, and the backward pass computes gate
+    and up again. Without it, one backward pass uses up their buffers: a second one raises RuntimeError.
     """
     inner = [lora.frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     both = len(list(lora.shapes_of(inner))) == 1
@@ -77,7 +77,7 @@ def lora_mlp(
 
 @dataclass(frozen=True)
 class MLPWeights:
-    """The weights of an MLP besides its LoRA tensors: inner holds gate and up, apart or adjacent, or one matrix."""
+    """The frozen weights of an MLP; `inner` holds gate and up, apart or adjacent, or as one matrix."""
 
     inner: list[FrozenWeight]
     down: FrozenWeight
@@ -90,19 +90,19 @@ class MLPWeights:
         return sum(weight.shape[0] for weight in self.inner) // 2
 
     def factors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:
-        """Return the factors on the input (gate, up) and on the inner values (down)."""
+        """Return the LoRA factors on the input (gate, up) and on the inner values (down)."""
         loras = lora.pairs_of(tensors, self.scales)
         inner, down = factors_of([loras[:-1], loras[-1:]], dtype)
         return inner, down
 
     def output(self, inner: list[Tensor], factors: Factors | None) -> Tensor:
-        """y (N, out) from [gate, up] (N, F), or [both] (N, 2 F), with the factors of down."""
+        """Return y (N, out) from [gate, up] (N, F), or [both] (N, 2 F), with the factors of down."""
         h = glu_forward(*halves(*inner), self.activation)
         return lora.forward_linears(h, [self.down], factors)[0]
 
 
 class LoRAMLPFunction(torch.autograd.Function):
-    """All rows at once: gate and up are kept, and the backward pass is made in their buffers."""
+    """All rows at once: gate and up are kept, and the backward pass reuses their buffers."""
 
     @staticmethod
     def forward(ctx, x, weights, *tensors):
@@ -123,7 +123,7 @@ class LoRAMLPFunction(torch.autograd.Function):
 
 
 class TileBackward(torch.autograd.Function):
-    """Keeps x and gives it on. Its backward pass gets dy from `TileForward` and makes all gradients."""
+    """Keeps x and passes it on. Its backward pass gets dy from `TileForward` and computes all gradients."""
 
     @staticmethod
     def forward(ctx, x, weights, tile_rows, *tensors):
@@ -153,7 +153,7 @@ class TileBackward(torch.autograd.Function):
 
 
 class TileForward(torch.autograd.Function):
-    """y of the x that `TileBackward` kept, whose backward pass wants dy as it is."""
+    """Computes y of the x that `TileBackward` kept; its backward pass passes dy on unchanged."""
 
     @staticmethod
     def forward(ctx, x, weights, tile_rows, tensors):
@@ -179,7 +179,7 @@ def gradients(
     grad: Tensor, x: Tensor, inner: list[Tensor], weights: MLPWeights, factors: tuple[Factors | None, Factors | None],
     needs_x: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """dx (N, in) or None, and dA, dB of each layer in float32; writes over gate and up."""
+    """Return dx (N, in) or None, and dA, dB of each layer in float32; overwrites gate and up."""
     gate, up = halves(*inner)
     of_inner, of_down = factors
     grad_h = lora.back_to_x([grad], [weights.down])
@@ -196,7 +196,7 @@ def gradients(
 
 
 def check_mlp(x: Tensor, weights: MLPWeights, down_lora: LoRA | None) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given values, for an argument that does not fit."""
     if weights.activation not in ACTIVATIONS:
         raise ValueError(f"activation is {weights.activation!r}; it must be one of {list(ACTIVATIONS)}")
     shapes = [shape for shape, _ in lora.shapes_of(weights.inner)]

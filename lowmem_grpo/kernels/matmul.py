@@ -9,13 +9,13 @@ MIN_BAND = 64  # columns upcast at a time on the CPU, at least
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything narrower."""
+    """Return float64 for float64, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) where it is given. On CUDA
-    the product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product: columns of
+    """Return left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) if it is given. On
+    CUDA the product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product: columns of
     `right` are upcast in bands no larger than the result."""
     dtype = accumulator_dtype(left.dtype)
     if out is None:
@@ -41,7 +41,7 @@ upcast_matmul = custom_op("upcast_matmul", matmul_in_bands, mutates=("out",))
 
 
 def addmm_fp32(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """total (M, N) += left (M, K) @ right (K, N), in the dtype of `total`: float32, or float64 for float64."""
+    """Add left (M, K) @ right (K, N) to total (M, N) in place, in its dtype: float32, or float64 for float64."""
     if left.dtype == total.dtype:
         return total.addmm_(left, right)
     if left.is_cuda:

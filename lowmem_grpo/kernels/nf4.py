@@ -1,4 +1,4 @@
-"""4-bit weights as bitsandbytes stores them, borrowed rather than copied, and how they are dequantized.
+"""The 4-bit weights of bitsandbytes, borrowed rather than copied, and their dequantization.
 
     weight[i] = code[nibble[i]] * scale[i // blocksize]          i: position in the flattened (out, in) weight
 
@@ -7,8 +7,8 @@ only. `scale` is the float32 `absmax` of each block; with double quantization `a
 
     scale[b] = nested_code[absmax[b]] * nested_absmax[b // nested_blocksize] + offset
 
-Products are taken in float32 and rounded once, which gives the bits of bitsandbytes' own dequantization (QLoRA,
-Dettmers et al. 2023, describes the format). Nothing here imports bitsandbytes.
+Products are taken in float32 and rounded once, bit for bit as in bitsandbytes' own dequantization (QLoRA, Dettmers et
+al. 2023, describes the format). Nothing here imports bitsandbytes.
 """
 
 import math
@@ -23,30 +23,30 @@ from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
-BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # those of bitsandbytes
-REFERENCE_ELEMENTS = 2**22  # that the CPU path dequantizes at a time: its temporaries take about 16 bytes for each
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # as in bitsandbytes
+REFERENCE_ELEMENTS = 2**22  # dequantized at a time on the CPU; temporaries take about 16 bytes each
 
 
 @dataclass(frozen=True, eq=False)
 class NF4Weight:
-    """A frozen (out, in) weight in 4 bits: several matrices on top of each other where `adjacent` made it."""
+    """A frozen (out, in) weight in 4 bits; several matrices on top of each other if `adjacent` made it."""
 
     packed: Tensor  # (ceil(out * in / 2),) uint8
     absmax: Tensor  # (blocks,) float32, or uint8 with double quantization
     code: Tensor  # (16,) float32
     shape: tuple[int, int]  # out, in
     blocksize: int
-    dtype: torch.dtype  # that nf4_dequantize gives
+    dtype: torch.dtype  # of the result of nf4_dequantize
     out_features: tuple[int, ...]  # rows of each matrix; their sum is shape[0]
     nested_code: Tensor | None = None  # (256,) float32; None without double quantization
     nested_absmax: Tensor | None = None  # (nested blocks,) float32
     offset: Tensor | None = None  # () or (nested blocks,) float32
     nested_blocksize: int = 256
-    first_block: int = 0  # blocks of the first nested block that lie before this weight, in a band of rows
+    first_block: int = 0  # in a band of rows: blocks before it in its first nested block
 
     @classmethod
     def from_bitsandbytes(cls, param: Any) -> "NF4Weight":
-        """Borrows the tensors of a quantized Params4bit: no copy, and whatever happens to them is seen here."""
+        """Borrow the tensors of a quantized Params4bit: no copy, and later changes of them are seen here."""
         state = getattr(param, "quant_state", None)
         if state is None or getattr(state, "packing_format_for_cpu", False):
             why = "it has been repacked for the CPU's matrix units" if state else "it has no quant_state"
@@ -67,9 +67,9 @@ class NF4Weight:
 
     @classmethod
     def adjacent(cls, params: Sequence[Any]) -> "NF4Weight":
-        """One weight out of several Params4bit, whose storage becomes views of it: bitsandbytes still works with them.
-        They must agree in `in`, block sizes, code and dtype, and each but the last must end where a block ends (with
-        double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed."""
+        """Join several Params4bit into one weight; their storage becomes views of it, so bitsandbytes still works with
+        them. They must agree in `in`, block sizes, code and dtype, and each but the last must end where a block ends
+        (with double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed."""
         check_adjacent(weights := [cls.from_bitsandbytes(param) for param in params])
         first = weights[0]
         names = ["packed", "absmax"] + ([] if first.nested_code is None else ["nested_absmax", "offset"])
@@ -85,7 +85,7 @@ class NF4Weight:
     def from_parts(
         cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
     ) -> "NF4Weight":
-        """Make a weight of what `tensors` and `sizes` gave, of matrices with so many output features."""
+        """Return the weight with these `tensors` and `sizes`, and these output features for its matrices."""
         (packed, absmax, code, *nested), (columns, blocksize, nested_blocksize, first_block) = tensors, sizes
         nested_code, nested_absmax, offset = nested or (None, None, None)
         return cls(packed, absmax, code, (sum(features), columns), blocksize, dtype, tuple(features), nested_code,
@@ -97,11 +97,13 @@ class NF4Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The tensors that the operations take; three, or six with double quantization."""
         parts = (self.packed, self.absmax, self.code, self.nested_code, self.nested_absmax, self.offset)
         return [part for part in parts if part is not None]
 
     @property
     def sizes(self) -> list[int]:
+        """[in, blocksize, nested blocksize, first block], as the operations take them."""
         return [self.shape[1], self.blocksize, self.nested_blocksize, self.first_block]
 
     @property
@@ -111,21 +113,21 @@ class NF4Weight:
 
     @property
     def column_unit(self) -> int:
-        """The smallest number of columns that can be dequantized apart: all of them where blocks span rows."""
+        """The smallest number of columns that can be dequantized alone: all of them if blocks span rows."""
         return self.blocksize if self.shape[1] % self.blocksize == 0 else max(self.shape[1], 1)
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize into `out` (rows, width) what begins at this row and column, multiples of the units."""
+        """Dequantize into `out` (rows, width) the part from this row and column on, multiples of the units."""
         part = self if row == 0 and out.shape[0] == self.shape[0] else self.rows(row, row + out.shape[0])
         nf4_dequantize_op(out, part.tensors, part.sizes, column)
 
     def part(self, name: str) -> Tensor:
-        """A tensor of this weight by name; the offset once for each nested block."""
+        """Return a tensor of this weight by name; the offset expanded to one for each nested block."""
         tensor = getattr(self, name)
         return tensor.expand_as(self.nested_absmax) if name == "offset" else tensor
 
     def rows(self, start: int, stop: int) -> "NF4Weight":
-        """Rows start to stop as a view. The first of them must begin a block, as each does if blocksize divides in."""
+        """Return rows start to stop as a view; `start` must begin a block, as each row does if blocksize divides in."""
         columns, size = self.shape[1], self.blocksize
         if not 0 <= start <= stop <= self.shape[0] or start * columns % size:
             raise ValueError(f"rows {start} to {stop} of {self.shape} in blocks of {size} do not begin with a block")
@@ -140,7 +142,7 @@ class NF4Weight:
                        offset=self.offset[groups] if self.offset.ndim else self.offset)
 
     def gather(self, index: Tensor) -> "NF4Weight":
-        """Copies of the rows at `index` (n,) int64, for an embedding: still in 4 bits, scales in float32."""
+        """Return copies of the rows at `index` (n,) int64, for an embedding: still in 4 bits, scales in float32."""
         (rows, columns), size = self.shape, self.blocksize
         if columns % size or index.ndim != 1 or index.dtype != torch.long:
             raise ValueError(f"expected index (n,) int64 and blocks that divide a row; got {tuple(index.shape)} "
@@ -152,7 +154,7 @@ class NF4Weight:
         )
 
     def scales(self, blocks: Tensor | None = None) -> Tensor:
-        """The float32 scale of each of `blocks` (int64, any shape), or of all."""
+        """Return the float32 scale of each of `blocks` (int64, any shape), or of all."""
         if self.nested_code is None or self.nested_absmax is None or self.offset is None:
             return self.absmax if blocks is None else self.absmax[blocks]
         blocks = torch.arange(len(self.absmax), device=self.absmax.device) if blocks is None else blocks
@@ -161,7 +163,7 @@ class NF4Weight:
 
 
 def check_adjacent(weights: Sequence[NF4Weight]) -> None:
-    """Raise ValueError that says which weight does not fit under the others."""
+    """Raise ValueError with the number of the first weight that cannot be joined with the others."""
     if not weights:
         raise ValueError("expected at least one weight; got none")
     first = weights[0]
@@ -179,7 +181,7 @@ def check_adjacent(weights: Sequence[NF4Weight]) -> None:
 
 
 def repoint(param: Any, views: dict[str, Tensor]) -> None:
-    """Makes a Params4bit use `views` as its storage, in the shape and dtype it had."""
+    """Make a Params4bit use `views` as its storage, in the shape and dtype that it had."""
     state = param.quant_state
     param.data = views["packed"].view(param.data.dtype).view(param.data.shape)
     state.absmax = views["absmax"].view(state.absmax.shape)
@@ -188,8 +190,8 @@ def repoint(param: Any, views: dict[str, Tensor]) -> None:
 
 
 def nf4_dequantize_ref(weight: NF4Weight) -> Tensor:
-    """(out, in) in weight.dtype."""
-    pairs = torch.stack((weight.code.repeat_interleave(16), weight.code.repeat(16)), -1)  # (256, 2): of every byte
+    """Return the weight (out, in) in weight.dtype, by plain torch."""
+    pairs = torch.stack((weight.code.repeat_interleave(16), weight.code.repeat(16)), -1)  # (256, 2): values of a byte
     count, size, scales = weight.shape[0] * weight.shape[1], weight.blocksize, weight.scales()
     values = pairs.index_select(0, weight.packed.int()).flatten()[:count]
     values[: count // size * size].view(-1, size).mul_(scales[: count // size, None])
@@ -234,7 +236,7 @@ def nf4_dequantize_kernel(
 
 
 def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
-    """Write columns of all rows to `out`, a band of rows at a time."""
+    """Write the columns from `first_column` on, of all rows, to `out`, a band of rows at a time."""
     rows, width = out.shape
     weight = NF4Weight.from_parts(tensors, sizes, [rows], out.dtype)
     unit = weight.row_unit
@@ -245,7 +247,7 @@ def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], fir
 
 
 def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
-    """The same with Triton. Whole rows lie one after the other: they are one long row."""
+    """Launch the kernel that does the same. Whole rows are adjacent in memory, so they are taken as one long row."""
     rows, width = (1, out.numel()) if out.shape[1] == sizes[0] else out.shape
     tiles = triton.cdiv(width, 8 * DEQUANTIZE.constexprs["WORDS"] * DEQUANTIZE.constexprs["STEPS"])
     pointers, numbers = weight_arguments(tensors, sizes)
@@ -260,7 +262,7 @@ nf4_dequantize_op = custom_op("nf4_dequantize", nf4_dequantize_cpu, nf4_dequanti
 
 
 def dequantized(weight: Any, out: Tensor | None) -> Tensor:
-    """The values (out, in) of a weight in NF4 or FP8, or written to `out`. ValueError where that does not fit."""
+    """Return the values (out, in) of a weight in NF4 or FP8, in `out` if it is given. ValueError if it does not fit."""
     if out is None:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
@@ -272,7 +274,7 @@ def dequantized(weight: Any, out: Tensor | None) -> Tensor:
 
 
 def nf4_dequantize(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
-    """The weight (out, in) in its dtype, or written to `out` (contiguous, any floating dtype) where it is given."""
+    """Return the weight (out, in) in its dtype, or in `out` (contiguous, any floating dtype) if it is given."""
     return dequantized(weight, out)
 
 

@@ -1,9 +1,9 @@
-"""x W^T for a few rows of x and a 4-bit W, with LoRA and bias in the same kernel: the twin in NF4 (few_rows.py).
+"""x W^T for a few rows of x and W in NF4, with LoRA and bias in the same kernel. few_rows.py holds the shared part.
 
 A byte holds an even and an odd column: the high nibbles are multiplied with the even columns of x, the low ones with
-the odd columns, in two products, and nothing is interleaved.
+the odd columns, in two products, so that nothing is interleaved.
 
-Bounds by the compiled loop are 10 us for 4096 x 14336 and 3 us for 4096 x 4096 on an H100; measured there in a CUDA
+Bounds from the compiled loop are 10 us for 4096 x 14336 and 3 us for 4096 x 4096 on an H100; measured there in a CUDA
 graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and 26 us for 64 (dense 47 and 15). What its warps wait for is
 not known yet. Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
 """
@@ -48,9 +48,9 @@ def nf4_decode_kernel(
     packed_rows = packed_ptr + row[None, :, None] + tl.arange(0, BYTES)[None, None, :]
     x_rows = x_ptr + m[None, :, None] * (2 * row_bytes) + tl.arange(0, 2 * BYTES)[None, None, :]
     if SHUFFLE:
-        # The address of the table, as if it were loaded (m_size is not negative, so it is not). The compiler converts
-        # layouts where values are loaded, so it now converts packed bytes; a value from elsewhere in the look-up would
-        # make it convert the weights, four times larger, through shared memory.
+        # The address of the table, as if it were loaded (the mask is never true, as m_size >= 0). The compiler converts
+        # layouts where values are loaded, so here it converts the packed bytes; with an address that is not loaded it
+        # would convert the weights, which are four times larger, through shared memory.
         zero = tl.arange(0, 1)
         somewhere = code_ptr.to(tl.pointer_type(tl.int64)) + zero
         table = tl.load(somewhere, mask=zero + m_size < 0, other=code_ptr.to(tl.int64))[None, :, None]
@@ -85,7 +85,7 @@ def nf4_decode_triton(
     x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
     scale: float, scale_tensor: Tensor | None, bias: Tensor | None, launch: Launch | None = None,
 ) -> Tensor:
-    """Launches the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous. `launch` replaces the rule's."""
+    """Launch the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous. `launch` replaces the rule's choice."""
     rows, outputs = x.shape[0], sum(features)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     launch = launch or few_rows.narrow_launch(rows, outputs, x.shape[1], capability(x.device))

@@ -1,14 +1,14 @@
-"""Products of rows with the NF4 weights of the experts that they go through: tiles are decoded by expert, on a card.
+"""Products of rows with the NF4 weights of their experts, decoded tile by tile on a card.
 
     forward    out_p = scale_p x_row(p) W_e(p)^T          x (N, K), W (E, O, K), out (S, O)
     backward   out_p = scale_p x_row(p) W_e(p)            x (N, O), out (S, K)
 
-A place p of S belongs to expert e(p); places are sorted by expert, and `Places` says for each tile of BLOCK_M places
-whose it is. No tile belongs to two experts, so there are at most S / BLOCK_M + E of them: the grid is fixed
-by the shapes, nothing waits for the host, and programs beyond the last tile end at once. A program reads its x by index
-and writes its out where the place is, so that no rows are sorted or copied. A byte holds an even and an odd column: as
-in nf4_decode.py, each of both halves is a product of its own, and weights are scaled in float32 and rounded to x.dtype
-first. Nothing decoded leaves the program. A block of 64 weights lies in one row: K must be a multiple of 64.
+A place p of S belongs to expert e(p); places are sorted by expert, and `Places` gives the expert of each tile of
+BLOCK_M places. No tile belongs to two experts, so there are at most S / BLOCK_M + E of them: the grid is fixed by the
+shapes, nothing waits for the host, and programs beyond the last tile end at once. A program reads rows of x by index
+and writes its results at their places, so that no rows are sorted or copied. A byte holds an even and an odd column: as
+in nf4_decode.py, each half has a separate product, and weights are scaled in float32 and rounded to x.dtype first.
+Decoded weights never leave the program. A block of 64 weights lies in one row: K must be a multiple of 64.
 """
 
 from dataclasses import dataclass
@@ -21,23 +21,23 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, capability, tl, triton, types_of
 
-BYTES = 32  # decoded at a time from a row: one block
+BYTES = 32  # of a row that are decoded at a time: one block
 VARYING = ["places_a_row", "size_out", "row_bytes", "experts", "offset_stride", "block_shift", "first_block"]
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which places, sorted by expert, each tile takes. All on the device."""
+    """The places of each tile, sorted by expert. All tensors are on the device."""
 
     order: Tensor  # (S,) int64: the places, by expert
-    ends: Tensor  # (E + 1,) int64: where each expert's begin in `order`, and where the last one's end
+    ends: Tensor  # (E + 1,) int64: where each expert's places begin in `order`, and the end of the last
     tiles: Tensor  # (E + 1,) int64: the same, counted in tiles
-    most: int  # tiles that there can be
+    most: int  # upper bound of the number of tiles
     block: int  # places of a tile
 
     @classmethod
     def from_ids(cls, ids: Tensor, experts: int) -> "Places":
-        """Return the places of the flattened ids (S,), without waiting for the device."""
+        """Return the places for the flattened expert ids (S,), without waiting for the device."""
         chosen, order = ids.sort(stable=True)
         ends = torch.searchsorted(chosen, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))
         block = block_rows(len(ids), experts)
@@ -46,13 +46,13 @@ class Places:
 
 
 def block_rows(places: int, experts: int) -> int:
-    """Return the rows of a tile: more where experts have many places each."""
+    """Return the rows of a tile: more if experts have many places each."""
     return 64 if places >= 32 * experts else 16
 
 
 def can_group(x: Tensor, stack: FrozenStack) -> bool:
-    """Return whether the kernels take rows x of this stack: on CUDA, blocks of 64 within the rows of NF4 weights.
-    Before sm_80 Triton multiplies without tensor cores, and tiles do not fit in registers."""
+    """Return whether the kernels can multiply rows x with this stack: on CUDA, NF4 weights whose blocks lie within
+    rows. Before sm_80 Triton multiplies without tensor cores, and tiles do not fit in registers."""
     return x.is_cuda and x.dtype in TRITON_TYPES and whole_blocks(stack) and capability(x.device) >= 80
 
 
@@ -63,14 +63,14 @@ def whole_blocks(stack: FrozenStack) -> bool:
 
 
 def grouped_launch(block: int) -> Launch:
-    """A tile of 64 outputs; more warps where more registers are needed. All chips from sm_80 on take the same."""
+    """Return the launch for a tile of 64 outputs, with more warps for more registers; the same from sm_80 on."""
     return Launch({"BLOCK_M": block, "BLOCK_N": 64}, num_warps=8 if block > 16 else 4, num_stages=2)
 
 
 @triton.jit
 def tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M: tl.constexpr, STEPS: tl.constexpr):
-    """The expert of a tile, its places and which of them there are. The last expert whose first tile is not later is
-    found by halves; those without tiles begin where the next one does, and are passed over."""
+    """Return the expert of a tile, its places, and which of them exist. A binary search finds the last expert whose
+    first tile is not later; experts without tiles begin where the next one does, and are passed over."""
     expert = tl.zeros((), tl.int64)
     for step in tl.static_range(STEPS):
         other = expert + (1 << (STEPS - 1 - step))
@@ -88,7 +88,7 @@ def halves_of(
     source, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride,
     block_shift, first_block, nested_shift, BYTES: tl.constexpr, NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
 ):
-    """float32 weights of a block's even and odd columns, (BLOCK_N, BYTES) each; `source`: its first byte in a row."""
+    """Return float32 weights of a block's even and odd columns, (BLOCK_N, BYTES) each, from the bytes `source` on."""
     packed = tl.load(packed_ptr + source[:, None] + tl.arange(0, BYTES)[None, :], mask=inside[:, None], other=0)
     scale = block_scale(
         source, inside, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift,
@@ -178,8 +178,8 @@ def nf4_grouped(
     x: Tensor, stack: FrozenStack, places: Places, places_a_row: int = 1, scale: Tensor | None = None,
     back: bool = False,
 ) -> Tensor:
-    """(S, O), or (S, K) with `back`, in the dtype of x, for x (S / places_a_row, K), or (.., O); scale (S,) float32.
-    The result of each place lies where the place is. Without autograd."""
+    """Return (S, O), or (S, K) with `back`, in the dtype of x, for x (S / places_a_row, K), or (.., O); scale (S,)
+    float32. The result of each place lies at that place. Without autograd."""
     weight, (experts, rows, columns) = stack.weight, stack.shape
     assert isinstance(weight, NF4Weight)
     out = x.new_empty(len(places.order), columns if back else rows)
@@ -202,7 +202,7 @@ def steps_of(experts: int) -> int:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Both directions and tile sizes, scaled or not, single and double quantization; 128 experts. None before sm_80."""
+    """Return both directions and tile sizes, scaled or not, each quantization; for 128 experts. None before sm_80."""
     if capability < 80:
         return []
     return [

@@ -4,11 +4,11 @@
     dx = dy W + scale * (dy B) A;   dA = scale * (dy B)^T x;   dB = scale * dy^T (x A^T);   dbias = sum of dy over rows
 
 x (..., in), W (out, in); A (r, in) and B (out, r), or with S adjacent matrices A (S * r, in), all applied by one
-product with x, and B (out, r), whose rows of matrix s take part s of x A^T. (QLoRA, Dettmers et al., arXiv 2305.14314,
+product with x, and B (out, r), whose rows of matrix s get part s of x A^T. (QLoRA, Dettmers et al., arXiv 2305.14314,
 equations 5 and 6.) The arithmetic is in x.dtype: the weight is dequantized into it, the adapters are converted.
 
-A few rows on CUDA go through `nf4_decode`; all else, the backward pass too, dequantizes bands of the weight
-(`frozen.py`). It needs x for dA, x A^T for dB, the adapters for dx, and keeps what these ask for.
+A few rows on CUDA go through `nf4_decode`; everything else, with the backward pass, dequantizes bands of the weight
+(`frozen.py`). The backward pass needs x for dA, x A^T for dB and the adapters for dx; only what it needs is kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ def nf4_linear_ref(
     x: Tensor, weight: NF4Weight, lora_a: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """Plain reference that holds the dequantized weight, differentiable by autograd; the adapters stacked."""
+    """Compute `nf4_linear` in plain torch, with W dequantized, differentiable by autograd; adapters stacked."""
     y = x @ nf4_dequantize_ref(replace(weight, dtype=x.dtype)).T
     if lora_a is not None and lora_b is not None:
         inputs = (x @ lora_a.to(x.dtype).T).split(lora_b.shape[1], -1)
@@ -42,12 +42,12 @@ def nf4_linear(
     x: Tensor, weight: Any, lora_a: Adapter = None, lora_b: Adapter = None, scale: float | Tensor = 1.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """y (..., out) in x.dtype, from x (..., in) in float16, bfloat16 or float32 and a frozen 4-bit weight.
+    """Return y (..., out) in x.dtype, from x (..., in) in float16, bfloat16 or float32 and a frozen 4-bit weight.
 
-    weight: an NF4Weight or a Params4bit. lora_a (r, in) and lora_b (out, r), of any floating dtype, in which their
-    gradients come back. For adjacent matrices a sequence for each, with None for a matrix without LoRA, or both
+    weight: an NF4Weight or a Params4bit. lora_a (r, in) and lora_b (out, r): of any floating dtype, which their
+    gradients have too. For adjacent matrices each is a sequence, with None for a matrix without LoRA, or both are
     stacked: lora_a (S * r, in), lora_b (out, r); all ranks are equal. scale: a number, or a tensor () on the device of
-    x, which is never copied to the host. bias (out,). Raises ValueError where something does not fit.
+    x, which is never copied to the host. bias (out,). Raises ValueError if an argument does not fit.
     """
     weight = weight if isinstance(weight, NF4Weight) else NF4Weight.from_bitsandbytes(weight)
     lora_a, lora_b = stack_adapters(lora_a, lora_b, weight)
@@ -58,7 +58,7 @@ def nf4_linear(
 
 
 def stack_adapters(lora_a: Adapter, lora_b: Adapter, weight: NF4Weight) -> tuple[Tensor | None, Tensor | None]:
-    """Adapters of adjacent matrices below each other, zeros for a matrix without LoRA; tensors as they are."""
+    """Return the adapters of adjacent matrices stacked, with zeros for a matrix without LoRA; tensors as they are."""
     if lora_a is None or lora_b is None or isinstance(lora_a, Tensor) or isinstance(lora_b, Tensor):
         if all(part is None or isinstance(part, Tensor) for part in (lora_a, lora_b)):
             return lora_a, lora_b  # type: ignore[return-value]
@@ -87,7 +87,7 @@ def check_arguments(
     x: Tensor, weight: NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None, scale: float | Tensor,
     bias: Tensor | None,
 ) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     out, columns = weight.shape
     if x.ndim < 1 or x.shape[-1] != columns or not x.is_floating_point():
         raise ValueError(f"expected x (..., {columns}) of a floating dtype; got {tuple(x.shape)} {x.dtype}")
@@ -109,7 +109,7 @@ def check_arguments(
 
 
 class NF4LinearFunction(torch.autograd.Function):
-    """x (N, in), stacked adapters and bias of its dtype -> (N, out). Keeps only what the gradients asked for need."""
+    """Maps x (N, in) to (N, out); stacked adapters and bias have its dtype. Keeps only what the gradients need."""
 
     @staticmethod
     def forward(ctx, x, weight, lora_a, lora_b, scale, bias):
@@ -151,7 +151,7 @@ class NF4LinearFunction(torch.autograd.Function):
 
 
 def adapter_parts(weight: NF4Weight, rank: int) -> Iterator[tuple[slice, slice]]:
-    """(rows of W and B, columns of x A^T) of each matrix."""
+    """Yield (rows of W and B, columns of x A^T) for each matrix."""
     start = 0
     for number, features in enumerate(weight.out_features):
         yield slice(start, start + features), slice(number * rank, (number + 1) * rank)

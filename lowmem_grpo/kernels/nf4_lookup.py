@@ -15,7 +15,7 @@ from lowmem_grpo.kernels.triton_utils import tl, triton
 
 @triton.jit
 def lookup_high(packed, table_address):
-    """code[packed >> 4] in float32: lane i of a warp keeps code[i % 16] in a register, and the nibble names a lane."""
+    """Return code[packed >> 4] in float32: lane i of a warp holds code[i % 16], and the nibble names a lane."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 entry, lane;
@@ -39,7 +39,7 @@ def lookup_high(packed, table_address):
 
 @triton.jit
 def lookup_low(packed, table_address):
-    """code[packed & 15] in float32. A shuffle reads five bits of the lane number; the fifth changes nothing."""
+    """Return code[packed & 15] in float32. A shuffle reads five bits of the lane number; the fifth changes nothing."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 entry, lane;
@@ -65,7 +65,7 @@ def block_scale(
     byte, mask, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift, first_block,
     nested_shift, NESTED: tl.constexpr,
 ):
-    """float32 scale of the block that holds each of `byte`: a block has 2**block_shift bytes."""
+    """Return the float32 scale of the block that holds each of `byte`; a block has 2**block_shift bytes."""
     block = byte >> block_shift
     if NESTED:
         group = (block + first_block) >> nested_shift
@@ -77,7 +77,7 @@ def block_scale(
 
 
 def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """Return the pointers into a weight (unread ones are the table's) and the numbers that `block_scale` takes."""
+    """Return the pointers into a weight (the table's for those not read) and the numbers that `block_scale` takes."""
     _, blocksize, nested_blocksize, first_block = sizes
     nested = tensors[3:] or [tensors[2]] * 3
     stride = nested[2].ndim if len(tensors) > 3 else 0  # one offset, or one for each nested block
@@ -86,6 +86,6 @@ def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[l
 
 
 def weight_types(nested: bool) -> dict[str, str]:
-    """Triton types of the pointers into a weight, of any kernel."""
+    """Return the Triton types of the pointers into a weight, for any kernel."""
     floats = ("code_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr")
     return {"packed_ptr": "*u8", "absmax_ptr": "*u8" if nested else "*fp32"} | dict.fromkeys(floats, "*fp32")

@@ -1,13 +1,13 @@
-"""Packed tokens laid side by side, one row a sequence, and back: sequences that share a prompt each get a copy of it.
+"""Packed tokens to a padded layout, one row a sequence, and back: sequences that share a prompt each get a copy of it.
 
     padded   y[s, w] = x[sources[s W + w]]      backward: grad_x[t] = sum_{j < copies[t]} grad_y at places[t] + j W
     packed   x[t] = y at places[t]              backward: grad_y at places[t] = grad_x[t], and 0 elsewhere
 
-x (T, H, K) packed; y (S, H, W, K), in which place s W + w is w of sequence s; sources (S W,), places (T,) and copies
-(T,) int64. Of the sequences that share a token, which are neighbours, `places` names the first, and `copies` is how
-many there are. Sums are taken in float32 in the order of the sequences, so that they are the same each time:
-`index_select` adds its gradients up in 16 bits and, on a card, by atomics in any order. What lies in y right of a
-sequence's end must get no gradient.
+x (T, H, K) packed; y (S, H, W, K), with token w of sequence s at place s W + w; sources (S W,), places (T,) and copies
+(T,) int64. Sequences that share a token are neighbours: `places` points into the first of them, and `copies` is their
+number. Sums are taken in float32 in the order of the sequences, so that they are the same each time: `index_select`
+would add its gradients in 16 bits and, on a card, by atomics in any order. Places of y after a sequence's end must get
+no gradient.
 
 Queries, keys and values go together, in one launch each way; they differ in their number of heads.
 """
@@ -20,42 +20,42 @@ from torch import Tensor
 from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, tl, triton, types_of
 
-TILE = 4096  # numbers of one program
+TILE = 4096  # numbers per program
 
 
 def packed_to_padded_ref(packed: list[Tensor], sources: Tensor, width: int) -> list[Tensor]:
-    """Return packed (T, H, K) side by side, (S, H, W, K), by torch."""
+    """Return packed (T, H, K) as padded (S, H, W, K), by plain torch."""
     return laid_side_by_side([x.index_select(0, sources) for x in packed], width)
 
 
 def padded_to_packed_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
-    """Return the packed places (T, H, K) of what lies side by side, by torch."""
+    """Return padded (S, H, W, K) as packed (T, H, K), by plain torch."""
     return by_place(side_by_side).index_select(0, places)
 
 
 def by_place(side_by_side: Tensor) -> Tensor:
-    """y (S, H, W, K) as (S W, H, K), copied only where it lies otherwise in memory."""
+    """Return y (S, H, W, K) as (S W, H, K), copied only if its memory has another layout."""
     return side_by_side.transpose(1, 2).flatten(0, 1)
 
 
 def laid_side_by_side(rows: list[Tensor], width: int) -> list[Tensor]:
-    """Each (S W, H, K) as a view (S, H, W, K)."""
+    """Return each (S W, H, K) as a view (S, H, W, K)."""
     return [part.view(-1, width, *part.shape[1:]).transpose(1, 2) for part in rows]
 
 
 def sum_copies_ref(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
-    """grad_x (T, H, K) of each grad_y (S, H, W, K): on the CPU `index_add_` has one order, that of `sources`."""
+    """Return grad_x (T, H, K) of each grad_y (S, H, W, K): on the CPU `index_add_` sums in the order of `sources`."""
     return [sum_rows(by_place(grad), sources, len(places)) for grad in grads]
 
 
 def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """(count, H, K): the sums, in float32 and rounded once, of the rows (N, H, K) that `places` (N,) sends there."""
+    """Return sums (count, H, K), in float32 and rounded once, of the rows (N, H, K) by their place in `places` (N,)."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return wide.new_zeros(count, *rows.shape[1:]).index_add_(0, places, wide).to(rows.dtype)
 
 
 def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Each x (T, H, K) as y (S, H, W, K); with `places` it is there only, and 0 elsewhere."""
+    """Return each x (T, H, K) as y (S, H, W, K); with `places`, each token at its place only, and 0 elsewhere."""
     if places is None:
         return packed_to_padded_ref(packed, sources, width)
     return laid_side_by_side([sum_rows(part, places, len(sources)) for part in packed], width)
@@ -68,7 +68,7 @@ def launch_rule(head_size: int) -> Launch:
 
 @triton.jit
 def copy_rows(x_ptr, y_ptr, row, source, inside, kept, head, heads, x_token, x_head, K, BLOCK_K: tl.constexpr):
-    """One head of some tokens, from any strides to (N, heads, K)."""
+    """Copy one head of some tokens, of any strides, to (N, heads, K)."""
     column = tl.arange(0, BLOCK_K)[None, :]
     numbers = inside[:, None] & (column < K)
     start = x_ptr + source[:, None] * x_token + head * x_head
@@ -103,7 +103,7 @@ def add_copies(
     grad_ptr, sum_ptr, token, place, copies, width, inside, head, heads, sequence_stride, head_stride, token_stride, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """One head of some tokens: the sum over the sequences that share them, in float32 and in their order."""
+    """Sum one head of some tokens over the sequences that share them, in float32 and in their order."""
     column = tl.arange(0, BLOCK_K)[None, :]
     start = (place // width) * sequence_stride + (place % width) * token_stride + head * head_stride
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -140,7 +140,7 @@ def sum_copies_kernel(
 
 
 def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Three tensors whose last dimension is adjacent in memory, and their heads; those that are missing have none."""
+    """Return three tensors with adjacent last dimension, and their numbers of heads: 0 for a missing tensor."""
     near = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
     return near + near[:1] * (3 - len(near)), [tensor.shape[1] for tensor in near] + [0] * (3 - len(near))
 
@@ -186,7 +186,7 @@ sum_copies = custom_op("sum_copies", sum_copies_ref, sum_copies_triton, fake=new
 
 
 class PackedToPadded(torch.autograd.Function):
-    """(S, H, W, K) of each packed tensor (T, H, K)."""
+    """Maps each packed tensor (T, H, K) to padded (S, H, W, K)."""
 
     @staticmethod
     def forward(ctx, sources, places, copies, width, *packed):
@@ -204,7 +204,7 @@ class PackedToPadded(torch.autograd.Function):
 
 
 class PaddedToPacked(torch.autograd.Function):
-    """(T, H, K) of (S, H, W, K)."""
+    """Maps padded (S, H, W, K) to packed (T, H, K)."""
 
     @staticmethod
     def forward(ctx, sources, places, side_by_side):
@@ -221,12 +221,12 @@ class PaddedToPacked(torch.autograd.Function):
 def packed_to_padded(
     packed: Sequence[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int
 ) -> tuple[Tensor, ...]:
-    """One to three packed tensors (T, H, K) as (S, H, W, K), with one dtype and one K."""
+    """Return one to three packed tensors (T, H, K), with one dtype and one K, as padded (S, H, W, K)."""
     return PackedToPadded.apply(sources, places, copies, width, *packed)
 
 
 def padded_to_packed(side_by_side: Tensor, sources: Tensor, places: Tensor) -> Tensor:
-    """(S, H, W, K) as packed (T, H, K), each place from the first sequence that has it."""
+    """Return padded (S, H, W, K) as packed (T, H, K), each place from the first sequence that has it."""
     return PaddedToPacked.apply(sources, places, side_by_side)
 
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), with the residual sum before it in the same pass.
+"""Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), fused with the residual sum before it.
 
     h = residual + x;   n = h * rstd,  rstd = 1 / sqrt(mean(h^2) + eps);   y = n * (offset + weight)
     grad_h = rstd * (g - n * mean(g * n)) + grad_sum,  g = grad_y * (offset + weight);   grad_weight = sum grad_y * n
@@ -17,33 +17,33 @@ from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_powe
 
 MAX_WIDTH = 65536
 WHOLE_ROW = 8192  # columns up to which a row stays in registers; the blocks of a wider one are read twice
-PARTIAL_SUMS = 512  # rows, at most, of the first stage of grad_weight
+PARTIAL_SUMS = 512  # rows of sums, at most, in the first stage of grad_weight
 
 
 def rms_norm_ref(
     x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, offset: float = 0.0,
     round_once: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """y (..., D), or with `residual` the pair (y, residual + x), in plain torch."""
+    """Return y (..., D), or with `residual` the pair (y, residual + x), in plain torch."""
     h = x if residual is None else residual + x
     y = scaled(normalized(h, eps)[0], weight, h.dtype, offset, round_once)
     return y if residual is None else (y, h)
 
 
 def normalized(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """n (..., D) and rstd (..., 1), in float32 or float64."""
+    """Return n (..., D) and rstd (..., 1), in float32 or float64."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return wide * rstd, rstd
 
 
 def scaled(n: Tensor, weight: Tensor, dtype: torch.dtype, offset: float, round_once: bool) -> Tensor:
-    """n * (offset + weight), rounded in the order of the module that has this offset."""
+    """Return n * (offset + weight), rounded in the order of the module that has this offset."""
     return (n * (offset + weight.to(n.dtype))).to(dtype) if offset or round_once else weight * n.to(dtype)
 
 
 def launch_rule(columns: int) -> Launch:
-    """16 entries a thread: several narrow rows a program, one wide row, or one wide row block by block."""
+    """Return a launch of 16 entries per thread: several narrow rows per program, one wide one, or one by blocks."""
     whole = columns <= WHOLE_ROW
     block = max(64, next_power_of_2(columns)) if whole else 4096
     tile = max(2048, block)
@@ -75,7 +75,7 @@ def rms_norm_fwd_kernel(
     for block in range(blocks):
         columns = block * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
         inside = (rows < N) & (columns < D)
-        if not WHOLE_ROW:  # h is made again, not read back: no thread reads what another one has just written
+        if not WHOLE_ROW:  # h is computed again, so that no thread reads what another has just written
             h = read(x_ptr + rows * x_stride, columns, inside)
             if HAS_RESIDUAL:
                 h = (h + read(residual_ptr + rows * residual_stride, columns, inside)).to(kind).to(tl.float32)
@@ -139,14 +139,14 @@ def rms_norm_bwd_kernel(
 def new_results(
     x: Tensor, weight: Tensor, residual: Tensor | None, offset: float, round_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised y (N, D), residual + x (N, D) or empty, and rstd (N,); a float32 weight makes a float32 y."""
+    """Return uninitialised y (N, D), residual + x (N, D) or empty, rstd (N,); a float32 weight makes y float32."""
     dtype = x.dtype if offset or round_once else torch.promote_types(x.dtype, weight.dtype)
     rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0 if residual is None else x.shape), rstd
 
 
 def adjacent(rows: Tensor) -> Tensor:
-    """Rows (N, D) whose columns are adjacent in memory, copied only if they are not."""
+    """Return rows (N, D) whose columns are adjacent in memory, copied only if they are not."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -169,7 +169,7 @@ def rms_norm_fwd_triton(
 def rms_norm_bwd_triton(
     grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Launch the backward kernel on rows (N, D) of any strides, and adds up its partial sums."""
+    """Launch the backward kernel on rows (N, D) of any strides, and add up its partial sums."""
     rows, columns = h.shape
     grad, h, weight = adjacent(grad), adjacent(h), weight.contiguous()
     other = grad if grad_sum is None else adjacent(grad_sum)
@@ -191,7 +191,7 @@ def rms_norm_bwd_triton(
 def rms_norm_fwd_cpu(
     x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, round_once: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y (N, D), residual + x (N, D; empty without residual), rstd (N,)."""
+    """Return y (N, D), residual + x (N, D; empty without residual), rstd (N,)."""
     y, total, rstd = new_results(x, weight, residual, offset, round_once)
     h = x if residual is None else torch.add(residual, x, out=total)
     n, wide_rstd = normalized(h, eps)
@@ -201,7 +201,7 @@ def rms_norm_fwd_cpu(
 def rms_norm_bwd_cpu(
     grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """grad_h (N, D), and grad_weight (D,; empty where not asked for)."""
+    """Return grad_h (N, D), and grad_weight (D,; empty if not asked for)."""
     n = h.to(rstd.dtype) * rstd[:, None]
     g = grad.to(rstd.dtype) * (offset + weight.to(rstd.dtype))
     grad_h = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
@@ -223,7 +223,7 @@ rms_norm_bwd = custom_op(
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """(y, residual + x or None) of rows (N, D)."""
+    """Maps rows (N, D) to (y, residual + x or None)."""
 
     @staticmethod
     def forward(ctx, x, weight, residual, eps, offset, round_once):
@@ -248,7 +248,7 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, offset: float = 0.0,
     round_once: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x / rms(x) * (offset + weight) over the last dimension; with `residual` the pair (y, residual + x).
+    """Return x / rms(x) * (offset + weight) over the last dimension; with `residual` the pair (y, residual + x).
 
     x and residual (..., D), D at most 65,536, share shape and dtype; weight (D,). With `residual` its sum with x is
     normalised. y has x's dtype, but as in transformers a float32 weight with offset 0 makes a float32 y. With offset 0,
@@ -263,7 +263,7 @@ def rms_norm(
 
 
 def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     if x.ndim == 0 or not 0 < x.shape[-1] <= MAX_WIDTH:
         raise ValueError(f"expected x (..., D) with D from 1 to {MAX_WIDTH}; got {tuple(x.shape)}")
     if weight.shape != x.shape[-1:]:

@@ -5,7 +5,7 @@
     backward    (g1 c1 + g2 s2, g2 c2 - g1 s1, rest)         the rotation by minus the angle where c1 = c2, s1 = s2
 
 Matches transformers' apply_rotary_pos_emb, Phi3's with R < D included: with cos and sin in the dtype of q each product
-is rounded to it; with float32 cos and sin and a 16-bit q the result is rounded once. What a model does to its
+is rounded to it; with float32 cos and sin and a 16-bit q the result is rounded once. A model's scaling of its
 frequencies (llama3, yarn, longrope, linear, dynamic) is in cos and sin already. Only cos and sin are kept for backward.
 """
 
@@ -21,7 +21,7 @@ MAX_WIDTH = 1024  # columns of cos and sin
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> tuple[Tensor, Tensor]:
-    """Return what `rope` does, by torch."""
+    """Compute `rope` in plain torch."""
     views = (tokens_first(x, heads_first) for x in (q, k))
     turned = [rotated(x, angles(cos)[:, :, None], angles(sin)[:, :, None]) for x in views]
     q_out, k_out = (x.transpose(1, 2) if heads_first else x for x in turned)
@@ -29,7 +29,7 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: boo
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """x (..., D) turned by cos and sin (..., R), which broadcast over the heads, or the adjoint of that."""
+    """Return x (..., D) rotated by cos and sin (..., R), which broadcast over the heads, or the adjoint of that."""
     turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = cos.shape[-1] // 2
     if backward:
@@ -41,15 +41,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tens
 
 
 def launch_rule(half: int) -> Launch:
-    """A program turns all heads of a token, 1,024 pairs at a time, eight a thread: no pair is held by two threads, so
-    in place is safe. Fused, the first product would not be rounded, and results not those of transformers."""
+    """Return the launch: a program rotates all heads of a token, 1,024 pairs at a time, eight per thread. No two
+    threads share a pair, so in place is safe. Fused, the first product would not be rounded, unlike in transformers."""
     block = max(16, next_power_of_2(half))
     return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1, fused=False)
 
 
 @triton.jit
 def rounded(values, kind):
-    """Rounded to the dtype of cos and sin, in float32."""
+    """Round to the dtype of cos and sin, and return float32."""
     return values.to(kind).to(tl.float32)
 
 
@@ -58,7 +58,7 @@ def turn_heads(
     x_ptr, out_ptr, cos_ptr, sin_ptr, heads, half, width, x_stride, out_stride,
     BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """All heads of one token of q or k; of the columns after the turning ones, those up to width are copied."""
+    """Rotate all heads of one token of q or k; of the columns after the rotated ones, copy those up to width."""
     kind: tl.constexpr = cos_ptr.dtype.element_ty
     out_kind: tl.constexpr = out_ptr.dtype.element_ty
     columns = tl.arange(0, BLOCK_R)[None, :]
@@ -69,7 +69,7 @@ def turn_heads(
         out_rows = out_ptr + head * out_stride
         x1 = read(x_rows, columns, inside)
         x2 = read(x_rows + half, columns, inside)
-        # cos and sin are read once a head, from the cache, in the place where they are used
+        # cos and sin are read once per head, from the cache, where they are used
         c1 = read(cos_ptr + 0 * head, columns, inside)
         c2 = read(cos_ptr + half + 0 * head, columns, inside)
         s1 = read(sin_ptr + 0 * head, columns, inside)
@@ -109,7 +109,7 @@ def rope_kernel(
 
 
 def tokens_first(x: Tensor, heads_first: bool) -> Tensor:
-    """q or k of any accepted shape as a view (B, T, H, D)."""
+    """Return q or k of any accepted shape as a view (B, T, H, D)."""
     x = x if x.ndim == 4 else x.unsqueeze(0)
     return x.transpose(1, 2) if heads_first else x
 
@@ -117,7 +117,7 @@ def tokens_first(x: Tensor, heads_first: bool) -> Tensor:
 def launch(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> None:
-    """Turns q and k into q_out and k_out, which are other tensors or, each, the same."""
+    """Rotate q and k into q_out and k_out, each another tensor or the input itself."""
     views = [tokens_first(x, heads_first) for x in (q, k, q_out, k_out)]
     batch, tokens, q_heads, width = views[0].shape
     turning = cos.shape[-1]
@@ -131,7 +131,7 @@ def launch(
 
 
 def new_like(x: Tensor) -> Tensor:
-    """An uninitialised tensor in the layout of x, or contiguous where the columns of x are not adjacent."""
+    """Return an uninitialised tensor in the layout of x, or contiguous if the columns of x are not adjacent."""
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
@@ -168,7 +168,7 @@ rope_in_place = custom_op("rope_in_place", rope_in_place_cpu, rope_in_place_trit
 
 
 class RopeFunction(torch.autograd.Function):
-    """Turned q and k in new tensors."""
+    """Rotates q and k into new tensors."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, heads_first):
@@ -180,12 +180,12 @@ class RopeFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_q, grad_k):
         cos, sin = ctx.saved_tensors
-        # new tensors: autograd may have given these gradients to others as well
+        # new tensors, as autograd may have passed these gradients to other nodes too
         return *rope_new(grad_q, grad_k, cos, sin, ctx.heads_first, True), None, None, None
 
 
 class RopeInPlaceFunction(torch.autograd.Function):
-    """q or k turned in place; one at a time, since autograd lets a function change only one view."""
+    """Rotates q or k in place; one at a time, since autograd lets a function change only one view."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, heads_first):
@@ -204,7 +204,7 @@ class RopeInPlaceFunction(torch.autograd.Function):
 
 
 def without_heads(x: Tensor, heads_first: bool) -> Tensor:
-    """An empty tensor in the place of k."""
+    """Return an empty tensor to pass in place of k."""
     heads = x.ndim - 3 if heads_first else x.ndim - 2
     return x.new_empty([0 if dimension == heads else size for dimension, size in enumerate(x.shape)])
 
@@ -212,14 +212,14 @@ def without_heads(x: Tensor, heads_first: bool) -> Tensor:
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotated (q, k), in one launch.
+    """Return (q, k) rotated, in one launch.
 
     q and k are (B, H, T, D), as in transformers, or with `heads_first=False` (B, T, H, D) or packed (T, H, D); k may
     have fewer heads. cos and sin (T, R), (1, T, R) or (B, T, R), R even and at most D and 1,024, in the dtype of q or
     float32, carry no gradient; columns of q and k from R on stay as they are.
 
-    `in_place` overwrites q and k and returns them; what else saved them for its backward then raises. Under autograd
-    it takes two launches, and autograd copies the gradient of what q or k is a view of.
+    `in_place` overwrites q and k and returns them; any other operation that saved them for backward then raises. Under
+    autograd it takes two launches, and if q or k is a view, autograd copies the gradient of its base.
     """
     check_arguments(q, k, cos, sin, heads_first)
     if q.numel() == 0 and k.numel() == 0:
@@ -240,7 +240,7 @@ def angles(values: Tensor) -> Tensor:
 
 
 def check_in_place(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError where q or k cannot be overwritten."""
+    """Raise ValueError if q or k cannot be overwritten."""
     if q is k:
         raise ValueError("in place needs two tensors; q and k are one and the same")
     for name, x in (("q", q), ("k", k)):
@@ -251,7 +251,7 @@ def check_in_place(q: Tensor, k: Tensor) -> None:
 
 
 def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     order = "(B, H, T, D)" if heads_first else "(B, T, H, D) or (T, H, D)"
     shapes = [tuple(x.shape) for x in (q, k)]
     if q.ndim != k.ndim or q.ndim not in ((4,) if heads_first else (3, 4)):

@@ -1,4 +1,4 @@
-"""A mixture of experts on frozen weights: each row goes through k of E gated MLPs, and the results are added up.
+"""A mixture of experts on frozen weights: each row goes through k of E gated MLPs, and the results are summed.
 
     y_t = sum over j of w_tj  down_e (silu(gate_e x_t) * up_e x_t),    e = ids_tj
 
@@ -7,10 +7,10 @@
 with a = silu(gate) * up (Shazeer et al., arXiv 1701.06538; Qwen3, arXiv 2505.09388, section 2). x (T, D), ids and w
 (T, k). Products and activations are in the dtype of x; sums over experts are in float32, as are w and its gradient.
 
-On a card, up to GROUPED_ROWS rows an expert go through `nf4_grouped.py`, which never waits for the host. More rows, the
-CPU, and experts that are no NF4 take one expert after the other, decoded into buffers that serve for all, and at most
-PIECE rows at a time. Backward decodes and computes gate and up again: only x, ids and w are kept, and before y is
-computed, so a checkpoint that stops at the last tensor kept does not compute y twice (as in `lora_mlp.py`).
+On a card, up to GROUPED_ROWS rows per expert go through `nf4_grouped.py`, which never waits for the host. With more
+rows, on the CPU, or without NF4, experts are computed one after the other, decoded into shared buffers, at most PIECE
+rows at a time. Backward decodes and computes gate and up again: only x, ids and w are saved, before y is computed, so
+a checkpoint that stops at the last saved tensor does not compute y twice (as in `lora_mlp.py`).
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_grouped import Places, can_group, nf4_grouped
 
 PIECE = 2048  # rows of one expert that are computed together
-GROUPED_ROWS = 64  # an expert, on average: one large tile each (not measured yet)
+GROUPED_ROWS = 64  # per expert, on average: one large tile each (not measured yet)
 
 
 def routed_experts_ref(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
-    """Plain reference, differentiable by autograd: every expert in turn, weights dequantized."""
+    """Compute `routed_experts` in plain torch, one expert after the other, dequantized; differentiable by autograd."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for number in range(gate_up.experts):
@@ -48,16 +48,16 @@ def dequantized(stack: FrozenStack, number: int, dtype: torch.dtype) -> Tensor:
 
 
 def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
-    """(T, D) in the dtype of x, from x (T, D), ids (T, k) of an integer dtype, weights (T, k) float32 (float64 with x
-    in float64), gate_up (E, 2 I, D), gate's rows first, and down (E, D, I). Gradients for x and weights; the experts
-    are frozen. The ids of a row should differ. ValueError where shapes or dtypes do not fit."""
+    """Return (T, D) in the dtype of x, from x (T, D), ids (T, k) of an integer dtype, weights (T, k) float32 (float64
+    with x in float64), gate_up (E, 2 I, D), gate's rows first, and down (E, D, I). x and weights get gradients; the
+    experts are frozen. The ids of a row should differ. ValueError if shapes or dtypes do not fit."""
     check_arguments(x, ids, weights, gate_up, down)
     x, weights = RoutedBackward.apply(x.contiguous(), weights, ids, gate_up, down)
     return RoutedForward.apply(x, weights, ids, gate_up, down)
 
 
 def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> None:
-    """Raise ValueError that says what was expected and what was got."""
+    """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     experts, size, inner = down.shape
     if gate_up.shape != (experts, 2 * inner, size):
         raise ValueError(f"expected gate_up (E, 2 I, D) and down (E, D, I); got {gate_up.shape}, {down.shape}")
@@ -75,7 +75,7 @@ def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStac
 
 
 class RoutedBackward(torch.autograd.Function):
-    """Keeps x, weights and ids and gives them on. Its backward pass gets dy from `RoutedForward`."""
+    """Keeps x, weights and ids, and passes x and weights on. Its backward pass gets dy from `RoutedForward`."""
 
     @staticmethod
     def forward(ctx, x, weights, ids, gate_up, down):
@@ -94,7 +94,7 @@ class RoutedBackward(torch.autograd.Function):
 
 
 class RoutedForward(torch.autograd.Function):
-    """y of what `RoutedBackward` kept, whose backward pass wants dy as it is."""
+    """Computes y of what `RoutedBackward` kept; its backward pass passes dy on unchanged."""
 
     @staticmethod
     def forward(ctx, x, weights, ids, gate_up, down):
@@ -132,7 +132,7 @@ def routed_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int],
     down: list[Tensor], down_sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(dx (T, D) in the dtype of x, dw (T, k) in that of weights) of dy (T, D)."""
+    """Return (dx (T, D) in the dtype of x, dw (T, k) in that of weights) of dy (T, D)."""
     stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_backward(grad, x, ids, weights, *stacks)
@@ -149,7 +149,7 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Return whether the grouped kernel computes for so few places."""
+    """Return whether the grouped kernels compute for these places, which must be few for each expert."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 
@@ -178,7 +178,7 @@ def grouped_backward(
 def by_expert(
     x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """(rows of x, places in the flattened ids, the expert's two weights) for pieces of rows. Waits for the device."""
+    """Yield (rows of x, places in flattened ids, the expert's two weights) for pieces of rows. Waits for the device."""
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=gate_up.experts)
     inner, outer = (x.new_empty(stack.shape[1:]) for stack in (gate_up, down))

@@ -1,6 +1,6 @@
-"""Triton, and how kernels are launched: settings chosen from the shape and the chip, never by timing at run time.
+"""Triton, and the launch settings of kernels, which depend on the shape and the chip, never on timing at run time.
 
-Where Triton has no wheels a stand-in takes its place: kernels then cannot run, and CPU tensors never need them.
+Where Triton has no wheels, a stand-in takes its place: kernels then cannot run, and CPU tensors never need them.
 
 Each kernel file has launch rules, functions (shape, capability) -> Launch, and `variants(capability, dtype)`, which
 lists every configuration that its rules can choose, so that all of them can be compiled ahead of time without a GPU.
@@ -29,7 +29,7 @@ except ImportError:
 
     triton = tl = StandIn()
 
-__all__ = ["tl", "triton"]  # what is not defined here
+__all__ = ["tl", "triton"]  # imported here for other modules
 # Largest shared memory of one block, in bytes, by compute capability (CUDA C++ programming guide, table of
 # technical specifications per compute capability).
 SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -38,19 +38,21 @@ TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "f
 
 @dataclass(frozen=True)
 class Launch:
-    """Block sizes and other compile-time values of a kernel, and how many warps and pipeline stages it gets."""
+    """Block sizes and other compile-time values of a kernel, and its numbers of warps and pipeline stages."""
 
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    fused: bool = True  # whether a product and a sum may be rounded once, together
+    fused: bool = True  # True: a product and a sum may be fused, with one rounding
 
     @property
     def compiler(self) -> dict[str, Any]:
+        """The options of Triton's compiler."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fused}
 
     @property
     def options(self) -> dict[str, Any]:
+        """The compile-time values and the compiler's options, as arguments of a launch."""
         return self.constexprs | self.compiler
 
 
@@ -58,27 +60,28 @@ class Launch:
 class Variant:
     """One compilation of a kernel: Triton types of its run-time arguments ("*bf16", "i32", ...) and its settings."""
 
-    name: str  # kernel and what is special about this variant, unique within a chip and a dtype
+    name: str  # the kernel and this variant's settings, unique within a chip and a dtype
     kernel: Any
     types: dict[str, str]
     launch: Launch
-    constexprs: dict[str, Any] = field(default_factory=dict)  # those that the launch rule does not choose
+    constexprs: dict[str, Any] = field(default_factory=dict)  # values that the launch rule does not choose
 
 
 def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
-    """Return the types of a kernel's run-time arguments: `others`, and else integers and pointers to `dtype`."""
+    """Return the Triton types of a kernel's run-time arguments: `others`, pointers to `dtype`, and integers."""
     names = [name for name in kernel.arg_names if len(name) == 1 or not name.isupper()]
     value = "*" + TRITON_TYPES[dtype]
     return {name: value if name.endswith("_ptr") else "i32" for name in names} | others
 
 
 def flagged(name: str, kernel: Any, types: dict[str, str], launch: Launch, flags: Sequence[str]) -> list[Variant]:
+    """Return a variant for each combination of the boolean compile-time values `flags`."""
     return [Variant(f"{name} {chosen}", kernel, types, launch, dict(zip(flags, chosen, strict=True)))
             for chosen in product((False, True), repeat=len(flags))]
 
 
 def capability(device: torch.device) -> int:
-    """Compute capability as a number (90 for sm_90); 80 for CPU tensors, which only the interpreter launches with."""
+    """Return the compute capability as a number (90 for sm_90); 80 for CPU tensors, which only the interpreter runs."""
     if device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -86,11 +89,11 @@ def capability(device: torch.device) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n and at least 1."""
+    """Return the smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 @triton.jit
 def read(row_ptr, columns, inside):
-    """A tile in float32, 0 outside."""
+    """Load a tile in float32, with 0 outside."""
     return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)

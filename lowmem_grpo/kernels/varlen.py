@@ -1,7 +1,7 @@
-"""Runs of neighbouring tokens, packed without padding, that each begin from a state of their own, and their chunks of
-equal width. A chunk's tokens are computed together and chunks of one run one after the other: step j takes chunk j of
-all runs that have one. Within a step the longest runs come first, so that the runs that go on are the first ones.
-"""
+"""Runs of neighbouring tokens, packed without padding, each with an initial state of its own and cut into chunks of
+equal width. The tokens of a chunk are computed together, and the chunks of a run one after the other: step j takes
+chunk j of every run that has one. Within a step the longest runs come first, so that the runs that continue are the
+first ones."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,10 @@ CHUNK = 64  # tokens
 class Chunks:
     """N chunks of C tokens, in the order in which they are computed."""
 
-    sources: Tensor  # (N * C,) int64, the packed token; right of a run's end any token
-    real: Tensor  # (N, C) bool, no filler
-    places: Tensor  # (T,) int64, of each packed token, index into N * C
-    counts: tuple[int, ...]  # for each step, how many runs have a chunk in it
+    sources: Tensor  # (N * C,) int64, the packed token; past a run's end any token
+    real: Tensor  # (N, C) bool, False for filler
+    places: Tensor  # (T,) int64, index of each packed token into N * C
+    counts: tuple[int, ...]  # for each step, the number of runs with a chunk in it
     order: Tensor  # (S,) int64, the runs, the longest first
     back: Tensor  # (S,) int64, the place of each run in `order`
 
@@ -38,10 +38,12 @@ class VarlenSequences:
 
     @cached_property
     def filled(self) -> "VarlenSequences":
+        """The runs with at least one token."""
         return VarlenSequences(tuple(length for length in self.lengths if length), self.device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
+        """(S + 1,) int64, cumulative lengths, on the device."""
         return torch.tensor([0, *self.lengths]).cumsum(0).to(self.device)
 
     @cached_property

@@ -1,6 +1,6 @@
-"""The maths of a step: loss types, advantages, KL, entropy, corrections. It needs only torch.
+"""The maths of a step: loss types, advantages, KL, entropy, corrections. Needs only torch.
 
-Names load when they are first used.
+Each name is imported at first use.
 """
 
 from importlib import import_module

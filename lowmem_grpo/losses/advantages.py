@@ -20,32 +20,32 @@ STD_EPSILON = 1e-4  # TRL's
 
 
 def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum (P, G) of rewards (P, G, R); a completion that no function scored stays NaN."""
+    """Return weighted sums (P, G) of rewards (P, G, R); a completion that no function scored stays NaN."""
     unscored = rewards.isnan().all(-1)
     return (rewards * weights).nansum(-1).masked_fill(unscored, torch.nan)
 
 
 def without_metrics_alone(rewards: Tensor, weights: Tensor) -> Tensor:
-    """The rewards (..., R), with NaN for completions that only metrics, functions of weight 0, scored."""
+    """Return rewards (..., R) with NaN for completions that only functions of weight 0 (metrics) scored."""
     return rewards.masked_fill((rewards.isnan() | (weights == 0)).all(-1, keepdim=True), torch.nan)
 
 
 def centered(rewards: Tensor) -> Tensor:
-    """Rewards (P, G) less their group's mean; exactly 0 in a group without spread, whatever the mean rounded to."""
+    """Return rewards (P, G) minus their group's mean; exactly 0 in a group without spread, whatever the rounding."""
     highest, lowest = rewards.nan_to_num(nan=-torch.inf).amax(-1), rewards.nan_to_num(nan=torch.inf).amin(-1)
     equal = (highest == lowest)[:, None] & ~rewards.isnan()
     return (rewards - rewards.nanmean(-1, keepdim=True)).masked_fill(equal, 0.0)
 
 
 def nanstd(values: Tensor, dim: int) -> Tensor:
-    """Unbiased standard deviation of the values that are not NaN; 0 for a single one, NaN for none."""
+    """Return the unbiased standard deviation of the values that are not NaN; 0 for a single one, NaN for none."""
     count = values.isnan().logical_not().sum(dim)
     squares = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim)
     return (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count == 0, torch.nan)
 
 
 def batch_std(values: Tensor) -> Tensor:
-    """Return unbiased standard deviation () of all values that are not NaN."""
+    """Return the unbiased standard deviation () of all values that are not NaN."""
     return nanstd(values.flatten(), dim=-1)
 
 
@@ -53,7 +53,7 @@ def batch_std(values: Tensor) -> Tensor:
 
 
 def of_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Less the group's mean, divided by the std of the group, of the batch, or by nothing."""
+    """Subtract the group's mean and divide by the std of the group or of the batch, or by nothing."""
     if scale == "none":
         return centered(rewards)
     std = nanstd(rewards, dim=-1)[:, None] if scale == "group" else batch_std(rewards)
@@ -61,18 +61,18 @@ def of_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> T
 
 
 def leave_one_out(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Less the mean of the group's other rewards, which is the centered reward times n / (n - 1)."""
+    """Subtract the mean of the group's other rewards, which gives the centered reward times n / (n - 1)."""
     scored = rewards.isnan().logical_not().sum(-1, keepdim=True)
     return centered(rewards) * scored / (scored - 1).clamp(min=1)
 
 
 def of_batch(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Subtract the mean of the batch, divided by its std."""
+    """Subtract the mean of the batch and divide by its std."""
     return centered(rewards.reshape(1, -1)).view_as(rewards) / (batch_std(rewards) + STD_EPSILON)
 
 
 def of_batch_and_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Return less the group's mean, then divided by the std of the batch of those."""
+    """Subtract the group's mean, then divide by the std of these differences over the batch."""
     return centered(rewards) / (batch_std(centered(rewards)) + STD_EPSILON)
 
 
@@ -84,9 +84,9 @@ def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -
 
 
 def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Return what a completion adds to the expected best of k: E[max | it is among the k] - E[max], over subsets of a
-    group. Of n sorted rewards the j-th is the best of C(j - 1, k - 1) of C(n, k) subsets. With "group" it is divided by
-    the std of the best of k; for rewards of 0 and 1 that is the published closed form."""
+    """Return a completion's contribution to the best of k: E[max | it is among the k] - E[max], over subsets of a
+    group. Of n sorted rewards, the j-th is the best of C(j - 1, k - 1) of the C(n, k) subsets. Scale "group" divides by
+    the std of the best of k; for rewards of 0 and 1 this is the published closed form."""
     rows = [best_of_k(row, k, scale == "group") for row in rewards]
     return torch.stack(rows)
 
@@ -99,15 +99,15 @@ def best_of_k(rewards: Tensor, k: int, scaled: bool) -> Tensor:
     if count < 2:
         return rewards * 0.0
     k = min(k, count)
-    values = values - values[0]  # which changes no gain, and rounds it only by the spread
+    values = values - values[0]  # changes no gain, and keeps its rounding error relative to the spread
     place = torch.arange(count)
     best = choose(place, k - 1) / choose(torch.tensor(count), k)  # P(the j-th is the best of k)
     mean = (best * values).sum()
-    own = choose(place, k - 1) / choose(torch.tensor(count - 1), k - 1)  # P(best | it is among the k)
-    other = choose(place - 1, k - 2) / choose(torch.tensor(count - 1), k - 1)  # P(the j-th is best | a lower one is)
+    own = choose(place, k - 1) / choose(torch.tensor(count - 1), k - 1)  # P(the j-th is best | it is in)
+    other = choose(place - 1, k - 2) / choose(torch.tensor(count - 1), k - 1)  # P(the j-th is best | a lower one is in)
     above = (other * values).flip(0).cumsum(0).flip(0) - other * values
     gain = own * values + above - mean
-    gain = gain * (gain.abs() > 1e-9 * values[-1])  # exactly 0 where every k have the same best
+    gain = gain * (gain.abs() > 1e-9 * values[-1])  # exactly 0 where all subsets have the same best
     std = ((best * values.square()).sum() - mean.square()).clamp(min=0).sqrt()
     advantages = torch.full_like(rewards, torch.nan)
     gain = gain / (std + STD_EPSILON) if scaled else gain
@@ -116,7 +116,7 @@ def best_of_k(rewards: Tensor, k: int, scaled: bool) -> Tensor:
 
 
 def choose(n: Tensor, k: int) -> Tensor:
-    """The binomial coefficient C(n, k) in float64; 0 where k is not from 0 to n."""
+    """Return the binomial coefficient C(n, k) in float64; 0 unless 0 <= k <= n."""
     if k < 0:
         return torch.zeros(n.shape, dtype=torch.float64)
     top = n.double().clamp(min=k)
@@ -126,10 +126,10 @@ def choose(n: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Estimator:
-    """One way from rewards to advantages, as the code dispatches on it and as the documentation shows it."""
+    """An advantage estimator: the function that the code calls and the texts that the documentation shows."""
 
     function: Callable[[Tensor, str, Tensor | None, int], Tensor]
-    scales: tuple[str, ...]  # the values of scale_rewards that it takes, its default first
+    scales: tuple[str, ...]  # accepted values of scale_rewards, the default first
     formula: str
     when: str
     source: str
@@ -165,8 +165,8 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
 }
 TRUTHS: dict[Any, str] = {True: "group", False: "none", "True": "group", "true": "group", "False": "none",
-                          "false": "none"}  # what older versions of TRL took as scale_rewards
-COMPARING = ("grpo", "rloo", "reinforce++_baseline")  # those that compare a reward with its group's mean
+                          "false": "none"}  # scale_rewards of older versions of TRL
+COMPARING = ("grpo", "rloo", "reinforce++_baseline")  # estimators that compare a reward with its group's mean
 
 
 @dataclass(kw_only=True)
@@ -175,7 +175,7 @@ class AdvantageSettings:
 
     advantage_estimator: str = "grpo"
     """Not in TRL: one of ESTIMATORS."""
-    scale_rewards: str | None = None  # an argument parser makes one type of it: True and False are taken too
+    scale_rewards: str | None = None  # one type, for argument parsers; True and False are accepted too
     """What a group's centered rewards are divided by: the std of the "group" (default) or "batch", or "none"."""
     reward_weights: list[float] | None = None
     multi_objective_aggregation: str = "sum_then_normalize"
@@ -214,7 +214,7 @@ class AdvantageSettings:
             )
 
     def check_rloo(self) -> None:
-        """Raise ValueError for RLOO's options where they have no meaning."""
+        """Raise ValueError for RLOO's options if the other settings give them no meaning."""
         limits = self.reward_clip_range
         if self.normalize_advantages and self.advantage_estimator != "rloo":
             raise ValueError(f"normalize_advantages=True is an option of advantage_estimator='rloo', and it is "
@@ -226,7 +226,7 @@ class AdvantageSettings:
                              "'normalize_then_sum', which has none; leave one of them out")
 
     def check_scale(self, scales: tuple[str, ...]) -> None:
-        """Raise ValueError for a scale that the estimator does not take."""
+        """Raise ValueError for a `scale_rewards` that the estimator does not take."""
         if self.multi_objective_aggregation == "normalize_then_sum":
             scales = ()
         if self.scale_rewards is not None and self.scale_rewards not in scales:
@@ -238,11 +238,12 @@ class AdvantageSettings:
 
     @property
     def scale(self) -> str:
+        """`scale_rewards`, or the estimator's default; "none" for an estimator without scales."""
         return str(self.scale_rewards or (*ESTIMATORS[self.advantage_estimator].scales, "none")[0])
 
 
 def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tensor | None = None) -> Tensor:
-    """Advantages (P, G) from rewards (P, G, R); completions without a reward are left out, and get 0."""
+    """Return advantages (P, G) of rewards (P, G, R); completions without a reward are left out and get 0."""
     weights = torch.tensor(settings.reward_weights or [1.0] * rewards.shape[-1], dtype=rewards.dtype)
     if settings.multi_objective_aggregation == "normalize_then_sum":
         return normalized_then_summed(rewards, weights).nan_to_num(nan=0.0)
@@ -258,21 +259,21 @@ def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings
 
 
 def normalized(advantages: Tensor) -> Tensor:
-    """Return advantages (P, G) less their mean, divided by their std, over those that are not NaN."""
+    """Return advantages (P, G) minus their mean, divided by their std, both over those that are not NaN."""
     return (advantages - advantages.nanmean()) / (batch_std(advantages) + STD_EPSILON)
 
 
 def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
-    """GDPO: each reward's z-score in its group, their weighted sum, and its z-score in the batch (P, G)."""
+    """Return GDPO's (P, G): each reward's z-score in its group, summed with weights, as a z-score in the batch."""
     each = [of_group(rewards[..., r], "group", None, 0) for r in range(rewards.shape[-1])]
     summed = combine_rewards(torch.stack(each, -1), weights)
     return summed / (batch_std(summed) + STD_EPSILON)  # the batch's mean is 0, as each group's is
 
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
-    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout of groups of any size.
-    Groups that are `unjudged` or `lost`, and rollouts that `failed`, have neither: to the others it is as if they were
-    not there."""
+    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout; groups may differ in size.
+    Groups that are `unjudged` or `lost` and rollouts that `failed` get reward None and advantage 0, and do not affect
+    the others."""
     rows = [[[None if group.unjudged or group.lost or rollout.failed else rollout.rewards[name] for name in names]
              for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
@@ -293,23 +294,23 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
 
 
 def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
-    """Set `token_advantages` (REINFORCE++): R - beta * the KL still to come, k1 per token, normalised over all tokens.
-    Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none. Tokens
-    before one whose KL is NaN or infinite get NaN, which no other token's advantage depends on."""
+    """Set `token_advantages` (REINFORCE++): R - beta * the KL from this token on, k1 per token, normalised over all
+    tokens. Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none.
+    A NaN or infinite KL gives NaN to its rollout's tokens up to it, and affects no other advantage."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
     returns = [reward_to_go(rollout, beta) for rollout in scored]
     if not returns:
         return
     flat = torch.cat(returns)
-    flat = flat.where(flat.isfinite(), torch.nan)  # one broken reference is told at its own tokens, and moves no other
+    flat = flat.where(flat.isfinite(), torch.nan)  # a broken reference marks its own tokens only
     scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
     for rollout, values in zip(scored, scores.split([len(per_token) for per_token in returns]), strict=True):
         rollout.token_advantages = with_context(rollout, values.float())
 
 
 def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
-    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as TRL does. A completion
-    without `ref_logprobs` is one that is masked, whose KL counts as 0."""
+    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as in TRL. A completion
+    without `ref_logprobs` is masked, and its KL counts as 0."""
     rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
     widest = max(map(len, rows), default=0)
     table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)
@@ -321,14 +322,14 @@ def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: Adva
 
 
 def without_kl(rollout: Rollout, beta: float) -> float:
-    """R - beta * sum (log pi - log ref) over a rollout's trained tokens; NaN where it has no reward."""
+    """Return R - beta * sum (log pi - log ref) over a rollout's trained tokens; NaN if it has no reward."""
     if rollout.reward is None or rollout.ref_logprobs is None or not rollout.num_trained:
         return torch.nan if rollout.reward is None else rollout.reward
     return float(reward_to_go(rollout, beta)[0])
 
 
 def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
-    """R - beta * sum_{s >= t} (log pi_s - log ref_s), of its trained tokens (N,) in float64."""
+    """Return R - beta * sum_{s >= t} (log pi_s - log ref_s) at the rollout's trained tokens (N,), in float64."""
     assert rollout.ref_logprobs is not None and rollout.reward is not None
     policy = rollout.old_logprobs if rollout.old_logprobs is not None else torch.tensor(rollout.rollout_logprobs)
     kl = of_trained(rollout, policy - rollout.ref_logprobs).double()

@@ -1,4 +1,4 @@
-"""Which turn of an episode is paid for what: advantages of turns, given to the tokens that the policy drew in them.
+"""Credit assignment in episodes: advantages of turns, given to the tokens that the policy sampled in them.
 
     r_t  what the environment paid for turn t; the last turn also gets the other rewards of the episode
     G_t = sum_{s >= t} discount^(s - t) r_s                       the discounted reward to go
@@ -6,7 +6,7 @@
         + state_weight (G_t less the mean of G over the group's turns that acted in the same state)
 
 The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8), with discount 1 where there is no `turn_discount`. Each
-difference is divided as `scale_rewards` says. A turn that has nothing to be compared with gets 0 from that comparison.
+difference is divided as `scale_rewards` says. A turn without another to compare it with gets 0 from that comparison.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lowmem_grpo.utils import torch
 if TYPE_CHECKING:
     from lowmem_grpo.types import Rollout, RolloutGroup
 
-Place = tuple[int, int]  # a turn: the number of its episode, and its own
-Compared = dict[Hashable, dict[Place, float]]  # returns that are compared with each other
+Place = tuple[int, int]  # (number of the episode, number of the turn)
+Compared = dict[Hashable, dict[Place, float]]  # sets of returns that are compared with each other
 
 
 def assign_credit(
     groups: list[RolloutGroup], settings: AdvantageSettings, discount: float | None, state_weight: float,
     weights: Mapping[str, float], paid: Collection[str],
 ) -> None:
-    """Set `token_advantages` of episodes, and `advantage` to their mean, where a discount or states say so; after
-    `assign_advantages`. `weights` are those of all rewards, by name; `paid` are the names of those that are sums of
-    what turns were paid."""
+    """Set `token_advantages` of episodes, and `advantage` to their mean, if there is a discount or states to compare;
+    call it after `assign_advantages`. `weights` holds the weights of all rewards by name; `paid` names the rewards that
+    are sums of the turns' own rewards."""
     episodes = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts
                 if rollout.turns and rollout.reward is not None]
     gamma = 1.0 if discount is None else discount
@@ -49,7 +49,7 @@ def assign_credit(
 
 
 def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compared, Compared]:
-    """The returns of turns that compare by number, and by state, from (group, rollout, returns) of episodes."""
+    """Return the returns of turns grouped by turn number, and by state, from (group, rollout, returns) of episodes."""
     turns: Compared = {}
     states: Compared = {}
     for episode, (group, rollout, returns) in enumerate(episodes):
@@ -61,7 +61,7 @@ def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compa
 
 
 def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], paid: Collection[str]) -> list[float]:
-    """G_t of each turn. Undiscounted, that of the first turn is the reward of the episode."""
+    """Return G_t of each turn. Without discount, the first turn's is the reward of the episode."""
     scored = {name: value for name, value in rollout.rewards.items() if value is not None and name in weights}
     weight = sum(weights[name] for name in scored if name in paid)
     values = [weight * (turn.reward or 0.0) for turn in rollout.turns]
@@ -74,7 +74,7 @@ def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], 
 
 
 def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
-    """Return the advantage of each turn among those that it is compared with."""
+    """Return the advantage of each turn within its set of compared returns."""
     widest = max(map(len, compared.values()), default=0)
     rows = [[*returns.values(), *[math.nan] * (widest - len(returns))] for returns in compared.values()]
     if not rows:
@@ -87,7 +87,7 @@ def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Pl
 
 
 def set_turn_advantages(rollout: Rollout, advantages: list[float]) -> None:
-    """Give each turn's advantage to the tokens that were drawn in it, and their mean to the rollout."""
+    """Give each turn's advantage to the tokens that were sampled in it, and their mean to the rollout."""
     lengths = [len(turn.completion_ids) for turn in rollout.turns]
     assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)
     each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
-    """(N,) bool: the `share` of tokens with the highest entropy (N,), over the whole step (arXiv 2506.01939). A token
-    takes part if its entropy is at least the (1 - share) quantile, so equal entropies stay together."""
+    """Return (N,) bool: the `share` of tokens with the highest entropy (N,) over the whole step (arXiv 2506.01939). A
+    token takes part if its entropy is at least the (1 - share) quantile, so equal entropies stay together."""
     if entropy.numel() == 0 or share >= 1:
         return torch.ones_like(entropy, dtype=torch.bool)
     values = entropy.float()
@@ -16,7 +16,7 @@ def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
 
 
 def quantile(values: Tensor, share: float) -> Tensor:
-    """The quantile of `values` (N,), linearly between neighbours; torch.quantile takes 16 million values at most."""
+    """Return the quantile of `values` (N,), linear between neighbours; torch.quantile takes only 16 million values."""
     ordered = values.sort().values
     place = share * (len(ordered) - 1)
     below = int(place)
@@ -28,7 +28,7 @@ def quantile(values: Tensor, share: float) -> Tensor:
 class EntropyControl:
     """The coefficient of the entropy bonus: fixed, or steered towards a target (Skywork-OR1, arXiv 2505.22312).
     Adaptive control raises it by `delta` after each step whose mean entropy was at or below the target, lowers it after
-    others, and applies it only after the former."""
+    other steps, and applies the bonus only after a step of the first kind."""
 
     coef: float
     adaptive: bool = False
@@ -36,10 +36,11 @@ class EntropyControl:
     highest: float = 1.0
     delta: float = 0.005
     target: float = 0.2
-    last_entropy: float | None = None  # in the step before
+    last_entropy: float | None = None  # of the previous step
 
     @property
     def applied(self) -> float:
+        """The coefficient for the next step: 0 if adaptive control leaves the bonus out."""
         low = self.last_entropy is not None and self.last_entropy <= self.target
         return self.coef if low or not self.adaptive else 0.0
 
@@ -48,7 +49,7 @@ class EntropyControl:
         return self.adaptive or self.coef != 0
 
     def update(self, entropy: float) -> None:
-        """Move the coefficient by the mean entropy of the step that was made."""
+        """Adapt the coefficient to the mean entropy of the step that was made."""
         if self.adaptive:
             step = self.delta if entropy <= self.target else -self.delta
             self.coef = min(max(self.coef + step, self.lowest), self.highest)
@@ -58,6 +59,6 @@ class EntropyControl:
         return {"coef": self.coef, "last_entropy": self.last_entropy}
 
     def restore(self, state: dict[str, float | None] | None) -> None:
-        """Undo `state`; checkpoints from before there was a bonus have none."""
+        """Restore what `state` returned; checkpoints from before there was a bonus have none."""
         if state is not None and state["coef"] is not None:
             self.coef, self.last_entropy = state["coef"], state["last_entropy"]

@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """d: unbiased, of high variance. Only weighed by the ratio is its gradient the KL's own."""
+    """Return d: unbiased, of high variance. Its gradient is the KL's own only if it is weighted by the ratio."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """d^2 / 2: biased, and its gradient is that of k1 in the reward."""
+    """Return d^2 / 2: biased; its gradient is that of k1 in the reward."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased, never negative (DeepSeekMath, eq. 4)."""
+    """Return exp(-d) - 1 + d: unbiased, never negative (DeepSeekMath, eq. 4)."""
     return excess(ref_logprobs - logprobs)
 
 
-NEAR, TERMS = 0.1, 11  # where exp(x) - 1 - x is its series, and up to which power: all digits of a float64
+NEAR, TERMS = 0.1, 11  # |x| below which the series is used, and its last power: all digits of a float64
 
 
 def excess(x: Tensor) -> Tensor:
-    """exp(x) - 1 - x, of the shape of x: near 0 as x^2 times a sum above 0, since the differences lose every digit."""
+    """Return exp(x) - 1 - x, of the shape of x; near 0 by its series, as the differences would lose every digit."""
     near = x.abs() < NEAR
     small = torch.where(near, x, 0.0)
     series = torch.ones_like(small)
@@ -45,7 +45,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True) -> Tensor:
-    """The estimate times w = exp(log_weight), (N,), finite where the product is; `of_token`: w grows with logp."""
+    """Return the estimate times w = exp(log_weight), (N,), finite if the product is; `of_token`: w grows with logp."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))

@@ -1,4 +1,4 @@
-"""The metrics of a loss, under TRL's names: detached scalars, and how many things each is a mean of."""
+"""The metrics of a loss, under TRL's names: detached scalars, with the count that each mean is over."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,21 +9,21 @@ from torch import Tensor
 from lowmem_grpo.losses.loss_types import LossTokens, LossType, clip_bounds, vespo_phi
 from lowmem_grpo.losses.sequences import sequence_means
 
-Means = dict[str, tuple[Tensor, float]]  # name: (mean, of how many)
+Means = dict[str, tuple[Tensor, float]]  # name: (mean, count)
 
 
 def clip_metrics(
     kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool
 ) -> tuple[Means, dict[str, Tensor]]:
-    """(means, extremes) of the clipping of a loss type; empty for one that does not clip. Where the ratio is one for
-    the sequence, means are over sequences, else over tokens; extremes are over sequences."""
+    """Return (means, extremes) of the clipping of a loss type; empty for one that does not clip. Means are over
+    sequences if the ratio is one for the sequence, else over tokens; extremes are over sequences."""
     if not kind.metrics or tokens.logprobs.numel() == 0:
         return {}, {}
     return KINDS[kind.metrics](tokens, options, per_sequence)
 
 
 def averaged(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Tensor, float]:
-    """(mean, of how many) of values (N,), over tokens or over sequences."""
+    """Return (mean, count) of values (N,), over tokens or over sequences."""
     if not per_sequence:
         return flags.to(tokens.logprobs.dtype).mean(), float(len(flags))
     means = of_sequences(flags, tokens)
@@ -31,33 +31,33 @@ def averaged(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Ten
 
 
 def of_sequences(flags: Tensor, tokens: LossTokens) -> Tensor:
-    """The mean of each sequence that has tokens. A card is waited for."""
+    """Return the mean of each sequence that has tokens. Synchronises with the card."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means[tokens.lengths > 0]
 
 
 def filled_means(flags: Tensor, tokens: LossTokens, fill: float) -> Tensor:
-    """Return the mean of each sequence (S,), and `fill` for one without tokens."""
+    """Return the mean of each sequence (S,), or `fill` for one without tokens."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means.masked_fill(tokens.lengths == 0, fill)
 
 
 def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Tokens whose gradient was clipped away: below the bounds if A < 0, above them if A > 0."""
+    """Measure the share of tokens whose gradient was clipped away: below the bounds if A < 0, above them if A > 0."""
     weight, (low, high) = tokens.log_weight.detach().exp(), clip_bounds(options)
     bounded = weight if options["delta"] is None else weight.clamp(max=options["delta"])
     return both_sides(bounded < low, bounded > high, tokens, per_sequence)
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the tokens whose log ratio was clipped, before the mean over the sequence."""
+    """Measure the share of tokens whose log ratio was clipped before the mean over the sequence."""
     ratio = tokens.log_ratio.detach()
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     return both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False)
 
 
 def both_sides(below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Shares of clipped tokens on either side, from flags (N,): the sign of A decides which flag counts."""
+    """Return the shares of tokens clipped on either side, from flags (N,): the sign of A decides which flag counts."""
     low, high = below & (tokens.advantages < 0), above & (tokens.advantages > 0)
     shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
     means = {f"clip_ratio/{name}": averaged(flags, tokens, per_sequence) for name, flags in shares.items()}
@@ -73,7 +73,7 @@ def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) ->
 
 
 def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the mean weight phi of a sequence."""
+    """Measure the mean over sequences of the weight phi."""
     return {"vespo/phi_seq_mean": averaged(vespo_phi(tokens, options), tokens, True)}, {}
 
 
@@ -83,7 +83,7 @@ KINDS: dict[str, Callable[..., tuple[Means, dict[str, Tensor]]]] = {
 
 
 def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, dict[str, Tensor]]:
-    """Weights (N,) that correct the sampler's mismatch: min, mean and max, of sequences where they are theirs."""
+    """Measure the weights (N,) for the sampler's mismatch: min, mean, max, over sequences if each has one weight."""
     if correction.numel() == 0:
         return {}, {}
     name, values = "sampling/importance_sampling_ratio", correction
@@ -94,7 +94,7 @@ def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, d
 
 
 def mismatch_metrics(mismatch: Tensor) -> tuple[Means, dict[str, Tensor]]:
-    """Return |log pi_old - log mu| over tokens (N,), mean and max."""
+    """Measure |log pi_old - log mu| over tokens (N,): mean and max."""
     if mismatch.numel() == 0:
         return {}, {}
     name, values = "sampling/sampling_logp_difference", mismatch.abs()
@@ -102,7 +102,7 @@ def mismatch_metrics(mismatch: Tensor) -> tuple[Means, dict[str, Tensor]]:
 
 
 def percentiles(values: Tensor, shares: tuple[float, ...] = (0.01, 0.5, 0.99)) -> list[float]:
-    """The values (N,) at the given shares of their order, nearest rank; all NaN where there is none."""
+    """Return the values (N,) at the given shares of their order, by nearest rank; all NaN if there are none."""
     if values.numel() == 0:
         return [float("nan")] * len(shares)
     ordered = values.sort().values
@@ -111,11 +111,11 @@ def percentiles(values: Tensor, shares: tuple[float, ...] = (0.01, 0.5, 0.99)) -
 
 
 def effective_sample_share(weights: Tensor) -> float:
-    """(sum w)^2 / (N sum w^2), from 0 to 1: how many of N samples the weights (N,) leave in effect."""
+    """Return (sum w)^2 / (N sum w^2), from 0 to 1: the share of N samples that weights (N,) leave in effect."""
     if weights.numel() == 0:
         return float("nan")
     largest = weights.max()
     if not largest > 0:
         return 0.0 if largest == 0 else float("nan")
-    shares = weights / largest  # whose squares do not overflow
+    shares = weights / largest  # at most 1, so that squares do not overflow
     return (shares.sum().square() / (len(weights) * shares.square().sum())).item()

@@ -21,7 +21,7 @@ ADAPTIVE = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delt
 
 @dataclass(kw_only=True)
 class LossSettings:
-    """Options of `grpo_loss`. None takes the loss type's own default, and is the only value where it uses none."""
+    """Options of `grpo_loss`. None takes the loss type's own default, and is the only value for an unused option."""
 
     loss_type: str = "dapo"
     epsilon: float | None = None
@@ -87,15 +87,16 @@ class LossSettings:
         self.check_correction()
 
     def chosen(self) -> dict[str, Any]:
-        """The loss type's options: the ones given, its own defaults for others."""
+        """Return the loss type's options: the values that are set, and its own defaults for the others."""
         defaults = LOSS_TYPES[self.loss_type].options
         options = {name: getattr(self, name) for name in defaults}
         if options.get("epsilon") is not None:
-            defaults = {**defaults, "epsilon_high": None}  # which is epsilon
+            defaults = {**defaults, "epsilon_high": None}  # None stands for epsilon
         return {name: default if options[name] is None else options[name] for name, default in defaults.items()}
 
     @property
     def level(self) -> str:
+        """The level of the ratio: "token", "sequence", "sequence_token" or "sequence_sum"."""
         return str(self.chosen().get("importance_sampling_level", LOSS_TYPES[self.loss_type].level))
 
     @property
@@ -103,7 +104,7 @@ class LossSettings:
         return self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
 
     def check_used(self) -> None:
-        """Raise ValueError for an option that the loss type does not use; TRL's default asks for nothing."""
+        """Raise ValueError for an option that the loss type does not use, unless it is at TRL's default."""
         kind = LOSS_TYPES[self.loss_type]
         used = kind.options
         asks_nothing: dict[str, Any] = {"importance_sampling_level": kind.level, **(OF_TRL if kind.in_trl else {})}
@@ -127,7 +128,7 @@ class LossSettings:
                 raise ValueError(f"delta is {options['delta']}; it must be above 1 + epsilon_high = {upper}")
 
     def check_entropy(self) -> None:
-        """Raise ValueError for entropy options that nothing uses, or that break up a sequence's ratio."""
+        """Raise ValueError for entropy options that have no effect, or that would break up a sequence's ratio."""
         if self.top_entropy_quantile < 1 and self.whole_sequences:
             raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one "
                              "ratio for all tokens of a completion, which a mask over tokens would break up; use "
@@ -142,7 +143,7 @@ class LossSettings:
 
     @property
     def whole_sequences(self) -> str:
-        """The setting that makes tokens of a completion share one ratio; empty if there is none."""
+        """The setting, in words, that makes tokens of a completion share one ratio; empty if there is none."""
         if self.loss_type in ("gspo", "gmpo", "rloo"):
             return f"loss_type {self.loss_type!r}"
         return "importance_sampling_level 'sequence'" if self.level == "sequence" else ""

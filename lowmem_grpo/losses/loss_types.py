@@ -1,4 +1,4 @@
-"""The loss types: the term of a token, how tokens are weighed, which options a type takes, and where it comes from.
+"""The loss types: each has a token term, token weights, options and a source.
 
     log_ratio_t = logp_t - old_logp_t          per token; (1/|o|) sum_t log_ratio_t at sequence level (GSPO)
     w_t = exp(log_ratio_t)                     the importance weight at the level that the settings name
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Beyond 88 the exponential of a log is infinite in float32, and 0 * inf is NaN, in a product as in its gradient. So the
-# log of a ratio is kept below that wherever only a bound of the ratio matters.
+# exp(x) is infinite in float32 for x above 88, and 0 * inf is NaN, in a product and in its gradient. So the log of a
+# ratio is kept below that wherever only a bound of the ratio matters.
 
 
 def log_limit(like: Tensor) -> float:
-    """The log of a ratio that is surely finite in the dtype of `like`, and far above any bound."""
+    """Return the log of a ratio that is surely finite in the dtype of `like`, and far above any bound."""
     return math.log(torch.finfo(like.dtype).max) - 1
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), for values without gradient: above 0 whatever the log is, since 0 means left out."""
+    """Return exp(log_ratio), for values without gradient; above 0 however small the log is, since 0 means left out."""
     return log_ratio.clamp(min=-log_limit(log_ratio)).exp()
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
-    """The log ratios; where they overflow and are `bounded` by what follows, a constant without gradient."""
+    """Return the log ratios, with a constant without gradient where they overflow and are `bounded` by a later step."""
     limit = log_limit(log_ratio)
     return torch.where((log_ratio > limit) & bounded, limit, log_ratio)
 
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The tokens of one call, aligned (N,); S sequences."""
+    """The tokens of one call, aligned (N,), of S sequences."""
 
     logprobs: Tensor  # (N,) with gradient
-    log_ratio: Tensor  # (N,) logprobs - old_logprobs, per token whatever the level
+    log_ratio: Tensor  # (N,) logprobs - old_logprobs, per token at every level
     log_weight: Tensor  # (N,) log w_t at the settings' level
     advantages: Tensor  # (N,)
     sequence_ids: Tensor  # (N,) int64
     lengths: Tensor  # (S,) tokens of each sequence
-    correction: Tensor | None = None  # (N,) weights for the sampler's mismatch, where there is a correction
+    correction: Tensor | None = None  # (N,) weights for the sampler's mismatch; None: no correction
     correction_is_per_sequence: bool = False
-    kept: Tensor | None = None  # (N,) bool: whose policy term counts; None: everyone's
+    kept: Tensor | None = None  # (N,) bool, tokens whose policy term counts; None: all
 
     def only(self, kept: Tensor) -> LossTokens:
-        """The tokens, where those that are not kept (N,) have ratio 1: nothing of theirs can overflow."""
+        """Return the tokens with ratio 1 where `kept` (N,) is False, so that nothing there can overflow."""
         logprobs, log_weight = (torch.where(kept, values, 0.0) for values in (self.logprobs, self.log_weight))
         return replace(self, logprobs=logprobs, log_weight=log_weight, kept=kept)
 
@@ -68,18 +68,18 @@ Weights = Callable[["Tensor", "StepCounts"], "Tensor"]
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The counts in a step's denominators."""
+    """The denominators of a step's means."""
 
     sequences: float
     tokens: float
     max_completion_length: int | None
 
 
-# The term of a token, l_t (N,), which is minimised.
+# The token terms l_t (N,), which are minimised.
 
 
 def clipped(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """-min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)."""
+    """Return -min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)."""
     low, high = clip_bounds(options)
     weight = held(tokens.log_weight, (tokens.advantages >= 0) | (options["delta"] is not None)).exp()
     bounded = weight if options["delta"] is None else weight.clamp(max=options["delta"])
@@ -87,18 +87,18 @@ def clipped(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def clip_bounds(options: Mapping[str, Any]) -> tuple[float, float]:
-    """(1 - epsilon, 1 + epsilon_high); epsilon_high is epsilon where it is None."""
+    """Return (1 - epsilon, 1 + epsilon_high); epsilon_high is epsilon if it is None."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     return 1 - options["epsilon"], 1 + upper
 
 
 def cispo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """-sg(min(w, epsilon_high)) A logp: the weight is bounded, the gradient never cut off."""
+    """Return -sg(min(w, epsilon_high)) A logp: the weight is bounded, the gradient never cut off."""
     return -tokens.log_weight.exp().clamp(max=options["epsilon_high"]).detach() * tokens.advantages * tokens.logprobs
 
 
 def sapo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """-(4 / tau) sigmoid(tau (w - 1)) A, with tau by the sign of A: a soft gate in place of the clip."""
+    """Return -(4 / tau) sigmoid(tau (w - 1)) A, with tau by the sign of A: a soft gate in place of the clip."""
     tau = of_sign("sapo_temperature", tokens.advantages > 0, options, tokens.logprobs)
     return -torch.sigmoid(tau * (held(tokens.log_weight, True).exp() - 1)) * 4 / tau * tokens.advantages
 
@@ -112,8 +112,8 @@ LOWEST, HIGHEST = math.log(1e-8), 20.0  # VESPO's own bounds on log w
 
 
 def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence; no gradient. Computed
-    in float64, since phi magnifies what a sum over thousands of tokens loses in float32."""
+    """Return phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence, without
+    gradient. In float64, since phi magnifies what a sum over thousands of tokens loses in float32."""
     count = len(tokens.lengths)
     log_w = sequence_sums(tokens.log_ratio.detach().double().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
     if tokens.correction is not None:
@@ -133,12 +133,12 @@ def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """-exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, each clipped where it would pay."""
+    """Return -exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, each clipped where it would pay."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     low, high = tokens.log_ratio.clamp(min=-options["epsilon"]), tokens.log_ratio.clamp(max=upper)
     bounded = torch.where(tokens.advantages >= 0, high, low)
     mean = sequence_means(bounded, tokens.sequence_ids, tokens.lengths)
-    if tokens.kept is not None:  # sequences that are left out whole
+    if tokens.kept is not None:  # ratio 1 for sequences without a kept token
         mean = torch.where(sequence_sums(tokens.kept.to(mean.dtype), tokens.sequence_ids, len(mean)) > 0, mean, 0.0)
     return -mean.exp()[tokens.sequence_ids] * tokens.advantages
 
@@ -148,7 +148,7 @@ def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
     return -tokens.advantages * tokens.logprobs
 
 
-# How tokens are weighed: weight_t (N,) from the length (N,) of the token's sequence.
+# The token weights: weight_t (N,) from the length (N,) of the token's sequence.
 
 
 def mean_of_sequence_means(lengths: Tensor, step: StepCounts) -> Tensor:
@@ -167,7 +167,7 @@ def mean_over_tokens(lengths: Tensor, step: StepCounts) -> Tensor:
 
 
 def mean_over_longest(lengths: Tensor, step: StepCounts) -> Tensor:
-    """1 / (sequences of the step * max_completion_length): a constant, free of length bias."""
+    """Return 1 / (sequences of the step * max_completion_length): a constant, free of length bias."""
     if not step.max_completion_length:
         raise ValueError("this loss type divides by max_completion_length; pass it")
     return torch.full_like(lengths, 1 / (max(step.sequences, 1) * step.max_completion_length))
@@ -175,18 +175,18 @@ def mean_over_longest(lengths: Tensor, step: StepCounts) -> Tensor:
 
 @dataclass(frozen=True)
 class LossType:
-    """One loss type, as the code dispatches on it and as the documentation shows it."""
+    """A loss type: the functions that the code calls and the texts that the documentation shows."""
 
     token_loss: TokenLoss
     weights: Weights
-    options: Mapping[str, Any]  # the options it uses beside those that every type has, with their defaults
+    options: Mapping[str, Any]  # options besides those of every type, with their defaults
     formula: str
     when: str
     source: str
-    level: str = "token"  # where it is not an option
+    level: str = "token"  # of the ratio, for a type without importance_sampling_level
     counts_generation: bool = False  # `tokens` is the mean over the optimizer steps of one generation
-    metrics: str = ""  # which metrics of its own it logs: a key of KINDS in loss_metrics.py, or none
-    in_trl: bool = False  # whether TRL's GRPOConfig has it, and with it the options of all others
+    metrics: str = ""  # its own metrics: a key of KINDS in loss_metrics.py, or empty
+    in_trl: bool = False  # True: TRL's GRPOConfig has it, together with the options of its other types
 
 
 CLIP = {"epsilon": 0.2, "epsilon_high": None, "delta": None}

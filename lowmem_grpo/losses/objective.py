@@ -1,4 +1,4 @@
-"""What a learner minimises: which rollouts and tokens count, and the loss of a micro-batch. Another algorithm on the
+"""The objective of a learner: which rollouts and tokens count, and the loss of a micro-batch. Another algorithm on the
 same frozen base, such as the supervised fine-tuning of `trainer/sft.py`, is another small `Objective`.
 """
 
@@ -13,7 +13,7 @@ from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
 class Reducer:
-    """Weighted means over micro-batches; names that end in min or max take the extreme."""
+    """Weighted means over micro-batches; for names that end in min or max, the extremes."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -21,13 +21,13 @@ class Reducer:
         self.samples: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
-        """Take a micro-batch's metrics, means over `weight` things, or over those that `counts` says by name."""
+        """Add a micro-batch's metrics: means over `weight` items, or over `counts[name]` where that is given."""
         for name, value in metrics.items():
             share = 1.0 if name.endswith(("min", "max")) else (counts or {}).get(name, weight)
-            self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of none is NaN
+            self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of nothing is NaN
 
     def add_value(self, name: str, value: Tensor, weight: float) -> None:
-        """Add one value that stands for `weight` things, or take it where it is an extreme."""
+        """Add one value that stands for `weight` items; of a min or max, keep the extreme."""
         seen = self.sums.get(name)
         if name.endswith(("min", "max")):
             extreme = torch.minimum if name.endswith("min") else torch.maximum
@@ -44,7 +44,7 @@ class Reducer:
             self.samples.setdefault(name, []).extend(parts)
 
     def keep(self, samples: dict[str, Tensor]) -> None:
-        """Keep values (N,) that are wanted for the whole step."""
+        """Keep values (N,) that are needed for the whole step."""
         for name, values in samples.items():
             self.samples.setdefault(name, []).append(values)
 
@@ -58,17 +58,17 @@ class Reducer:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The counts that one optimizer step's means are over, of all its groups."""
+    """The counts that the means of one optimizer step divide by, over all its groups."""
 
     sequences: int
-    tokens: float  # that count in the loss
-    policy_tokens: float  # those of them whose policy term counts
+    tokens: float  # tokens that count in the loss
+    policy_tokens: float  # of these, the tokens whose policy term counts
 
 
 class Objective:
-    """One algorithm, as the learner sees it. This base class needs no extra fields and counts every rollout."""
+    """An algorithm, as the learner sees it. This base class needs no extra fields and counts every rollout."""
 
-    counts_hits = False  # whether it logs the share of trained tokens that the policy finds likeliest
+    counts_hits = False  # True: log the share of trained tokens that are the policy's likeliest
 
     @property
     def counts_generation(self) -> bool:
@@ -77,7 +77,7 @@ class Objective:
 
     @property
     def temperature(self) -> float:
-        """The divisor of the logits: the temperature of the sampling whose log-probabilities they are compared with."""
+        """The temperature that divides the logits, equal to that of the sampling that they are compared with."""
         return 1.0
 
     @property
@@ -85,47 +85,47 @@ class Objective:
         return False
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """The fields of a rollout to fill before the first of so many steps: old_logprobs, ref_logprobs, entropy."""
+        """Return the rollout fields to fill before the first of these steps: old_logprobs, ref_logprobs, entropy."""
         return ()
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """An update begins on all these rollouts, with the policy of this version."""
+        """Called when an update on all these rollouts begins, with the version of its policy."""
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
-        """The needed fields are filled, of these rollouts of the groups of an update."""
+        """Called when the needed fields of an update's rollouts are filled, with the groups of the rollouts."""
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts whose tokens the step's means are over."""
+        """Return the rollouts whose tokens the step's means are over."""
         return rollouts
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts that can move the policy; others need no forward pass."""
+        """Return the rollouts that can move the policy; others need no forward pass."""
         return rollouts
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """This micro-batch's share of the step's loss; logprobs and entropy (N,) of its trained tokens."""
+        """Return this micro-batch's share of the step's loss; logprobs and entropy (N,) are of its trained tokens."""
         raise NotImplementedError
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        """The decisions of `start_update`, and all else that changes the loss from one update to the next."""
+        """The decisions of `start_update`, and everything else that changes the loss between updates."""
         return ()
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
-        """By what a loss has to be multiplied that was divided by other totals."""
+        """Return the factor that turns a loss divided by the totals `before` into one divided by `after`."""
         return 1.0
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
-        """Metrics of the whole step, from its means and from the samples that `loss` returned."""
+        """Return the metrics of the whole step, from its means and from the samples that `loss` returned."""
         return reducer.result()
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
+        """Restore what `state` returned."""
 
 
 def policy_tokens(rollout: Rollout) -> int:
-    """Return how many tokens have a policy term that counts."""
+    """Return the number of tokens whose policy term counts."""
     return rollout.num_trained if rollout.policy_mask is None else int(rollout.policy_mask.sum())

@@ -1,12 +1,12 @@
-"""Corrections for samples of another policy than the one in training, as weights on a token's policy term.
+"""Corrections for samples of a policy other than the one in training, as weights on a token's policy term.
 
     mu: the sampler, pi_old: the trainer at the start of the update, pi: the policy in training
     d_t = log pi_old(t) - log mu(t),   rho_t = exp(d_t)                      the sampler's mismatch and its staleness
     loss = sum_t weight_t sg(c_t) l_t                                  l_t has the ratio pi / pi_old (policy_loss.py)
 
 With old log-probabilities recomputed by the trainer this is decoupled PPO (Hilton et al., 2021; AReaL): c_t corrects
-what sampler and trainer disagree on, the clipped ratio bounds what the update itself changes. A product of ratios over
-a sequence drops long completions (1.012^100 is 3.3), so no correction over sequences is ever chosen unasked.
+the mismatch of sampler and trainer, the clipped ratio bounds what the update itself changes. A product of ratios over
+a sequence drops long completions (1.012^100 is 3.3), so a correction over sequences is never a default.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Bounds = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Correction:
-    """One way to weigh tokens, as the code dispatches on it and as the documentation shows it."""
+    """A way to weight off-policy tokens: functions for the code, and texts for the documentation."""
 
-    measured: Callable[[Tensor, Tensor, Tensor], Tensor]  # what is bounded, from d_t (N,), sequence ids and lengths
+    measured: Callable[[Tensor, Tensor, Tensor], Tensor]  # gives what is bounded, of d_t (N,), sequence ids and lengths
     bounded: Callable[[Tensor, Bounds], Tensor]
     formula: str
     when: str
@@ -39,12 +39,12 @@ class Correction:
 
 
 def truncated(ratio: Tensor, bounds: Bounds) -> Tensor:
-    """Bring ratios within the bounds."""
+    """Clamp ratios to the bounds."""
     return ratio if bounds == (None, None) else ratio.clamp(*bounds)
 
 
 def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
-    """Set ratios outside of the bounds to 0."""
+    """Set ratios outside the bounds to 0."""
     return torch.where(inside(ratio, bounds), ratio, 0.0)
 
 
@@ -54,7 +54,7 @@ def kept(values: Tensor, bounds: Bounds) -> Tensor:
 
 
 def inside(values: Tensor, bounds: Bounds) -> Tensor:
-    """Bool, of the shape of `values`: within the bounds, which are inclusive; None is no bound."""
+    """Return a bool, of the shape of `values`: True within the bounds, which are inclusive; None is no bound."""
     low, high = bounds
     within = torch.ones_like(values, dtype=torch.bool)
     within = within if low is None else within & (values >= low)
@@ -62,17 +62,17 @@ def inside(values: Tensor, bounds: Bounds) -> Tensor:
 
 
 def sequence_product(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return the product of ratios of each sequence, (S,)."""
+    """Return the product of each sequence's ratios, (S,)."""
     return ratio_of(sequence_sums(mismatch, ids, len(lengths)))
 
 
 def k3_of(mismatch: Tensor) -> Tensor:
-    """rho - log rho - 1 per token (N,): the k3 estimate of KL(mu || pi_old), never negative."""
+    """Return rho - log rho - 1 per token (N,): the k3 estimate of KL(mu || pi_old), never negative."""
     return excess(mismatch)
 
 
 def mean_k3(ratio: Tensor) -> float:
-    """The mean of `k3_of` over ratios rho (N,); 0 where there is none."""
+    """Return the mean of `k3_of` over ratios rho (N,); 0 if there are none."""
     return k3_of(ratio.log()).mean().item() if ratio.numel() else 0.0
 
 
@@ -113,7 +113,7 @@ CORRECTIONS: dict[str, Correction] = {
 def correction_weights(
     mode: str, old_logprobs: Tensor, rollout_logprobs: Tensor, sequence_ids: Tensor, lengths: Tensor, bounds: Bounds
 ) -> Tensor:
-    """Weights c (N,) without gradient, from log-probabilities (N,) of the trainer and of the sampler."""
+    """Return weights c (N,) without gradient, from log-probabilities (N,) of the trainer and of the sampler."""
     mismatch = (old_logprobs - rollout_logprobs).detach()
     correction = CORRECTIONS[mode]
     weights = correction.bounded(correction.measured(mismatch, sequence_ids, lengths), bounds)
@@ -124,7 +124,7 @@ def off_policy_sequence_mask(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, lengths: Tensor,
     threshold: float,
 ) -> Tensor:
-    """(N,) bool: False for tokens of a bad completion (A < 0) that the policy has moved away from, by more than
+    """Return (N,) bool: False for tokens of a bad completion (A < 0) from which the policy has moved away by more than
     `threshold` on average: mean_t(log mu - log pi) (DeepSeek-V3.2, arXiv 2512.02556, eq. 9)."""
     drift = sequence_means((rollout_logprobs - logprobs).detach(), sequence_ids, lengths)[sequence_ids]
     return (advantages >= 0) | (drift <= threshold)

@@ -1,5 +1,5 @@
-"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate: what
-the loss types of `loss_types.py` share, and the order in which it applies.
+"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate: the
+part that the loss types of `loss_types.py` share, and its order.
 
     l_t = token_loss_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
@@ -29,17 +29,17 @@ def grpo_loss(
     correct_mismatch: bool | None = None, entropy_coef: float | None = None, num_sequences: int | None = None,
     settings: LossSettings | None = None, **options: Any,
 ) -> LossOutput:
-    """The share of the step's loss that the given tokens carry; shares of all micro-batches add up to the loss.
+    """Return the given tokens' share of the step's loss; the shares of all micro-batches add up to the loss.
 
     All tensors are (N,): `logprobs` with gradient, `advantages`, `sequence_ids` int64, `old_logprobs` at the start of
     the update (None: on-policy, the ratio is exactly 1), `ref_logprobs` of the reference (for beta),
     `rollout_logprobs` of the sampler (for corrections), `entropy` of each token's distribution (with gradient for a
     bonus), `policy_mask` bool: tokens whose policy term counts (None: by `top_entropy_quantile` over this call).
 
-    Every sequence lies whole in one call. The `num_*_in_step` count what the step's means are over, and are this
-    call's own where they are None; sequences and tokens are those of all completions that count in the loss, policy
-    tokens those that `policy_mask` keeps. `correct_mismatch` and `entropy_coef` take the place of the settings' own
-    where a trainer decides step by step. `num_sequences` bounds the sequence ids; without it a card is waited for.
+    Every sequence lies whole in one call. The `num_*_in_step` are the denominators of the step's means (None: this
+    call's own counts): sequences and tokens of all completions that count in the loss, and the policy tokens that
+    `policy_mask` keeps. `correct_mismatch` and `entropy_coef` override the settings, for a trainer that decides step
+    by step. `num_sequences` bounds the sequence ids; without it the call synchronises with the card.
 
     `options` are the fields of `LossSettings`, in place of `settings`. Raises ValueError for an unknown loss type, an
     option that the loss type does not use, contradictory options, and for missing log-probabilities, by name.
@@ -74,26 +74,26 @@ def grpo_loss(
 
 
 class Report:
-    """Collects metrics: means with what they are over, and extremes."""
+    """Collects metrics: means with their counts, and extremes."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Tensor] = {}
         self.counts: dict[str, float] = {}
 
     def add(self, measured: tuple[Means, dict[str, Tensor]]) -> None:
-        """Take (means, extremes) of a part of the loss."""
+        """Add (means, extremes) of a part of the loss."""
         means, extremes = measured
         self.metrics |= {name: mean for name, (mean, _) in means.items()} | extremes
         self.counts |= {name: count for name, (_, count) in means.items()}
 
     def mean(self, name: str, values: Tensor) -> None:
-        """The mean of values (N,), where there are any."""
+        """Add the mean of values (N,), if there are any."""
         if values.numel():
             self.add(({name: (values.detach().mean(), float(len(values)))}, {}))
 
 
 def settings_of(settings: LossSettings | None, options: dict[str, Any]) -> LossSettings:
-    """The settings, or those made of keyword options; TypeError where both are given."""
+    """Return the settings, or those made of keyword options; TypeError if both are given."""
     if settings is not None and options:
         raise TypeError(f"grpo_loss got settings and also {', '.join(options)}; give one of them")
     return settings or LossSettings(**options)
@@ -103,7 +103,7 @@ def loss_tokens(
     logprobs: Tensor, old: Tensor, advantages: Tensor, sequence_ids: Tensor, rollout_logprobs: Tensor | None,
     settings: LossSettings, correct: bool, num_sequences: int | None = None,
 ) -> LossTokens:
-    """The tokens with their ratio at the settings' level, and the correction where one is asked for."""
+    """Return the tokens with their ratio at the settings' level and, if `correct`, the mismatch correction."""
     lengths, log_ratio = sequence_lengths(sequence_ids, num_sequences), logprobs - old
     mode = settings.vllm_importance_sampling_mode
     log_weight = at_level(log_ratio, sequence_ids, lengths, settings.level)
@@ -116,8 +116,8 @@ def loss_tokens(
 
 
 def at_level(log_ratio: Tensor, sequence_ids: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """log w (N,): the token's own log ratio, its sequence's sum (RLOO), or its mean (GSPO), whose value the token form
-    keeps."""
+    """Return log w (N,): the token's own log ratio, its sequence's sum (RLOO), or its sequence's mean (GSPO); the token
+    form has the value of the mean and the gradient of the token."""
     if level == "token":
         return log_ratio
     if level == "sequence_sum":
@@ -130,7 +130,7 @@ def factors(
     tokens: LossTokens, settings: LossSettings, rollout_logprobs: Tensor | None, policy_mask: Tensor | None,
     report: Report,
 ) -> Iterator[Tensor]:
-    """Return the factors of the policy term, each (N,): the off-policy mask, the token mask, the correction."""
+    """Yield the factors of the policy term, each (N,): the off-policy mask, the token mask, the correction."""
     if settings.off_policy_mask_threshold is not None:
         logprobs = tokens.logprobs.detach()
         sampler = logprobs - tokens.log_ratio.detach() if rollout_logprobs is None else rollout_logprobs
@@ -142,12 +142,12 @@ def factors(
         yield policy_mask.to(tokens.logprobs.dtype)
     if tokens.correction is not None:
         report.add(correction_metrics(tokens.correction, tokens))
-        if settings.loss_type != "vespo":  # whose weight of the sequence holds it
+        if settings.loss_type != "vespo":  # VESPO's sequence weight contains it
             yield tokens.correction
 
 
 def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
-    """The policy term times its factors, (N,): 0, with its gradient, where a factor is 0, even if another overflows."""
+    """Return the policy term times its factors, (N,): 0 without gradient where one is 0, even if another overflows."""
     if not term_factors:
         return token_loss(tokens)
     kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)
@@ -158,7 +158,7 @@ def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term
 
 
 def kl_term(tokens: LossTokens, settings: LossSettings, ref_logprobs: Tensor | None, report: Report) -> Tensor:
-    """KL (N,), weighed by the ratio where `use_bias_correction_kl`."""
+    """Return the KL term (N,), weighted by the ratio if `use_bias_correction_kl`."""
     reference = needed(ref_logprobs, "ref_logprobs", f"beta is {settings.beta}")
     name = settings.kl_estimator or "k3"
     if settings.use_bias_correction_kl:
@@ -171,7 +171,7 @@ def kl_term(tokens: LossTokens, settings: LossSettings, ref_logprobs: Tensor | N
 
 
 def mean_entropy(entropy: Tensor, policy_mask: Tensor | None, count: float | None) -> Tensor:
-    """This call's share of the step's mean entropy, over the tokens that `policy_mask` keeps."""
+    """Return this call's share of the step's mean entropy, over the tokens that `policy_mask` keeps."""
     taken = entropy if policy_mask is None else torch.where(policy_mask, entropy, 0.0)
     own = len(entropy) if policy_mask is None else policy_mask.sum()
     return taken.sum() / max(given(count, own), 1)
@@ -182,7 +182,7 @@ def given(value: float | None, default: float | Tensor) -> float:
 
 
 def needed(values: Tensor | None, name: str, why: str) -> Tensor:
-    """Return the values; ValueError where they are missing."""
+    """Return the values; ValueError if they are None."""
     if values is None:
         raise ValueError(f"{why}, which needs {name}; pass it, or leave the option out")
     return values

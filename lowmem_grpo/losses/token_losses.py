@@ -1,4 +1,4 @@
-"""Losses that are plain sums over tokens, by the names of the Tinker protocol. Whoever calls them normalises, through
+"""Losses that are plain sums over tokens, under the names of the Tinker protocol. The caller normalises, through
 advantages or weights.
 
 Of token t: p is its log-probability, q that of the sampler, A its advantage, w its weight, r = exp(p - q).
@@ -32,7 +32,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The inputs of a loss: values (T,) of each sequence, and settings with their defaults."""
+    """The values (T,) that a loss needs for each sequence, and its settings with their defaults."""
 
     needs: tuple[str, ...]
     settings: Mapping[str, float]
@@ -49,7 +49,7 @@ LOSSES = {
 
 
 def loss_named(name: str) -> TokenLoss:
-    """The loss of this name; ValueError says what to take instead of one that is not there."""
+    """Return the loss of this name; ValueError, with what to take instead, for an unknown one."""
     if name not in LOSSES:
         why = ELSEWHERE.get(name, "it is not known here")
         raise ValueError(f"loss_fn {name!r} is not offered: {why}. There are {', '.join(LOSSES)}")
@@ -57,7 +57,7 @@ def loss_named(name: str) -> TokenLoss:
 
 
 def checked_settings(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
-    """The settings of a loss, with the defaults of those that were not given. ValueError names what is wrong."""
+    """Return the settings of a loss, with defaults for those not given. ValueError names what is wrong."""
     allowed = loss_named(name).settings
     for key, value in config.items():
         if key not in allowed:
@@ -77,9 +77,9 @@ def token_losses(
     name: str, logprobs: Tensor, values: Mapping[str, Tensor], settings: Mapping[str, float], sequence_ids: Tensor,
     sequences: int,
 ) -> Tensor:
-    """The loss (N,) of each token, whose sum is to be minimised. logprobs (N,) are the policy's; `values` (N,) are what
-    the loss `needs`; `sequence_ids` (N,) int64 tell `sequences` sequences apart. `settings` are all of them, as
-    `checked_settings` returns them."""
+    """Return the loss (N,) of each token, whose sum is to be minimised. logprobs (N,) are the policy's; `values` (N,)
+    are those that the loss `needs`; `sequence_ids` (N,) int64 number the `sequences` sequences. `settings` are
+    complete, as `checked_settings` returns them."""
     if name == "cross_entropy":
         return -values["weights"] * logprobs
     advantages, change = values["advantages"], logprobs - values["logprobs"]
@@ -96,8 +96,8 @@ def token_losses(
 
 
 def held_ratio(change: Tensor, low: float, high: float, advantages: Tensor) -> Tensor:
-    """exp(change) as it stands in min(r A, clip(r) A): at most `high` where A is above 0, at least `low` where it is
-    below, without a gradient where a bound holds, and finite there however large `change` is."""
+    """Return exp(change) as it enters min(r A, clip(r) A): at most `high` where A is above 0, at least `low` where it
+    is below, without a gradient where a bound holds, and finite there however large `change` is."""
     upper = torch.where(advantages < 0, torch.inf, torch.full_like(change, high))
     lower = torch.where(advantages > 0, 0.0, torch.full_like(change, low))
     inside = (change <= upper.log()) & (change >= lower.log())
@@ -106,7 +106,7 @@ def held_ratio(change: Tensor, low: float, high: float, advantages: Tensor) -> T
 
 
 def sequence_change(change: Tensor, mask: Tensor, sequence_ids: Tensor, sequences: int) -> Tensor:
-    """The mean of `change` (N,) over each sequence, weighted by `mask` (N,), at each token; 0 without a mask."""
+    """Return, at each token, its sequence's mean of `change` (N,) weighted by `mask` (N,); 0 if no mask is set."""
     weight = sequence_sums(mask, sequence_ids, sequences)
     means = sequence_sums(change * mask, sequence_ids, sequences) / torch.where(weight == 0, 1.0, weight)
     return means[sequence_ids]
