@@ -111,8 +111,8 @@ def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
 
 
 def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
-    """Return the number of sequences to decode together: those that a run samples (None: as many as possible), at most
-    twice the number of longest sequences that the cache holds, since sequences are about half as long on average."""
+    """Return the number of sequences to decode together: `sampled` if given, but at most MOST_SEQUENCES and twice the
+    number of longest sequences that the KV cache holds, as if sequences were half as long."""
     return max(1, min(sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * longest_in_cache))
 
 
