@@ -45,7 +45,7 @@ class Attention:
     turned: float = 1.0  # the share of a head that RoPE rotates, if the config does not give it
     turns: str = ""  # the module attribute that tells whether a layer has RoPE; "": all layers have it
     stretched: bool = False  # queries are scaled up by position, with the config's `llama_4_scaling_beta`
-    window: Literal["", "config", "layers"] = ""  # sliding window: none, the config's in all layers, or in those it lists
+    window: Literal["", "config", "layers"] = ""  # window: none, the config's in all layers, or in those it lists
     bias: bool | None = None  # on q, k and v; None: the config's `attention_bias`
     values_are_keys: bool = False  # layers without `v_proj` use their keys, before norm and RoPE, as values
     gated: bool = False  # `q_proj` also outputs a gate for the attention result

@@ -40,7 +40,7 @@ class RunSettings:
     longest_completion: int | None = None  # tokens; None: a completion may fill the context
     host_embedding: bool | None = None
     optim: str | None = None
-    sampling_weights: str | None = None  # for quantized weights: "16bit" dequantizes them once a sampling phase
+    sampling_weights: str | None = None  # for quantized weights: "16bit" dequantizes them once per sampling phase
     sequences: int | None = None  # decoded together; None: one group
     sleeps: bool = True  # whether the engine frees its cache while training
     completions_per_step: int | None = None  # an upper bound on those in a micro-batch; None: unknown

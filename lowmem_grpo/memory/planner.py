@@ -188,7 +188,7 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
         ("optim", PAGED, "optimizer states in 8 bits, on the host while they are not used"),
         *(("head_groups", count, "attention's gradient by groups of heads, each computed again") for count in GROUPS),
     ]
-    return [step for step in steps if step[0] != "host_embedding" or asked.engine != "vllm"]  # it needs the table
+    return [step for step in steps if step[0] != "host_embedding" or asked.engine != "vllm"]  # vLLM needs it
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:

@@ -318,7 +318,7 @@ class StepTime:
         """Return the seconds of one optimizer step: moving the adapters' bytes, and Python overhead per tensor."""
         numbers, optim = trained_numbers(self.shape, self.settings), self.settings.optim or PAGED
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
-        moved = self.move(24 * numbers + states)  # gradients three times and written once, weights and states both ways
+        moved = self.move(24 * numbers + states)  # read gradients 3 times, write once; weights and states both ways
         paged = states / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
         return moved + paged + 2 * self.shape.layers * len(self.linears) * OPTIMIZER_US_PER_TENSOR * 1e-6
 

@@ -134,7 +134,7 @@ def tokenizer_beside(adapter: Path) -> Any:
 
 
 def generation_of(path: str | Path) -> Any:
-    """Return the stored generation config; None if there is none."""
+    """Return the generation config stored in a folder; None if there is none."""
     return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
 
 

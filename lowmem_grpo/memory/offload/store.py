@@ -112,7 +112,7 @@ class HostStore:
         return resident.tensor
 
     def fetch(self, packed: Offloaded) -> Resident:
-        """Start the copy back from the host."""
+        """Start the copy of a tensor back from the host."""
         flat = torch.empty(packed.span, dtype=packed.dtype, device=self.device)
         ticket = self.copies.start([(part, page) for page, part in self.pool.pairs(packed.pages, flat)])
         resident = Resident(flat.as_strided(packed.size, packed.stride), ticket, False, flat._version)

@@ -42,7 +42,7 @@ STATE = ".quant_state.bitsandbytes__"
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
             "BOOL": torch.bool}  # safetensors' names; all other dtypes are floating point
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-BLOCK_ROWS = 64  # so many rows, of any width, end at the end of an NF4 block
+BLOCK_ROWS = 64  # multiples of this many rows, of any width, end at an NF4 block's end
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> (stop - start, ...)
 
 

@@ -33,7 +33,7 @@ class GGUFError(RuntimeError):
 class GGUFContent:
     """The architecture and the tensor shapes of a GGUF file."""
     architecture: str
-    shapes: dict[str, tuple[int, ...]]  # by tensor, the last dimension first
+    shapes: dict[str, tuple[int, ...]]  # tensor -> shape, last dimension first
 
     @property
     def elements(self) -> int:
