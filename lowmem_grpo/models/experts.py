@@ -79,7 +79,7 @@ class RoutedBlock(nn.Module):
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the expert ids (T, k) int64 of each row and the gate values (T, k) float32, which always come from the
-        current router, also if the ids are replayed."""
+        current router, even if the ids are replayed."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         probabilities = self.logits(rows).softmax(-1, dtype=wide)
         ids = self.chosen(probabilities)

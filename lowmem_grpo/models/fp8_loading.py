@@ -45,7 +45,7 @@ class FP8Config(QuantizationConfigMixin):
     quant_method: Any = NAME
     block: Any = None
     compute_dtype: str = "bfloat16"
-    names: Any = None  # of a multimodal checkpoint: stored name of a text tensor -> its name in the text model
+    names: Any = None  # for a multimodal checkpoint: {pattern of stored names: replacement}
 
 
 def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:

@@ -19,7 +19,7 @@ MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja",
 
 
 class HubError(RuntimeError):
-    """An upload to or a request of the hub failed; the message says which, and what to do."""
+    """A request to the hub failed, such as an upload; the message says which, and what to do."""
 
 
 def check_repo(repo: str) -> None:

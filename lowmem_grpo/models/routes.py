@@ -5,7 +5,7 @@ router, and gradients flow through them. So no log-probability or gradient depen
 split or packed (R3, 2510.11370, measured the effect of not replaying).
 
 The last sampled token was never an input: it has no route and needs none. A model takes routes through the keyword
-`routes` of its backbone: hooks on its decoder layers pass it to the experts, also when a checkpointed layer is rerun.
+`routes` of its backbone: hooks on its decoder layers pass it to the experts, even when a checkpointed layer is rerun.
 """
 
 import base64

@@ -93,8 +93,8 @@ class StreamCopies(Copies):
 
 
 class PagePool:
-    """A pool of pages. `return_pages` may be called at any time and from any thread, also by the garbage collector: all
-    it does per page is one deletion and one append."""
+    """A pool of pages. `return_pages` may be called at any time and from any thread, even by the garbage collector: per
+    page it does one deletion and one append."""
 
     def __init__(self, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
         self.copies, self.page_bytes = copies, page_bytes

@@ -157,7 +157,7 @@ class HostStore:
             resident.settled = True
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
-        """Return the pages of a tensor that is no longer referenced to the pool."""
+        """Give the pages of a tensor that is no longer referenced back to the pool."""
         self.pool.return_pages(pages)
         self.drop(index)
 

@@ -4,8 +4,8 @@ Files are written shard by shard, so memory holds a shard of about a GiB and one
 read back and compared with W + s B A in float64: each value must be off by at most half a unit in its last place, and
 equal the rounded one; only near a tie may float32 round the other way.
 
-If W is itself a 16-bit number (NF4 values lie between two of them), an update of less than half a unit is lost. The
-kept share of the update is measured and reported.
+If W is itself a 16-bit number (unlike NF4 values, which lie between two of them), an update of less than half a unit is
+lost. The kept share of the update is measured and reported.
 """
 
 import json
