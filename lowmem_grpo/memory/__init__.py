@@ -1,1 +1,1 @@
-"""Bytes: planned, measured, and what is done when they run out."""
+"""Memory: planning it, measuring it, offloading, and recovering when it runs out."""

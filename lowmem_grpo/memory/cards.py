@@ -1,4 +1,4 @@
-"""Cards by name: their memory, their speed by the data sheet, and what they can hold a key-value cache in."""
+"""GPUs by name: their memory, their speed from the data sheet, and the KV cache dtypes that they support."""
 
 import difflib
 import re
@@ -9,9 +9,9 @@ from lowmem_grpo.utils import GIB, MIB
 
 
 class CardSpeed(NamedTuple):
-    """The speeds in NVIDIA's data sheet of a card."""
+    """A card's speeds from NVIDIA's data sheet."""
 
-    tflops: float  # dense, 16-bit, sums in float32: half of the best rate on a GeForce card
+    tflops: float  # dense, 16-bit with float32 accumulation, which a GeForce card runs at half its peak rate
     memory_tb_s: float
     pcie_gb_s: float  # in one direction
     sms: int
@@ -19,7 +19,7 @@ class CardSpeed(NamedTuple):
     capability: int  # 75 is sm_75
 
 
-SHEETS: dict[str, tuple[Any, ...]] = {  # MiB of memory as the driver reports them, and a CardSpeed
+SHEETS: dict[str, tuple[Any, ...]] = {  # MiB of memory as the driver reports it, then the fields of CardSpeed
     "t4": (15360, 65, 0.320, 15.75, 40, 1.59, 75), "p100": (16384, 18.7, 0.732, 15.75, 56, 1.30, 60),
     "v100-16": (16384, 125, 0.900, 15.75, 80, 1.53, 70), "v100-32": (32768, 125, 0.900, 15.75, 80, 1.53, 70),
     "a10g": (23028, 70, 0.600, 31.5, 72, 1.71, 86), "a10": (23028, 125, 0.600, 31.5, 72, 1.695, 86),
@@ -40,15 +40,15 @@ SAME = {"a100": "a100-40", "v100": "v100-16", "3060": "rtx3060", "3090": "rtx309
         "4090": "rtx4090", "5080": "rtx5080", "5090": "rtx5090", "4070ti": "rtx4070ti", "4060ti-16": "rtx4060ti-16"}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib)")
 UNITS = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": MIB}
-DEFAULT_SHARE = 0.95  # usable part of a named card: a display, or what another program holds, takes the rest
+DEFAULT_SHARE = 0.95  # usable share of a named card; a display or other programs take the rest
 
 
-PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # tokens that vLLM reads at a time, on cards of less than so many bytes
-LARGE_PREFILL = 8192  # on the others
-MASK_PLACES = 2**26  # places in attention's masks in a pass of the transformers engine
-LEAST_PIECE = 256  # tokens of each prompt that it reads in a pass, at least
-GRAPH_PLACES = 128  # cache places by which graphs of our own engine differ, at least
-MOST_SEQUENCES = 256  # decoded together at most, where nothing else was asked for
+PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # (bytes, tokens): vLLM's prefill tokens per pass on smaller cards
+LARGE_PREFILL = 8192  # on larger cards
+MASK_PLACES = 2**26  # elements of the attention mask in one prefill pass of the transformers engine
+LEAST_PIECE = 256  # least tokens of each prompt that the transformers engine prefills in one pass
+GRAPH_PLACES = 128  # least difference in cache length between two CUDA graphs of our own engine
+MOST_SEQUENCES = 256  # most sequences decoded together, unless the run asks for another number
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Device:
 
 
 def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
-    """A card by name ("t4", "a100-40"), of which all but 5% may be filled, or a size ("16GiB"), which may be filled.
+    """Return a card by name ("t4", "a100-40"), with a budget of 95%, or by size ("16GiB"), with a budget of 100%.
 
-    `gpu_memory_utilization` is another share. ValueError names cards with a similar name.
+    `gpu_memory_utilization` replaces that share. The ValueError for an unknown card lists cards with similar names.
     """
     share = gpu_memory_utilization
     if share is not None and not 0 < share <= 1:
@@ -84,36 +84,39 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
 
 
 def prefill_tokens(total: int, sequences: int = 1) -> int:
-    """Tokens of prompts that vLLM reads in one pass on a card of `total` bytes; one for each sequence at least, as vLLM
-    asks. Its own choice (8,192 or 16,384) is profiled beside the trainer's model, for which small cards have no room.
-    """
+    """Return the prompt tokens that vLLM prefills in one pass on a card of `total` bytes; at least one per sequence, as
+    vLLM requires. vLLM profiles its own default (8,192 or 16,384) beside the trainer's model, and small cards have no
+    room for both."""
     return max(next((tokens for limit, tokens in PREFILL if total < limit), LARGE_PREFILL), sequences)
 
 
 def prefill_piece(prompts: int, longest: int) -> int:
-    """Return how many tokens of each prompt the transformers engine reads in one pass, so that its masks stay small."""
+    """Return how many tokens of each prompt the transformers engine prefills per pass, so that its mask stays small."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
 
 
 def graph_rows(rows: int) -> int:
-    """Return the rows of our engine's CUDA graph for so many: 1, 2, 4, 8, by eights, above 64 by eighths of 2^n."""
+    """Round `rows` up to the rows of a CUDA graph of our engine: 1, 2, 4, 8, then multiples of 8, and above 64 of an
+    eighth of the next power of 2."""
     power = 1 << (rows - 1).bit_length()
     step = power if rows <= 8 else max(8, power // 8)
     return -(-rows // step) * step
 
 
 def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
-    """Return the places that a graph reads: multiples of `least`, above 2,048 of a sixteenth of the next power of 2."""
+    """Round a cache length up to the length of a CUDA graph: a multiple of `least`, or of a sixteenth of the next power
+    of 2 if that is more."""
     step = max(least, (1 << (width - 1).bit_length()) // 16)
     return -(-width // step) * step
 
 
 def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
-    """Sequences decoded together: those a run samples, and no more than fit a cache when they are half as long."""
+    """Return the number of sequences to decode together: `sampled` if given, but at most MOST_SEQUENCES and twice the
+    number of longest sequences that the KV cache holds, as if sequences were half as long."""
     return max(1, min(sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * longest_in_cache))
 
 
-# The driver's names that do not follow from those here. Another name (a laptop's card, an H100 on PCIe) has no speed.
+# The driver's names that `card_of` cannot derive. A card under another name (laptop, H100 PCIe) has no speed.
 DRIVER_NAMES = {
     "tesla p100-pcie-16gb": "p100", "tesla v100-sxm2-16gb": "v100-16", "tesla v100-sxm2-32gb": "v100-32",
     "nvidia geforce rtx 4060 ti": "rtx4060ti-16", "nvidia a100-sxm4-40gb": "a100-40", "nvidia h100 nvl": "h100-nvl",
@@ -123,24 +126,24 @@ DRIVER_NAMES = {
 
 
 def engine_of(card: Device) -> str:
-    """Return what samples on a card where nobody names an engine: below sm_80 vLLM was not tested."""
+    """Return the default engine for a card: transformers below sm_80, where vLLM was not tested."""
     return "transformers" if card.name in SPEEDS and SPEEDS[card.name].capability < 80 else "vllm"
 
 
 def card_of(name: str) -> str | None:
-    """Return the card of `SPEEDS` that a name means, ours ("h200") or the driver's ("NVIDIA H200"); else None."""
+    """Return the key in `SPEEDS` for our name ("h200") or the driver's ("NVIDIA H200") of a card; None if unknown."""
     plain = name.strip().lower()
     short = plain.removeprefix("nvidia ").removeprefix("tesla ").removeprefix("geforce ")
     card = DRIVER_NAMES.get(plain, short.replace("rtx a", "a").replace(" ", ""))
     return card if card in SPEEDS else None
 
 
-# What a number of the key-value cache is held in, by vLLM's names, and which device can hold it so
+# Dtypes of the KV cache by vLLM's names, and the devices that support them
 
 AUTO = "auto"  # the model's own dtype
 CACHE_DTYPES = (AUTO, "fp8", "fp8_e4m3", "fp8_e5m2")  # "fp8" is e4m3
-NATIVE = (8, 9)  # compute capability from which on cards convert e4m3 themselves, which vLLM's own kernels need
-LOWEST = (8, 0)  # from which on FlashInfer's kernels do without
+NATIVE = (8, 9)  # least compute capability with e4m3 conversions in hardware, which vLLM's own kernels need
+LOWEST = (8, 0)  # least compute capability of FlashInfer's kernels, which do without
 IN_16_BITS = 'Leave kv_cache_dtype at "auto"'
 
 
@@ -149,18 +152,18 @@ def in_8_bits(cache_dtype: str) -> bool:
 
 
 def cache_itemsize(cache_dtype: str, itemsize: int = 2) -> int:
-    """Bytes of a number of the cache; `itemsize` is that of the model's dtype."""
+    """Return the bytes of one number in the KV cache; `itemsize` is that of the model's dtype."""
     return 1 if in_8_bits(cache_dtype) else itemsize
 
 
 def cache_text(cache_dtype: str) -> str:
-    """Return in words what a cache of this dtype holds its numbers in."""
+    """Return the precision of a cache of this dtype in words."""
     return f"8 bits ({cache_dtype})" if in_8_bits(cache_dtype) else "16 bits"
 
 
 def why_not_on_card(capability: tuple[int, int], flashinfer: bool) -> str | None:
-    """Why vLLM cannot hold the cache in 8 bits on a card; None where it can, as its source says (0.26 to 0.33). Its
-    Triton kernels ask for compute capability 8.9 and FlashAttention's for 9.0; only FlashInfer's take 8.0."""
+    """Return the reason why vLLM cannot keep an 8-bit KV cache on a card; None if it can. According to vLLM's source
+    (0.26 to 0.33), its Triton kernels need compute capability 8.9, FlashAttention's 9.0 and FlashInfer's 8.0."""
     number = "{}.{}".format(*capability)
     if capability < LOWEST:
         return f"vLLM holds it so from compute capability 8.0 on, and this card has {number}"
@@ -171,7 +174,8 @@ def why_not_on_card(capability: tuple[int, int], flashinfer: bool) -> str | None
 
 
 def why_not_on_cpu(instructions: str) -> str | None:
-    """The same for vLLM's build for CPUs, by the instructions that torch says a CPU has."""
+    """Return the reason why vLLM's CPU build cannot keep an 8-bit KV cache with these instructions (the CPU capability
+    that torch reports); None if it can."""
     if "AVX512" in instructions.upper():
         return None
     return f"on a CPU vLLM holds it so with AVX-512 only, and this one has {instructions}"

@@ -1,14 +1,14 @@
-"""The cut of a step's completions into micro-batches: by the places they take, and by what attention lays side by side.
+"""Cut a step's completions into micro-batches, by their packed tokens and by the padded tokens that attention needs.
 Only lengths decide, so that plans can count micro-batches without a model and without torch.
 
-Attention takes the sequences of a micro-batch in one of two ways:
+Attention computes the sequences of a micro-batch in one of two ways:
 
-    side by side   all sequences in one call, (S, W): each with a copy of its prompt, and as wide as the longest
-    prompts once   a call for each prompt and one for each of its completions, whose keys are the prompt's and its own:
-                   P^2 instead of G P^2 pairs of a query and a key, and no padding, but more launches
+    side by side   all sequences in one call, (S, W): each with a copy of its prompt, padded to the longest
+    prompts once   one call per prompt and one per completion, whose keys are the prompt's and its own: P^2 instead of
+                   G P^2 pairs of a query and a key, and no padding, but more launches
 
-`Prompts` are those of a micro-batch: for each the places of its own, P - 1, and those of each of its completions.
-A sliding window takes blocks of queries, each against the keys before it that are within its reach.
+`Prompts` holds, for each prompt of a micro-batch, its packed tokens, P - 1, and those of each of its completions.
+With a sliding window, queries are taken in blocks, each against the preceding keys within the window.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -17,42 +17,42 @@ from itertools import groupby
 from typing import NamedTuple
 
 Prompts = Sequence[Sequence[int]]
-PAIRS_A_CALL = 2**20  # pairs of a query and a key, whose work takes a card longer than the launches of one more call
-KEY_SHARE = 1 / 2  # share of a row, at most: keys and values only, and as many heads of them as of queries
-BLOCK = 1024  # queries that meet a window's mask at a time
-ALIGNED = 16  # numbers: rows of masks begin at multiples, as fused attention wants them
-SPREAD = 2.0  # without a plan: many short completions of a long prompt take far more side by side than packed
+PAIRS_A_CALL = 2**20  # (query, key) pairs whose work outweighs the kernel launches of one more call
+KEY_SHARE = 1 / 2  # upper bound on the share of keys and values in a row, reached if there are as many heads as queries
+BLOCK = 1024  # queries that share one sliding-window mask
+ALIGNED = 16  # elements to which mask rows are aligned, as fused attention requires
+SPREAD = 2.0  # used without a plan: many short completions of a long prompt need far more tokens padded than packed
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a micro-batch; None is no bound. A single completion that exceeds it is alone."""
+    """The limits of a micro-batch; None is no limit. A completion that exceeds one by itself gets its own."""
 
-    tokens: int | None = None  # places
-    sequences: int | None = None  # completions; an episode of several packed sequences is one
-    spread: float = SPREAD  # places that attention may lay side by side, as a multiple of `tokens`
+    tokens: int | None = None  # packed tokens
+    sequences: int | None = None  # completions; an episode of several packed sequences counts as one
+    spread: float = SPREAD  # padded or copied tokens in attention, as a multiple of `tokens`
 
 
 class Lengths(NamedTuple):
-    """A packed sequence by its lengths."""
+    """The lengths of a packed sequence."""
 
-    family: Hashable  # sequences of one family of a group share the places of their prompt
+    family: Hashable  # sequences of one family in a group share their prompt's packed tokens
     prompt: int  # tokens
-    tokens: int  # behind the prompt
+    tokens: int  # after the prompt
 
     @property
     def whole(self) -> int:
-        """All its tokens but the last, which is a target only."""
+        """The number of its tokens without the last, which is only a target."""
         return self.prompt + self.tokens - 1
 
 
 @dataclass(frozen=True)
 class Span:
-    """A completion by the lengths of its packed sequences, and where it stands in its step."""
+    """The lengths of a completion's packed sequences, and its position in the step."""
 
     group: int  # the index of its group
     rollout: int  # its index in the group
-    sequences: tuple[Lengths, ...]  # one, or those of an episode; none where nothing is trained
+    sequences: tuple[Lengths, ...]  # one, or those of an episode; empty if nothing is trained
 
     @property
     def length(self) -> int:
@@ -60,7 +60,7 @@ class Span:
 
 
 def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[list[Span]]:
-    """The micro-batches of groups that are given as (tokens of the prompt, tokens of each completion)."""
+    """Return the micro-batches for groups given as (tokens of the prompt, tokens of each completion)."""
     return cut_spans([
         [Span(group, number, (Lengths(None, prompt, tokens),) if tokens else ())
          for number, tokens in enumerate(completions)]
@@ -69,9 +69,9 @@ def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[lis
 
 
 def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Span]]:
-    """The micro-batches of groups of completions, each of which stays whole. Completions follow each other group by
-    group, longest first, so that those of one micro-batch are alike in length and neighbours share their prompt. Those
-    without a sequence are left out."""
+    """Return the micro-batches for groups of completions; no completion is split. Completions are ordered by group,
+    longest first, so that a micro-batch has similar lengths and neighbours share their prompt. Completions without a
+    sequence are left out."""
     batches: list[list[Span]] = []
     for span in ordered(groups):
         if not batches or full([*batches[-1], span], limits):
@@ -81,7 +81,8 @@ def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Spa
 
 
 def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
-    """Groups by their longest completion with its prompt, completions by length, longest first; ties as they came."""
+    """Yield groups by their longest completion with its prompt, and completions by length, longest first; the sort is
+    stable."""
     filled = [[span for span in spans if span.sequences] for spans in groups]
     by_length = [sorted(spans, key=lambda span: span.length, reverse=True) for spans in filled if spans]
     for spans in sorted(by_length, key=lambda spans: spans[0].length, reverse=True):
@@ -96,17 +97,18 @@ def full(batch: list[Span], limits: Limits) -> bool:
 
 
 def places(batch: list[Span]) -> int:
-    """Tokens that the layers see: a prompt up to its last token once, and each sequence with that token before it."""
+    """Return the packed tokens of a micro-batch: each prompt once, without its last token, which each sequence has."""
     return sum(map(sum, families(batch)))
 
 
 def area(batch: list[Span]) -> int:
-    """Return the places that attention lays side by side, or copies, for a micro-batch."""
+    """Return the tokens that attention pads or copies for a micro-batch."""
     return token_rows(families(batch))
 
 
 def families(batch: list[Span]) -> list[list[int]]:
-    """For each prompt, its own places and those of each sequence that shares it: of neighbours of one group."""
+    """Return, for each prompt, its packed tokens and those of each sequence that shares it. Only neighbours of one
+    group share a prompt."""
     by_prompt: list[list[int]] = []
     for _, spans in groupby(batch, key=lambda span: span.group):
         lengths: dict[Hashable, list[int]] = {}
@@ -118,8 +120,8 @@ def families(batch: list[Span]) -> list[list[int]]:
 
 
 def prompts_once(prompts: Prompts) -> bool:
-    """Return whether prompts are computed once, because the pairs of a query and a key that this saves are worth its
-    calls; a completion without others goes with its prompt."""
+    """Return whether to compute prompts once, that is, whether the saved (query, key) pairs outweigh the extra calls;
+    a prompt with a single completion takes one call for both."""
     side_by_side = count_sequences(prompts) * widest(prompts) ** 2 // 2
     pairs = sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
     calls = sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
@@ -127,7 +129,8 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Rows that attention holds beside the packed ones; keys and values copied alone count as a part of a row."""
+    """Return the token rows that attention holds beside the packed ones; copies of only keys and values count as a
+    fraction of a row."""
     if count_sequences(prompts) == 1:
         return 0
     if not prompts_once(prompts):
@@ -141,22 +144,22 @@ def count_sequences(prompts: Prompts) -> int:
 
 
 def widest(prompts: Prompts) -> int:
-    """Return the tokens of the longest sequence, with its prompt."""
+    """Return the length of the longest sequence with its prompt."""
     return max(own + max(others) for own, *others in prompts)
 
 
 def window_block(width: int) -> int:
-    """Return queries of a block where the longest sequence has `width` tokens."""
+    """Return the number of queries in a block if the longest sequence has `width` tokens."""
     return min(BLOCK, width)
 
 
 def window_reach(window: int, width: int) -> int:
-    """Keys before a block that it is shown: those of its window, and a few more, which the mask hides."""
+    """Return how many keys before a block it reads: those of its window, aligned up; the mask hides the surplus."""
     return -(-min(window - 1, width) // ALIGNED) * ALIGNED
 
 
 def mask_numbers(window: int | None, width: int) -> int:
-    """Numbers of the one mask that all blocks and layers with a window share; 0 where there is no window."""
+    """Return the elements of the one mask that all blocks and layers with a window share; 0 if no window applies."""
     if window is None or window >= width:
         return 0
     block = window_block(width)

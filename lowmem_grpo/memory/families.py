@@ -1,7 +1,6 @@
-"""The model families that were checked here: what their layers are, and which of our modules take their places.
-`FAMILIES` has one row for each, under transformers' `model_type` of the text config. A model of another family trains
-on transformers' own layers, if they can be packed. docs/families.md is made of it, tests/models/test_families.py tries
-it.
+"""The tested model families: the form of their layers, and which of them our modules replace. `FAMILIES` has one row
+for each, under the text config's `model_type` in transformers. A model of another family trains on transformers' own
+layers, if they can be packed. docs/families.md is generated from this table; tests/models/test_families.py tests it.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ SPLIT, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
 DELTA_IN, DELTA_OUT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"  # in a gated delta net
 GATE_UP, FUSED_GATE_UP = ("gate_proj", "up_proj"), ("gate_up_proj",)
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configs
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config fields with the number of experts
 
 
 @dataclass(frozen=True)
@@ -22,13 +21,13 @@ class Norm:
     kind: str  # transformers' class
     eps: str = "variance_epsilon"  # the attribute that holds its epsilon
     offset: float = 0.0
-    round_once: bool = False  # with offset 0: the product is rounded, x / rms(x) is not
-    lean: bool = True  # whether ours takes its place
+    round_once: bool = False  # with offset 0: only the product is rounded, not x / rms(x)
+    lean: bool = True  # whether our module replaces it
 
 
 @dataclass(frozen=True)
 class MLP:
-    """down(act(gate) * up)."""
+    """A gated MLP: down(act(gate) * up)."""
 
     kind: str
     inner: tuple[str, ...] = GATE_UP  # the children that make gate and up
@@ -37,47 +36,47 @@ class MLP:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention of every layer."""
+    """The causal attention of a family's layers."""
 
     kind: str
     inner: tuple[str, ...] = SPLIT  # the children that make q, k and v
-    norm: Literal["", "heads", "whole"] = ""  # for q and k: none, each head by itself, or all heads together
-    position: Literal["half", "pairs"] = "half"  # RoPE turns x[i] with x[i + R / 2], or x[2 i] with x[2 i + 1]
-    turned: float = 1.0  # the share of a head that RoPE turns, where a config does not say it
-    turns: str = ""  # the attribute that says whether RoPE is in a layer; "": it is in all
-    stretched: bool = False  # queries far from the start grow, as the config's `llama_4_scaling_beta` says
-    window: Literal["", "config", "layers"] = ""  # whether all layers, or those that the config names, have a window
-    bias: bool | None = None  # on q, k and v; None: as the config's `attention_bias` says
-    values_are_keys: bool = False  # layers without `v_proj` take their keys, before norm and RoPE, as values
-    gated: bool = False  # `q_proj` makes a gate of the result beside each query
+    norm: Literal["", "heads", "whole"] = ""  # norm of q and k: none, per head, or over all heads together
+    position: Literal["half", "pairs"] = "half"  # RoPE rotates x[i] with x[i + R / 2], or x[2 i] with x[2 i + 1]
+    turned: float = 1.0  # the share of a head that RoPE rotates, if the config does not give it
+    turns: str = ""  # the module attribute that tells whether a layer has RoPE; "": all layers have it
+    stretched: bool = False  # queries are scaled up by position, with the config's `llama_4_scaling_beta`
+    window: Literal["", "config", "layers"] = ""  # window: none, the config's in all layers, or in those it lists
+    bias: bool | None = None  # on q, k and v; None: the config's `attention_bias`
+    values_are_keys: bool = False  # layers without `v_proj` use their keys, before norm and RoPE, as values
+    gated: bool = False  # `q_proj` also outputs a gate for the attention result
     lean: bool = True
 
 
 @dataclass(frozen=True)
 class ExpertBlock:
-    """A router, and gated MLPs of which each token takes some."""
+    """A router with experts: gated MLPs, of which each token uses k."""
 
-    kind: str  # transformers' class of router and experts together
+    kind: str  # transformers' class of the block of router and experts
     lean: bool = True
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row."""
+    """One row of `FAMILIES`."""
 
-    name: str  # as people call it
+    name: str  # the common name
     attention: Attention
     mlp: MLP
     norm: Norm
     norms: int = 2  # norms of the hidden size in a layer
-    unlike_layers: bool = False  # head sizes, windows and keys differ from layer to layer: see layer_forms.py
-    buffers: tuple[str, ...] = ()  # what a checkpoint holds for a layer beside parameters
-    vllm: str | None = None  # the class of vLLM's own that computes it with the trainer's tensors; None: it has none
-    delta_net: str = ""  # transformers' class of the layers that have a gated delta net in place of attention
-    experts: ExpertBlock | None = None  # in place of the MLP, in the layers that have them
-    only_bfloat16: bool = False  # float16 overflows, so that a loss would be NaN
-    turns: tuple[str, ...] = ()  # tokens that its chat template writes, each of which must be one token
-    refused: str = ""  # why the family cannot be trained, and what to take
+    unlike_layers: bool = False  # head sizes, windows and keys differ between layers: see layer_forms.py
+    buffers: tuple[str, ...] = ()  # tensors of a layer in the checkpoint that are not parameters
+    vllm: str | None = None  # vLLM's model class, which computes it with the trainer's tensors; None: no such class
+    delta_net: str = ""  # transformers' class of the gated delta net, in layers that have one instead of attention
+    experts: ExpertBlock | None = None  # replaces the MLP in layers with experts
+    only_bfloat16: bool = False  # float16 overflows, and the loss would be NaN
+    turns: tuple[str, ...] = ()  # markers in its chat template, each of which must be a single token
+    refused: str = ""  # why the family cannot be trained, and what to use instead
 
 
 IM, GEMMA, INST = ("<|im_start|>", "<|im_end|>"), ("<start_of_turn>", "<end_of_turn>"), ("[INST]", "[/INST]")
@@ -85,14 +84,14 @@ TAKE = "take a model of a family that trains here (docs/families.md)"
 
 
 def decoder(name: str, prefix: str, **others: Any) -> Family:
-    """A family whose classes have one prefix, and no more differences than are given."""
+    """Return a Llama-like family whose classes share a prefix; `others` are the fields that differ."""
     parts: dict[str, Any] = {"attention": Attention(f"{prefix}Attention"), "mlp": MLP(f"{prefix}MLP"),
                              "norm": Norm(f"{prefix}RMSNorm"), "vllm": f"{prefix}ForCausalLM"}
     return Family(name, **(parts | others))
 
 
 def refused(name: str, attention: str) -> Family:
-    """A family that is not trained, because of its attention."""
+    """Return a family that cannot be trained because of its attention."""
     return Family(name, Attention("", lean=False), MLP("", lean=False), Norm("", lean=False), vllm=None,
                   refused=f"its attention has {attention}, which no form of packed attention here computes; {TAKE}")
 
@@ -140,45 +139,46 @@ FAMILIES: dict[str, Family] = {
 }
 
 WHOLE, INSIDE = r"^model\.language_model\.", r"^language_model\."
-# for a checkpoint with images or sounds: the names of its text model's tensors, and those in a checkpoint of text only
+# for multimodal checkpoints: patterns of the text model's tensor names, and their form in a text-only checkpoint
 TEXT_NAMES: dict[str, dict[str, str]] = {
     "gemma4": {WHOLE: "model."},
     "mistral3": {INSIDE + r"model\.": "model.", INSIDE + "lm_head": "lm_head", WHOLE: "model."},
     "qwen3_5": {WHOLE: "model."},
 }
-# the other kinds with images that load, with all their parts: transformers has a causal language model of them
+# other multimodal model types, which load with all their parts: transformers has a causal language model for them
 WHOLE_KINDS = ("gemma3", "gemma3n", "gemma4_unified", "git", "got_ocr2", "llama4", "mllama", "phi4_multimodal",
                "qwen3_5_moe", "qwen4_exp")
 IMAGES = ("{!r} is a model of images ({}), and images are not supported: only text is trained here. Take a text model, "
           "such as Qwen3 instead of Qwen3-VL, or one whose text part is loaded (docs/families.md): {}")
 
 
-MULTIPLIED = ("hyperclovax",)  # families whose `logits_scaling` multiplies logits; that of others divides them
+MULTIPLIED = ("hyperclovax",)  # families whose `logits_scaling` multiplies the logits; in others it divides them
 NO_FLOAT16 = ("{} overflows in float16: the loss would be NaN. Take bfloat16 (dtype=torch.bfloat16, bf16=True), which "
               "cards of sm_80 and later compute in, or dtype=torch.float32 with load_in_4bit=True on an older one")
 
 
 def model_type_of(config: Any) -> str:
-    """The `model_type` of the text part of a config, or of a config.json's fields; "" where it has none."""
+    """Return the `model_type` of the text part of a config, or of a config.json's fields; "" if it has none."""
     if isinstance(config, Mapping):
         return str((config.get("text_config") or config).get("model_type", ""))
     return str(config.get_text_config().model_type)
 
 
 def has_experts(config: Any) -> bool:
-    """Return whether a config, or a config.json's fields, describes a mixture of several experts."""
+    """Return whether a config, or a config.json's fields, describes a mixture of more than one expert."""
     fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     fields = fields.get("text_config") or fields
     return any((fields.get(name) or 1) > 1 for name in EXPERTS)
 
 
 def family_of(config: Any) -> Family | None:
-    """Return the row of a model's config, or of a config.json's fields; None for a family without one."""
+    """Return the `FAMILIES` row for a model's config, or a config.json's fields; None if the family has none."""
     return FAMILIES.get(model_type_of(config))
 
 
 def check_family(config: Any, name: str) -> str | None:
-    """Return a note on a model without a row before it is loaded, else None; ValueError for a refused family."""
+    """Return a warning if the model's family is not in `FAMILIES`, else None. ValueError for a refused family, and for
+    a multimodal model without a causal language model."""
     check_images(config, name)
     row, kind = family_of(config), model_type_of(config)
     if row is not None and row.refused:
@@ -191,7 +191,7 @@ def check_family(config: Any, name: str) -> str | None:
 
 
 def check_images(config: Any, name: str) -> None:
-    """Raise ValueError for a model of images that is no causal language model."""
+    """Raise ValueError for an image model that has no causal language model."""
     fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     kind = str(fields.get("model_type"))
     if fields.get("vision_config") and kind not in TEXT_NAMES and kind not in WHOLE_KINDS:
@@ -207,22 +207,22 @@ def check_float16(config: Any) -> None:
 
 
 def sampled_by(row: Family) -> str:
-    """Return the engines that sample a family, in words."""
+    """Return the names of the engines that can sample a family."""
     return "vLLM and transformers" if row.vllm else "transformers"
 
 
 def trained(by_vllm: bool = False) -> str:
-    """The names of the families that train, as one list; with `by_vllm`, of those that vLLM samples."""
+    """Return the names of the trainable families, separated by commas; with `by_vllm`, only those that vLLM samples."""
     return ", ".join(row.name for row in FAMILIES.values() if not row.refused and (row.vllm or not by_vllm))
 
 
 def with_experts() -> str:
-    """Return the names of the families with experts, in words."""
+    """Return the names of the families with experts, separated by commas."""
     return ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
 
 
 def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:
-    """Return a plan's words for the family of a config, and for its engine; ValueError for a family that is refused."""
+    """Return the entries of a plan's report on a config's family and engine; ValueError for a refused family."""
     said, row = check_family(config, name), family_of(config)
     if row is None:
         return {"family": said or ""}

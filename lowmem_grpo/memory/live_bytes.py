@@ -1,8 +1,8 @@
-"""Bytes that tensors really took while a run made its optimizer steps, to compare with a plan: the allocator's on a
-card; on the CPU those of every storage that an operation makes, while it lives.
+"""Measure the bytes that tensors take during optimizer steps, to compare with a plan: on a GPU from torch's allocator;
+on the CPU by adding up every live storage that an operation creates.
 
-`TorchDispatchMode` is torch's documented way to see operations, in a module whose name is private. Only this file of
-the package uses it. Checked with torch 2.13; tests/memory/test_live_bytes.py fails if it moves.
+`TorchDispatchMode` is torch's documented way to intercept operations, but its module has a private name. Only this file
+uses it. Checked with torch 2.13; tests/memory/test_live_bytes.py fails if it moves.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, `now` is the bytes of the storages alive and `peak` the most there were, those of `held` included."""
+    """A mode that tracks the bytes of live storages in `now` and their maximum in `peak`, those of `held` included."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
         """Count the storage of a tensor until it is freed."""
         storage = tensor.untyped_storage()
         key, size = storage.data_ptr(), storage.nbytes()
-        if not size or key in self.seen:  # empty ones have no place of their own
+        if not size or key in self.seen:  # empty storages share one address
             return
         self.seen.add(key)
         weakref.finalize(storage, self.release, key, size)
@@ -58,9 +58,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def update_peak(trainer: Any, groups: list[Any]) -> int:
-    """Train on scored groups (`trainer.update(groups)`); the most bytes that tensors took, on a card or on the CPU."""
+    """Train on scored groups (`trainer.update(groups)`) and return the peak bytes of tensors, on a GPU or the CPU."""
     if trainer.policy.device.type == "cuda":
-        trainer.update(groups)  # its phase begins with a reset of the allocator's peak
+        trainer.update(groups)  # the update resets the allocator's peak when it begins
         return torch.cuda.max_memory_allocated(trainer.policy.device)
     states = [value for state in trainer.learner.optimizer.state.values() for value in state.values()]
     held = [value for value in (*trainer.model.state_dict().values(), *states) if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""The numbers of a model's config that decide its memory."""
+"""The sizes in a model's config that determine its memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,16 +9,16 @@ from lowmem_grpo.memory import families, layer_forms
 from lowmem_grpo.memory.families import Family
 from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, Linear
 
-PAGED_BLOCK = 16  # tokens of a block of vLLM's cache on a card
-NESTED_WEIGHTS = layer_forms.BLOCK * layer_forms.NESTED_BLOCK  # weights in a nested block
+PAGED_BLOCK = 16  # tokens in a block of vLLM's KV cache on a GPU
+NESTED_WEIGHTS = layer_forms.BLOCK * layer_forms.NESTED_BLOCK  # weights per nested scale
 PLAIN = families.decoder("a plain decoder", "")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of K numbers, V vocabulary.
-    Where layers are not alike, `forms` has them all, and I, H_kv and K are those of the largest."""
+    """The sizes of a model: D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of size
+    K, V vocabulary. If layers differ, `forms` has them all, and I, H_kv and K are those of the largest layer."""
 
     hidden: int
     inner: int
@@ -27,23 +27,23 @@ class ModelShape:
     kv_heads: int
     head_size: int
     vocabulary: int
-    tied: bool  # the head is the embedding
-    context: int | None  # the longest that the model was made for
+    tied: bool  # the head shares the embedding's weight
+    context: int | None  # `max_position_embeddings`
     model_type: str = ""
     attention_bias: bool = False
-    window: int | None = None  # tokens that a layer with a sliding window sees
+    window: int | None = None  # tokens in the sliding window
     own_keys: bool = True
     own_values: bool = True
     forms: tuple[LayerForm, ...] = ()
-    per_layer: int = 0  # P, numbers that each layer takes of a token beside its input; 0: none
-    per_layer_vocabulary: int = 0  # rows of the table of these, which is L P wide
-    turned: float = 1.0  # the share of a head that RoPE turns
-    experts: ExpertForm | None = None  # in the layers that have them in place of an MLP
-    delta: DeltaForm | None = None  # in the layers without attention, where there are such; in `each`, these only
+    per_layer: int = 0  # P, size of the per-layer embedding that each layer adds for a token; 0: none
+    per_layer_vocabulary: int = 0  # rows of the per-layer embedding table, which is L P wide
+    turned: float = 1.0  # the share of a head that RoPE rotates
+    experts: ExpertForm | None = None  # of layers with experts instead of an MLP
+    delta: DeltaForm | None = None  # of layers with a delta net instead of attention; in `each`, set for these only
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
-        """From a config.json's fields, or a transformers config; ValueError for what has no plan."""
+        """Read a config.json's fields, or a transformers config; ValueError for a model that cannot be planned."""
         fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         tied = bool(fields.get("tie_word_embeddings", False))
         fields = fields.get("text_config") or fields
@@ -75,7 +75,7 @@ class ModelShape:
                        inner=max(form.inner for form in forms))
 
     def each(self) -> Iterator[tuple[int, "ModelShape"]]:
-        """The shapes of layers that are alike, and how many layers have each."""
+        """Yield (number of layers, shape) for each set of identical layers."""
         if self.delta is not None:
             yield self.delta.layers, replace(self, own_keys=False)
             yield self.layers - self.delta.layers, replace(self, delta=None)
@@ -91,7 +91,7 @@ class ModelShape:
 
     @property
     def for_all_layers(self) -> int:
-        """Numbers of a token that all layers share: cosines and sines, their own inputs, lent keys and values."""
+        """The values per token that all layers share: cosines and sines, per-layer inputs, shared keys and values."""
         if not self.forms:
             return 2 * self.turned_size
         lent = {(form.window, form.head_size * form.kv_heads) for form in self.forms if form.own_keys}
@@ -108,17 +108,17 @@ class ModelShape:
 
     @property
     def queries(self) -> int:
-        """Numbers that a token's queries hold: H K."""
+        """The size of a token's queries: H K."""
         return self.heads * self.head_size
 
     @property
     def keys(self) -> int:
-        """Numbers that a token's keys hold, and its values: H_kv K."""
+        """The size of a token's keys, and of its values: H_kv K."""
         return self.kv_heads * self.head_size
 
     def linears(self) -> Iterator[Linear]:
-        """The weights of one layer that are quantized and take LoRA."""
-        bias, lora = self.attention_bias, self.family.experts is None  # with experts, attention only is adapted
+        """Yield the linear weights of one layer, which are quantized; `lora` marks those that get LoRA by default."""
+        bias, lora = self.attention_bias, self.family.experts is None  # with experts, only attention gets LoRA
         if self.delta is not None:
             sizes = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
             yield from (Linear(name, rows, self.hidden) for name, rows in zip(families.DELTA_IN, sizes, strict=True))
@@ -154,12 +154,13 @@ class ModelShape:
 
     @property
     def sampler_weights(self) -> int:
-        """The part of these that the sampler may hold in 16 bits for a phase: all but experts."""
+        """The linear weights that the sampler may hold in 16 bits during sampling: all except experts."""
         return sum(count * sum(linear.weights for linear in shape.linears() if linear.experts == 1)
                    for count, shape in self.each())
 
     def weight_bytes(self, form: str) -> int:
-        """Return the bytes of all layers and norms in this form, without embeddings; ValueError for experts in FP8."""
+        """Return the bytes of all layers and norms with linear weights in this form, without embeddings. ValueError for
+        experts in FP8."""
         if self.experts is not None and form in (layer_forms.FP8, layer_forms.FP8_BLOCK):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
@@ -174,7 +175,7 @@ class ModelShape:
         return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
 
     def norm_bytes(self) -> int:
-        """Return the bytes of a layer's norms of the hidden size, of queries and keys, and of its router."""
+        """Return the bytes of a layer's norms (hidden size, queries and keys), its router and a delta net's extras."""
         hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
         hidden += 2 * self.experts.count * self.hidden if self.experts is not None else 0  # the router
         if self.delta is not None:
@@ -184,7 +185,8 @@ class ModelShape:
         return hidden + (2 * (1 + self.own_keys) * self.head_size if self.family.attention.norm else 0)
 
     def per_layer_bytes(self, form: str) -> int:
-        """Return the bytes of a layer's own numbers that are added, and of two scales; their table is apart."""
+        """Return the bytes of the per-layer embeddings' projection, norm and two scales, without their table; 0 if the
+        model has none."""
         if not self.per_layer:
             return 0
         width = self.layers * self.per_layer
@@ -192,7 +194,8 @@ class ModelShape:
         return projection.bytes_in(form) + 2 * self.per_layer + 2 * 2
 
     def groups(self) -> list[list[Linear]]:
-        """The linears of a layer that the loader lays side by side in NF4, one dequantization for each group."""
+        """Return the linears of a layer in groups, which the loader makes adjacent in NF4 to dequantize them in one
+        call."""
         linears = {linear.name: linear for linear in self.linears()}
         form, groups = self.family, [[linear] for name, linear in linears.items() if name.startswith("per_layer")]
         delta = families.DELTA_IN, (families.DELTA_OUT,)
@@ -203,40 +206,40 @@ class ModelShape:
         return groups
 
     def offset_bytes(self) -> int:
-        """Return the bytes of the offsets of weights side by side: one for each nested block, not weight."""
+        """Return the extra bytes of adjacent weights' offsets, which are stored per nested block, not per weight."""
         side_by_side = (group for group in self.groups() if len(group) > 1)
         blocks = [-(-linear.weights // NESTED_WEIGHTS) for group in side_by_side for linear in group]
         return 4 * (sum(blocks) - len(blocks))
 
     @property
     def table_bytes(self) -> int:
-        """The embedding, and the head likewise, in 16 bits."""
+        """The bytes of the embedding in 16 bits; an untied head takes the same again."""
         return 2 * self.vocabulary * self.hidden
 
     def host_bytes(self) -> int:
-        """Return the bytes of the embeddings that can be on the host: not of one that is the head too."""
+        """Return the bytes of the embeddings that can be offloaded to the host; a tied one is the head, and cannot."""
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int) -> int:
-        """Return the numbers of LoRA of this rank on all linears that take it."""
+        """Return the number of LoRA weights of this rank, on all linears that get it."""
         return rank * sum(count * sum(linear.rows + linear.columns for linear in shape.linears() if linear.lora)
                           for count, shape in self.each())
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
-        """Return the bytes of keys and values of one sequence, and of its states in layers without attention."""
+        """Return the bytes of one sequence's keys and values, and of its states in layers without attention."""
         keys = 2 * itemsize * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
         return keys + self.states_bytes
 
     @property
     def states_bytes(self) -> int:
-        """The bytes of the states of one sequence in layers without attention, however long it is."""
+        """The bytes of one sequence's states in layers without attention, which do not depend on its length."""
         return 0 if self.delta is None else self.delta.layers * self.delta.state_bytes
 
     def paged_bytes(self, tokens: int, block: int = PAGED_BLOCK, itemsize: int = 2) -> int:
-        """Return the bytes of one sequence in vLLM's cache, in numbers of `itemsize` bytes. That of a hybrid model has
-        pages of one size: each holds the keys and values of a block of tokens in as many layers as have attention, or
-        the states of as many layers without it."""
+        """Return the bytes of one sequence in vLLM's KV cache, with `itemsize` bytes per number. For a hybrid model all
+        pages have one size: each holds the keys and values of a block of tokens in all attention layers, or the states
+        of as many layers without attention."""
         if self.delta is None:
             return self.kv_bytes(tokens, itemsize)
         block, attention = self.paged_block(block, itemsize), self.layers - self.delta.layers
@@ -244,14 +247,15 @@ class ModelShape:
         return pages * attention * block * 2 * itemsize * self.keys
 
     def paged_block(self, block: int, itemsize: int = 2) -> int:
-        """Tokens of a block of vLLM's cache: `block`, or the least multiple that is as large as a layer's states."""
+        """Return the tokens in a block of vLLM's KV cache: `block`, or in a hybrid model the least multiple of it whose
+        keys and values are as large as a layer's states."""
         if self.delta is None:
             return block
         return block * -(-self.delta.state_bytes // (block * 2 * itemsize * self.keys))
 
 
 def turned_share(fields: Mapping[str, Any], row: Family) -> float:
-    """The share of a head that RoPE turns. Tables of layers that are not alike are as wide as a head."""
+    """Return the share of a head that RoPE rotates; 1.0 if layers differ, since their tables are as wide as a head."""
     if row.unlike_layers:
         return 1.0
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

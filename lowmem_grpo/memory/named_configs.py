@@ -1,4 +1,4 @@
-"""The configs that ship with the package, by the names that models have on the hub."""
+"""The model configs that ship with the package, found by the models' names on the hub."""
 
 import difflib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 VARIANT = re.compile(r"-(instruct|base|it|chat|unsloth|bnb|4bit|bf16|[0-9]{4})$")
 NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-llama-3.3-70b": "llama-3.3-70b",
              "olmo-3-7b-think": "olmo-3-7b", "ministral-3-8b-reasoning": "ministral-3-8b",
-             "qwen3.5-27b": "qwen3.6-27b", "qwen3.8-27b": "qwen3.6-27b"}  # alike but for the weights
+             "qwen3.5-27b": "qwen3.6-27b", "qwen3.8-27b": "qwen3.6-27b"}  # same shape, other weights
 
 
 def named_shapes() -> list[str]:
@@ -18,9 +18,9 @@ def named_shapes() -> list[str]:
 
 
 def named_config(name: str) -> dict[str, Any]:
-    """The config.json of a model by its name here or on the hub, or of a folder or file.
+    """Return the fields of a model's config.json, by its name here or on the hub, or by a folder or file.
 
-    Case, the owner, and endings such as -Instruct do not matter. ValueError names what comes close.
+    Case, owner, and endings such as -Instruct are ignored. The ValueError for an unknown name lists similar ones.
     """
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".json":
@@ -35,14 +35,14 @@ def named_config(name: str) -> dict[str, Any]:
 
 
 def shape_name(name: str) -> str | None:
-    """Return the shipped shape that a name means; None where there is none."""
+    """Return the name of the shipped config that a model's name stands for; None if there is none."""
     plain = plain_name(name)
     plain = NAMESAKES.get(plain, plain)
     return plain if plain in named_shapes() else None
 
 
 def plain_name(name: str) -> str:
-    """Lower case, without the owner and without endings that do not change the shape."""
+    """Return a model's name in lower case, without its owner and without endings that do not change the shape."""
     plain = name.rpartition("/")[2].lower()
     while (shorter := VARIANT.sub("", plain)) != plain:
         plain = shorter
@@ -50,7 +50,7 @@ def plain_name(name: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json; ValueError says why it cannot be read."""
+    """Return the fields of a config.json; ValueError if it cannot be read, with the reason."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:

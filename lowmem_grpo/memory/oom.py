@@ -1,6 +1,6 @@
-"""What happens when memory runs out: the error is recognised, what it held is freed, less is done at once, and the user
-is told of the plan's table, its row that was probably wrong, and settings that would help. `catch_oom` makes an attempt
-and returns an `OutOfMemory` instead of raising the error; each lowers a `BatchLimit` for the rest of the run.
+"""Recover when memory runs out: recognise the error, free the attempt's tensors, lower the batch, and show the user the
+plan's table, the row that was probably wrong, and settings that would help. `catch_oom` makes an attempt and returns an
+`OutOfMemory` instead of raising the error; each one lowers a `BatchLimit` for the rest of the run.
 """
 
 import ctypes
@@ -28,34 +28,35 @@ T = TypeVar("T")
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 CARD_WORDS = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
               "Triton Error [CUDA]: out of memory")
-POOL_WORDS = "CUDA Error: out of memory"  # vLLM's memory pool, which spells it so, wherever the words stand
+POOL_WORDS = "CUDA Error: out of memory"  # from vLLM's memory pool, with this spelling, anywhere in the message
 ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
-# Rows of a plan that do not depend on how much is done at once: a shortage does not show that they are wrong.
+# Rows of a plan that do not depend on the batch: a shortage is no sign that they are wrong.
 FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
 OTHERS = ("Other programs hold about {} of this card, which the plan does not know: end them (nvidia-smi lists them), "
           "or leave them room with card_share or torch.cuda.set_per_process_memory_fraction")
-UNNOTICED = 2**31  # bytes: what this process holds without torch (driver, libraries, paged states) counts as others'
-SHOWN = 3  # settings
-TRIM_EVERY = 0.1  # seconds: about the time in which a tensor is quantized
+UNNOTICED = 2**31  # bytes: this process's memory outside torch (driver, libraries, paged states) counts as others'
+SHOWN = 3  # most settings in an advice
+TRIM_EVERY = 0.1  # seconds, about the time to quantize a tensor
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class MemoryExhaustedError(RuntimeError):
-    """Memory ran out, and nothing can be made smaller without changing what is trained."""
+    """Memory ran out, and the batch cannot be made smaller without changing the training result."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
     """An out-of-memory error without its traceback, whose frames would keep the attempt's tensors alive."""
 
-    words: str  # the first line of the error's own
-    asked: int | None  # bytes that could not be had
-    peak: int  # bytes in use at most, so far
-    others: str = ""  # what other programs hold of the card, where that is much, and what to do
+    words: str  # the first line of the error message
+    asked: int | None  # bytes of the failed allocation, if known
+    peak: int  # peak bytes in use so far
+    others: str = ""  # advice if other programs hold much of the card's memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on the card or on the host. Other errors may mention memory too."""
+    """Return whether an error is a failed allocation, on the card or on the host. Other errors may mention memory too.
+    """
     if isinstance(error, MemoryExhaustedError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -66,21 +67,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def catch_oom(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | OutOfMemory:
-    """Return the result of `work`; or the shortage if memory ran out, after `undo` and with the memory freed."""
+    """Return the result of `work`; if memory runs out, call `undo`, free memory and return the shortage."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         shortage = shortage_of(error, device)
-    if undo is not None:  # not in the handler, where the error still holds the frames of the attempt
+    if undo is not None:  # outside the handler, where the error would still hold the attempt's frames
         undo()
     free(device)
     return shortage
 
 
 def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
-    """Return the bytes that an out-of-memory error names; the number asked for is None where its words do not tell."""
+    """Return an out-of-memory error as `OutOfMemory`; its `asked` is None if the message does not give the bytes."""
     words = str(error)
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
@@ -89,7 +90,7 @@ def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
 
 
 def held_by_others(device: torch.device) -> str:
-    """Return in words what of a card is neither free nor torch's here; empty where it is what a driver takes."""
+    """Return a message on the card's memory that is neither free nor this process's torch; empty if it is little."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)
@@ -98,7 +99,7 @@ def held_by_others(device: torch.device) -> str:
 
 
 def free(device: torch.device) -> None:
-    """Give back what nothing refers to any more."""
+    """Collect garbage and return torch's cached memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -106,7 +107,7 @@ def free(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Inside and at the end, freed pages go back to the system (glibc keeps them after quantizing on the CPU)."""
+    """Return freed pages to the system during and after this context (glibc keeps them after quantizing on the CPU)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     done = threading.Event()
 
@@ -126,7 +127,7 @@ def freed_memory_returned() -> Iterator[None]:
 
 
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
-    """`limit` halved, until it splits the largest of what is `divisible` (sizes); None where nothing is."""
+    """Return `limit` halved until it is below the largest of the `divisible` sizes; None if there are none."""
     largest = max(divisible, default=0)
     if not largest:
         return None
@@ -138,7 +139,8 @@ def smaller(limit: int, divisible: Iterable[int]) -> int | None:
 
 @dataclass
 class MemoryAdvice:
-    """`settings` lists for each phase what would help, the best first; `plan` may be set later."""
+    """The advice shown when memory runs out: `settings` lists for each phase the helpful settings, best first; `plan`
+    may be set later."""
 
     settings: dict[str, list[str]] = field(default_factory=dict)
     plan: MemoryPlan | None = None
@@ -160,7 +162,8 @@ class MemoryAdvice:
         return "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
 
     def wrong_row(self, phase: str, what: str, peak: int) -> str:
-        """Planned and measured bytes, and the row to blame: named like what failed, or the largest that grows."""
+        """Return a message with planned and measured bytes and the plan row to blame: one whose name is in `what`, or
+        the largest that grows with the batch. Empty without a plan."""
         if self.plan is None or not self.plan.rows:
             return ""
         rows = self.plan.rows
@@ -176,24 +179,25 @@ class MemoryAdvice:
 
 @dataclass
 class BatchLimit:
-    """The largest amount done at once in a phase, and how often memory ran out in it."""
+    """The bound on the batch of a phase, and how often memory ran out in it."""
 
     phase: str  # "train" or "rollout"
-    unit: str  # what is counted
-    lowered: int | None = None  # None while memory has never run out
+    unit: str  # the unit of the bound, in words
+    lowered: int | None = None  # the bound after memory ran out; None while it never has
     failures: int = 0
     advice: MemoryAdvice = field(default_factory=MemoryAdvice)
-    planned: int | None = None  # what holds where the user gave no bound
-    spare: Callable[[], None] | None = None  # gives back what another phase keeps
-    spread: float | None = None  # planned with it: places side by side in attention, as a multiple of the bound
+    planned: int | None = None  # the plan's bound, used if the user gave none
+    spare: Callable[[], None] | None = None  # frees memory that another phase keeps
+    spread: float | None = None  # the plan's limit of padded tokens in attention, as a multiple of the bound
 
     def under(self, asked: int | None) -> int | None:
-        """The bound that holds beside the one that is `asked` for; None is no bound."""
+        """Return the lower of the bound `asked` for (or the planned one) and the lowered one; None is no bound."""
         present = [value for value in (self.planned if asked is None else asked, self.lowered) if value is not None]
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
-        """Count a shortage and remember the new limit; MemoryExhaustedError for None. What is spare goes first."""
+        """Count a shortage and set the new limit, or free spare memory instead if there is any. MemoryExhaustedError if
+        the limit is None."""
         if self.spare is not None:
             self.spare()
             self.spare = None
@@ -204,7 +208,7 @@ class BatchLimit:
         self.note(what, shortage, f"the bound on {self.unit} is now {limit:,}, and the work is repeated")
 
     def note(self, what: str, shortage: OutOfMemory, answer: str) -> None:
-        """Count a shortage and warn of it, with what is done about it."""
+        """Count a shortage and log a warning; `answer` says what is done about it."""
         self.failures += 1
         bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be had)"
         wrong = shortage.others or self.advice.wrong_row(self.phase, what, shortage.peak)
@@ -220,22 +224,22 @@ class BatchLimit:
         )
 
     def state(self) -> dict[str, int | None]:
-        """Return what a checkpoint keeps of the bound."""
+        """Return the fields of the bound that are saved in a checkpoint."""
         return {"lowered": self.lowered, "failures": self.failures}
 
     def restore(self, saved: dict[str, int | None]) -> None:
-        """Restore `state`; a lower bound that is already set stays."""
+        """Restore the result of `state`; a lower bound that is already set stays."""
         self.lowered, self.failures = self.under(saved["lowered"]), int(saved["failures"] or 0)
 
 
 @dataclass
 class RolloutLimit(BatchLimit):
-    """The bound of sampling: also the bytes of a key-value cache that memory had room for."""
+    """The bound of sampling, which also has the bytes of a KV cache for which memory had room."""
 
-    kv_bytes: int | None = None  # None while all that was asked for could be had
+    kv_bytes: int | None = None  # None while every requested cache could be allocated
 
     def cache_under(self, asked: int | None) -> int | None:
-        """The bytes that hold beside those that are `asked` for; None where neither is a bound."""
+        """Return the smaller of the cache bytes `asked` for and `kv_bytes`; None if neither is a bound."""
         return min((size for size in (asked, self.kv_bytes) if size is not None), default=None)
 
     def state(self) -> dict[str, int | None]:
@@ -247,7 +251,7 @@ class RolloutLimit(BatchLimit):
 
 
 class RunMemory:
-    """A run's two bounds, saved with it."""
+    """A run's two bounds, for training and sampling, which its checkpoints save."""
 
     def __init__(self, advice: MemoryAdvice | None = None) -> None:
         self.advice = advice or MemoryAdvice()
@@ -255,7 +259,7 @@ class RunMemory:
         self.rollout = RolloutLimit("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """Give the bound to an engine that uses one, and keep what the engine learned when it started."""
+        """Give the sampling bound to an engine that uses one, and keep the cache size that its start had room for."""
         if hasattr(engine, "bound"):
             self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout
@@ -267,6 +271,6 @@ class RunMemory:
         return {bound.phase: bound.state() for bound in (self.train, self.rollout)}
 
     def restore(self, saved: dict[str, dict[str, int | None]] | None) -> None:
-        """Restore `state`; an older checkpoint that has none changes nothing."""
+        """Restore the result of `state`; None, from an older checkpoint, changes nothing."""
         for bound in (self.train, self.rollout) if saved else ():
             bound.restore((saved or {})[bound.phase])

@@ -1,4 +1,4 @@
-"""Peaks of memory: of the process or card so far, and of each phase of a step."""
+"""Measure peak memory: of the process or card so far, and of each phase of a step."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lowmem_grpo.memory.plan import MemoryPlan
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """Peak bytes so far: allocated and reserved on a card, resident set of the process on the CPU."""
+    """Return peak bytes so far: allocated and reserved on a card, the process's resident set on the CPU."""
     if device.type == "cuda":
         return {
             "memory/peak_bytes": torch.cuda.max_memory_allocated(device),
@@ -25,20 +25,20 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
 
 
 def this_card(device: torch.device) -> Device:
-    """Return the card of this device, with what this process may fill of it."""
+    """Return the card of this device, with the bytes that this process may fill as its budget."""
     total = torch.cuda.get_device_properties(device).total_memory
     share = min(DEFAULT_SHARE, torch.cuda.get_per_process_memory_fraction(device))
     return Device(torch.cuda.get_device_name(device), total, int(total * share))
 
 
 def keep_to(share: float) -> None:
-    """Let this process fill no more than a share of its card. Torch then says that memory ran out where it would."""
+    """Limit this process to a share of its card; torch raises an out-of-memory error beyond it."""
     if share < 1 and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(share)
 
 
 class PhasePeaks:
-    """Peaks of torch's allocations in each phase of a step, on a card; on the CPU nothing is counted."""
+    """The peaks of torch's allocations in each phase of a step, on a card; on the CPU nothing is counted."""
 
     def __init__(self, device: torch.device, plan: MemoryPlan | None = None) -> None:
         self.device, self.plan = device, plan
@@ -48,7 +48,7 @@ class PhasePeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, the highest allocation counts for the phase of this name."""
+        """Record the peak allocation within this context for the phase `name`."""
         if not self.counted:
             yield
             return
@@ -61,7 +61,7 @@ class PhasePeaks:
             self.highest = max(self.highest, self.peaks[name])
 
     def metrics(self) -> dict[str, int]:
-        """Bytes: the highest peak so far, each phase's since the last call, and what was planned."""
+        """Return, in bytes, the highest peak so far, each phase's peak since the last call, and the planned bytes."""
         if not self.counted:
             return {}
         measured = {"memory/peak_bytes": self.highest} | {f"memory/{name}_bytes": at for name, at in self.peaks.items()}

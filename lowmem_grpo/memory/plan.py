@@ -1,4 +1,4 @@
-"""What a plan is made of: settings that decide memory, rows of bytes, choices and what each bought."""
+"""The parts of a memory plan: settings that determine memory, rows of bytes, and choices with the bytes they save."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from lowmem_grpo.memory.cutting import Limits, cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
 
-OPTIMIZER_BYTES = {  # per trained number; the states that stay on the device
+OPTIMIZER_BYTES = {  # of the optimizer's states per trained number
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,
     "paged_adamw_8bit": 2.03125,
 }
@@ -21,35 +21,35 @@ SAMPLING_WEIGHTS = ("4bit", "16bit")
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings that a run asks for. None leaves a choice to the planner."""
+    """The settings of a run that determine its memory. None leaves a choice to the planner."""
 
     context: int  # tokens of the longest sequence, prompt and completion
-    num_generations: int = 8  # completions of a prompt that are sampled at once
+    num_generations: int = 8  # completions per prompt, sampled at once
     lora_rank: int = 32
     load_in_4bit: bool = True
-    load_in_fp8: bool = False  # in place of 4 bits
+    load_in_fp8: bool = False  # overrides load_in_4bit
     checkpointing: bool | str = "offload"
     engine: str = "vllm"
-    max_tokens: int | None = None  # in a training micro-batch
-    spread: float | None = None  # places that attention may lay side by side there, as a multiple of max_tokens; 0: one
-    mlp_tile: int | None = None  # tokens; 0 is none
-    chunk_rows: int | None = None  # tokens whose logits exist at a time
+    max_tokens: int | None = None  # packed tokens in a training micro-batch
+    spread: float | None = None  # padded tokens in its attention, as a multiple of max_tokens; 0: a single sequence
+    mlp_tile: int | None = None  # tokens in a tile of the MLP; 0: no tiles
+    chunk_rows: int | None = None  # tokens whose logits are in memory at a time
     head_groups: int | None = None  # parts in which attention's backward pass takes the heads; 1: all at once
-    kv_bytes: int | None = None
-    kv_cache_dtype: str = AUTO  # vLLM's: of what it holds keys and values in
+    kv_bytes: int | None = None  # of the KV cache
+    kv_cache_dtype: str = AUTO  # vLLM's dtype of the KV cache
     longest_completion: int | None = None  # tokens; None: a completion may fill the context
     host_embedding: bool | None = None
     optim: str | None = None
-    sampling_weights: str | None = None  # for quantized weights: "16bit" dequantizes them once a sampling phase
-    sequences: int | None = None  # decoded together; None is a group
-    sleeps: bool = True  # whether the engine gives its cache back while training
-    completions_per_step: int | None = None  # a micro-batch never holds more; None is not known
-    host_bytes: int | None = None  # host memory that the run may fill; None is not known
-    keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, on the host
+    sampling_weights: str | None = None  # for quantized weights: "16bit" dequantizes them once per sampling phase
+    sequences: int | None = None  # decoded together; None: one group
+    sleeps: bool = True  # whether the engine frees its cache while training
+    completions_per_step: int | None = None  # an upper bound on those in a micro-batch; None: unknown
+    host_bytes: int | None = None  # host memory that the run may fill; None: unknown
+    keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, kept on the host
     reward_bytes: int = 0  # on the card while the largest reward model scores
-    reward_host_bytes: int = 0  # all reward models, between steps
-    ranks: int = 1  # processes of the run, each with a card of its own; all else here is of one of them
-    trained: int | None = None  # numbers of the adapter; None: of `lora_rank` on all linears
+    reward_host_bytes: int = 0  # of all reward models, on the host between steps
+    ranks: int = 1  # processes of the run, each with its own card; all other settings are per process
+    trained: int | None = None  # weights of the adapter; None: those of `lora_rank` on all linears
 
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "max_tokens", "chunk_rows", "kv_bytes",
@@ -74,25 +74,25 @@ class RunSettings:
 
     @property
     def form(self) -> str:
-        """In which weights are held: one of model_shape.FORMS."""
+        """The form in which weights are held: one of layer_forms.FORMS."""
         return FP8 if self.load_in_fp8 else NF4 if self.load_in_4bit else BITS_16
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Bytes of one component at the peak of each phase. `note` says what it is, and what it takes at other moments."""
+    """The bytes of one component at the peak of each phase. `note` describes it, and its bytes at other moments."""
 
     name: str
     rollout: int = 0
     train: int = 0
     host: int = 0
     note: str = ""
-    card_only: bool = False  # taken by the driver or a kernel on the card: fake tensors do not show it
+    card_only: bool = False  # taken by the driver or a kernel on a GPU, so not visible with fake tensors
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting that the planner chose, and the bytes by which it lowered the phase's peak."""
+    """A setting that the planner chose, and the bytes that it saves at the peak."""
 
     name: str
     value: Any
@@ -102,17 +102,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Rows of both phases, their sums, and what was chosen. Bytes throughout."""
+    """The rows of both phases, their sums in bytes, and the planner's choices."""
 
     model: str
     device: Device
-    settings: RunSettings  # with every choice filled in
+    settings: RunSettings  # complete, with every choice filled in
     rows: tuple[PlanRow, ...]
     choices: tuple[Choice, ...] = ()
-    concurrent_sequences: int = 0  # as long as allowed, in the KV cache
-    moment: str = ""  # in a training step, at which it holds most
-    train_allocated: int = 0  # the most that tensors take while training, without what only a card adds
-    advice: tuple[str, ...] = field(default=())  # where it does not fit
+    concurrent_sequences: int = 0  # sequences of the longest length for which the KV cache has room
+    moment: str = ""  # the moment of a training step with the most memory
+    train_allocated: int = 0  # the peak of tensors while training, without the rows that are `card_only`
+    advice: tuple[str, ...] = field(default=())  # what would make it fit, if it does not
 
     @property
     def rollout(self) -> int:
@@ -143,11 +143,12 @@ class MemoryPlan:
         return Limits(self.settings.max_tokens, None, self.settings.spread or 0)
 
     def micro_batches(self, groups: Iterable[tuple[int, Sequence[int]]]) -> int:
-        """Return how many micro-batches a step makes of groups: (tokens of the prompt, of each completion)."""
+        """Return the number of micro-batches for groups of (tokens of the prompt, tokens of each completion)."""
         return len(cut(groups, self.limits))
 
     def short_of(self) -> list[str]:
-        """Return what needs more: training that does not fit, a cache without room for a whole group, the host."""
+        """Return which of "train", "rollout" and "host" lack memory; "rollout" also if the KV cache has no room for a
+        whole group."""
         wanted = min(self.concurrent_sequences, self.settings.num_generations) < self.settings.num_generations
         crowded = wanted or self.rollout > self.device.budget
         short = {"train": self.train > self.device.budget, "rollout": crowded,

@@ -1,7 +1,7 @@
-"""Plans memory before a run: what each phase will hold, and settings with which the run fits a card. Nothing is loaded.
+"""Plan memory before a run: the bytes of each phase, and settings with which the run fits a card. Nothing is loaded.
 
 The sizes of weights and adapters are exact. Those of a training step follow the code, and tests compare them with a
-step that is weighed. Those of the rollout engine and of the driver are estimates and say so.
+measured step. Those of the rollout engine and of the driver are estimates and marked as such.
 """
 
 from dataclasses import replace
@@ -16,29 +16,29 @@ from lowmem_grpo.memory.rows import PAGED, build, recorded
 from lowmem_grpo.memory.time_plan import faster_in_16_bit
 from lowmem_grpo.utils import size_text
 
-TILES = (4096, 2048, 1024, 512)  # tokens that an MLP may take at a time, fastest first
-CHUNKS = (1024, 256, 64)  # tokens whose logits may exist at a time
-GROUPS = (2, 4, 8, 16, 32)  # groups of heads in attention's backward pass; no more than there are key heads
+TILES = (4096, 2048, 1024, 512)  # tokens in a tile of the MLP, fastest first
+CHUNKS = (1024, 256, 64)  # tokens whose logits are in memory at a time
+GROUPS = (2, 4, 8, 16, 32)  # groups of heads in attention's backward pass; at most one per key head
 MAX_PACKED = 16_384  # tokens in a micro-batch beyond which more sequences gain little speed
-MAX_PACKED_LARGE = 32_768  # the same on a card whose arithmetic is done sooner than the host has launched it
-LARGE = 40 * 10**9  # bytes of such a card that may be filled
-PLENTY = 0.5  # the same for fewer launches, which large steps and small cards do not wait for
-EASE = 0.9  # share of what may be filled: more than that is not taken for larger micro-batches, as plans are estimates
-SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # side by side in attention, in tokens of a micro-batch
+MAX_PACKED_LARGE = 32_768  # the same on a large card, which computes faster than the host launches kernels
+LARGE = 40 * 10**9  # budget in bytes from which a card counts as large
+PLENTY = 0.5  # share of the budget that may be used to save launches, which matter only for small steps on large cards
+EASE = 0.9  # share of the budget that larger micro-batches may fill, since plans are estimates
+SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # padded tokens in attention per token of a micro-batch
 CONTEXT_STEP = 128  # tokens
-FAR = 2**20  # tokens: the longest context looked for, where the config names none
+FAR = 2**20  # tokens of the longest context to search, if the config gives none
 WIDE = "4-bit weights are dequantized once for each phase of sampling: there is room beside the whole cache"
 WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would dequantize its weights anew"
 LASTING = "the cache stays while training, and with it the CUDA graphs of token steps: there is room for both"
-Step = tuple[str, Any, str]  # setting, value, what it does
+Step = tuple[str, Any, str]  # setting, value, description
 FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
 
 def plan(model_config: Any, run_config: RunSettings, device: Device, model: str = "") -> MemoryPlan:
-    """The plan of a run on a device, with every open setting chosen so that it fits, if it can.
+    """Return the plan of a run on a device, with every open setting chosen so that the run fits, if possible.
 
-    `model_config` holds a config.json's fields, or is a transformers config. A plan that does not fit (`fits`) says in
-    `advice` what would. ValueError where the context is longer than the model's.
+    `model_config` holds a config.json's fields, or is a transformers config. If a plan does not fit (`fits`), its
+    `advice` says what would. ValueError if the context is longer than the model's.
     """
     shape = ModelShape.from_config(model_config)
     if shape.context is not None and run_config.context > shape.context:
@@ -48,33 +48,35 @@ def plan(model_config: Any, run_config: RunSettings, device: Device, model: str 
 
 
 def max_context(model_config: Any, run_config: RunSettings, device: Device) -> int:
-    """The longest context, in steps of 128 tokens, with which a run fits the device; 0 where none does.
+    """Return the longest context, in steps of 128 tokens, with which a run fits the device; 0 if none does.
 
-    `run_config.context` is not looked at.
+    `run_config.context` is ignored.
     """
     return longest(ModelShape.from_config(model_config), run_config, device)
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
-    """Settings with which a run fits, if it can: the fastest ones, and then what lowers a peak that is too high."""
+    """Return a plan that fits, if possible: the fastest settings, with slower ones where a peak is too high."""
     draft = lowered(shape, asked, device)
     if asked.spread is None:
-        alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # a sequence a micro-batch
+        alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # one sequence per micro-batch
         draft = widened(shape, max(draft, lowered(shape, alone, device), key=worth), device)
-    settings = draft.settings  # a choice that was widened again is none
+    settings = draft.settings  # drop choices that widening has replaced
     kept = [choice for choice in draft.choices if choice.value == getattr(settings, choice.name)]
     draft = replace(draft, choices=(*kept, *chosen_for_rollout(shape, draft, asked)))
     return lasting(shape, in_one_piece(shape, dequantized(shape, draft), asked))
 
 
 def worth(draft: MemoryPlan) -> tuple[Any, ...]:
-    """Return what decides between two plans; if all is equal, the plan with larger micro-batches is taken."""
+    """Return the key by which the better of two plans is chosen; `max` takes the first, with larger micro-batches, if
+    they are equal."""
     settings = draft.settings
     return (draft.fits, draft.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
 
 
 def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
-    """The fastest settings first; then, one after the other, what lowers a peak that is too high."""
+    """Return a plan with the fastest settings, then with slower ones, one by one, as long as they lower a peak that is
+    too high."""
     draft = build(shape, generous(asked, device), device)
     choices: list[Choice] = []
     for steps, short_of in ((sizes(asked, device), short_of_ease), (steps_down(asked, device), MemoryPlan.short_of)):
@@ -87,7 +89,7 @@ def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan
 
 
 def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """The plan with weights dequantized while sampling, if the cache stays as large and decoding is faster."""
+    """Return the plan with weights dequantized for sampling, if the KV cache keeps its size and decoding is faster."""
     settings, rows = draft.settings, draft.settings.sequences or draft.settings.num_generations
     own = settings.engine != "vllm"
     if settings.sampling_weights is not None or settings.form == BITS_16 or (own and not recorded(shape)):
@@ -101,7 +103,8 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with a micro-batch in one MLP tile if there is room: tiles make an H100 wait for the host."""
+    """Return the plan with a whole micro-batch in one MLP tile if there is room: with tiles, an H100 waits for the
+    host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -112,7 +115,8 @@ def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> Me
 
 
 def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """The plan with the cache of our own engine kept while training, and so its CUDA graphs, where there is room."""
+    """Return the plan in which our own engine keeps its KV cache, and so its CUDA graphs, while training, if there is
+    room."""
     if draft.settings.engine == "vllm" or not recorded(shape):
         return draft
     kept = build(shape, replace(draft.settings, sleeps=False), draft.device)
@@ -122,18 +126,18 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def short_of_ease(draft: MemoryPlan) -> list[str]:
-    """Return what `short_of` does, for training at less than all of what may be filled."""
+    """Return which of "train" and "host" lack memory, with only the share EASE of the budget for training."""
     tight = draft.train > EASE * draft.device.budget
     return [*(["train"] if tight else []), *(["host"] if "host" in draft.short_of() else [])]
 
 
 def needed(draft: MemoryPlan, phase: str) -> int:
-    """Return the bytes of a phase, without the cache, which takes what is left."""
+    """Return the bytes of a phase without the KV cache, which takes the rest of the memory."""
     return {"train": draft.train, "rollout": draft.rollout - draft.kv_bytes, "host": draft.host}[phase]
 
 
 def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
-    """The plan with as much side by side in attention as costs nothing: another moment of the step holds as much."""
+    """Return the plan with the largest spread that costs no memory, because another moment of the step has the peak."""
     wider = (build(shape, replace(draft.settings, spread=spread), device)
              for spread in SPREADS if spread > (draft.settings.spread or 0))
     free = next((wide for wide in wider if wide.train <= draft.train and wide.host <= draft.host), draft)
@@ -149,23 +153,23 @@ def generous(asked: RunSettings, device: Device) -> RunSettings:
 
 
 def together(asked: RunSettings, device: Device) -> int:
-    """Sequences of the longest length in the largest micro-batch that is of use."""
+    """Return the number of longest sequences in the largest micro-batch that still gains speed."""
     most = MAX_PACKED_LARGE if device.budget >= LARGE else MAX_PACKED
     return max(1, min(most // asked.context, asked.completions_per_step or FAR))
 
 
 def enough(asked: RunSettings, device: Device) -> int:
-    """Sequences of the longest length in a micro-batch that is worth a slower setting elsewhere."""
+    """Return the number of longest sequences up to which a larger micro-batch is worth slower settings elsewhere."""
     return min(together(asked, device), asked.num_generations, max(1, MAX_PACKED // asked.context))
 
 
 def paid_spread(asked: RunSettings) -> float:
-    """Return the layout side by side in attention that is worth memory of its own, unless one sequence is enough."""
+    """Return the spread that is worth extra memory: the largest, or the least if the context exceeds MAX_PACKED."""
     return SPREADS[0] if asked.context <= MAX_PACKED else SPREADS[-1]
 
 
 def sizes(asked: RunSettings, device: Device) -> list[Step]:
-    """Smaller and smaller micro-batches, down to what is worth a slower setting elsewhere."""
+    """Return steps to smaller micro-batches, down to the size that is worth slower settings elsewhere."""
     most, least = together(asked, device), enough(asked, device)
     usual = min(most, max(least, MAX_PACKED // asked.context))
     paid = paid_spread(asked)
@@ -184,11 +188,12 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
         ("optim", PAGED, "optimizer states in 8 bits, on the host while they are not used"),
         *(("head_groups", count, "attention's gradient by groups of heads, each computed again") for count in GROUPS),
     ]
-    return [step for step in steps if step[0] != "host_embedding" or asked.engine != "vllm"]  # it needs the table
+    return [step for step in steps if step[0] != "host_embedding" or asked.engine != "vllm"]  # vLLM needs it
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
-    """Steps from `most` of the longest sequences in a micro-batch down to `least`, each by at most an eighth."""
+    """Return steps from `most` of the longest sequences in a micro-batch down to `least`, each by at most an eighth or
+    by one."""
     steps: list[Step] = []
     count = most
     while count > least:
@@ -198,20 +203,20 @@ def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
 
 
 def spreads(most: float, least: float) -> list[Step]:
-    """Return the steps from one layout side by side in attention down to another."""
+    """Return the steps to spreads below `most`, down to `least`."""
     return [("spread", spread, "less is laid side by side in attention, so that micro-batches of short completions "
              "hold fewer") for spread in SPREADS if least <= spread < most]
 
 
 def merged(choices: list[Choice]) -> list[Choice]:
-    """Return one choice for each setting, its last value, with the bytes of all its steps."""
+    """Return one choice per setting: its last value, with the bytes saved by all its steps."""
     last = {choice.name: choice for choice in choices}
     return [replace(final, saved=sum(choice.saved for choice in choices if choice.name == name))
             for name, final in last.items()]
 
 
 def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[Choice]:
-    """Return the choice of the cache's size, unless it was asked for."""
+    """Return the choice of the KV cache's size, unless the user set it."""
     if asked.kv_bytes is not None:
         return []
     group = asked.num_generations
@@ -223,14 +228,14 @@ def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings)
 
 
 def may_be_halved(draft: MemoryPlan) -> bool:
-    """Return whether a cache in 8 bits would let more sequences run at a time."""
+    """Return whether an 8-bit KV cache would let more sequences run at once."""
     settings = draft.settings
     return (settings.engine == "vllm" and not in_8_bits(settings.kv_cache_dtype)
             and draft.concurrent_sequences < settings.num_generations)
 
 
 def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str]:
-    """Say what would make a plan fit: a shorter context, a smaller model, a larger card."""
+    """Return lines that say what would fit: an 8-bit KV cache, a shorter context, a smaller model, a larger card."""
     device, room = draft.device, size_text(draft.device.budget)
     context, models = longest(shape, asked, device), fitting_models(asked, device)
     fixed = sum(row.train for row in draft.rows if row.name in FIXED)
@@ -248,7 +253,7 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
 
 
 def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
-    """Search for the longest context that fits, in tokens; 0 where none does."""
+    """Return the longest context that fits, in tokens, by binary search; 0 if none does."""
     low, high = 0, (shape.context or FAR) // CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2

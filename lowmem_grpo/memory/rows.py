@@ -1,4 +1,4 @@
-"""The rows of a plan: every component's bytes in both phases, for complete settings."""
+"""Build the rows of a plan: the bytes of each component in both phases, for complete settings."""
 
 from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import (
@@ -17,18 +17,18 @@ from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPla
 from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, EXPERTS, WORD, Moment, StepShape
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
-PAGED = "paged_adamw_8bit"  # its states are on the host but while they are used
+PAGED = "paged_adamw_8bit"  # keeps its states on the host while they are not used
 CUDA_CONTEXT = 512 * MIB  # the driver and its libraries
-GRAPHS = 384 * MIB  # CUDA graphs, vLLM's and ours
-RESERVE = 0.04  # share of what is freed and made again: holes between blocks
+GRAPHS = 384 * MIB  # CUDA graphs of vLLM or our engine
+RESERVE = 0.04  # fragmentation, as a share of the memory that is freed and allocated again
 KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
 REWARD_MODEL = "reward model"
 NOTES = training_step.NOTES | {REWARD_MODEL: "weights, and what is inside a layer (estimated)"}
 
 
 def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tuple[Choice, ...] = ()) -> MemoryPlan:
-    """The plan of complete settings. The cache takes what is left, up to what sequences of the longest length need: a
-    group in vLLM, which lets the others wait, and all that are sampled together in our own engine."""
+    """Return the plan of complete settings. The KV cache takes the rest of the memory, up to the need of sequences of
+    the longest length: one group in vLLM, where further requests wait, and all that our own engine decodes together."""
     fixed = fixed_rows(shape, settings)
     moments = most_of(step_shapes(shape, settings))
     if settings.reward_bytes:
@@ -65,12 +65,13 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
 
 
 def recorded(shape: ModelShape) -> bool:
-    """Return whether our own engine records token steps as CUDA graphs: none of a cache that changes its place."""
+    """Return whether our own engine can record decode steps as CUDA graphs: not with delta nets, experts or layers that
+    share keys."""
     return not (shape.delta or shape.experts or shape.forms)
 
 
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the bytes in the cache of the first longest sequence, and of each further one of its group."""
+    """Return the KV cache bytes of the first longest sequence, and of each further one of its group."""
     if settings.engine != "vllm":
         return (shape.kv_bytes(-(-settings.context // GRAPH_PLACES) * GRAPH_PLACES),) * 2
     itemsize = cache_itemsize(settings.kv_cache_dtype)
@@ -82,14 +83,14 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of what is there at all times of a phase: weights, embeddings, adapters, optimizer."""
+    """Return the rows of components that are present throughout a phase: weights, embeddings, adapters, optimizer."""
     table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
     where = "on the host" if settings.host_embedding and shape.host_bytes() else embedded(shape)
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
-    kind, ranks = KINDS[settings.form], settings.ranks > 1  # their gradients are summed in a copy
+    kind, ranks = KINDS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
     return [
         PlanRow("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
         PlanRow("embedding", on_device, on_device, note=where),
@@ -102,25 +103,25 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
-    """Return how many numbers the adapter has."""
+    """Return the number of weights in the adapter."""
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
-    """Say what LoRA there is and on which layers."""
+    """Return a note on LoRA's rank or size and its layers."""
     if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
         return f"LoRA of rank {settings.lora_rank} on {layers}"
     return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
 
 
 def embedded(shape: ModelShape) -> str:
-    """Say what the embeddings on the card are."""
+    """Return a note on the embeddings on the card."""
     return "; ".join(("the head is the same table" if shape.tied else "16 bits",
                       *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of what lies beside the trainer's tensors while sampling; vLLM keeps its copy of the adapters."""
+    """Return the rows of the sampler's own copies of weights; vLLM keeps its copy of the adapters while training."""
     copied = WORD * trained_numbers(shape, settings)
     rows = [PlanRow("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.engine != "vllm":
@@ -133,7 +134,7 @@ def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def states(shape: ModelShape) -> str:
-    """Say how many layers keep a state in place of keys and values, and its size."""
+    """Return a note on the layers with a state instead of keys and values, and its size; empty if there are none."""
     if shape.delta is None:
         return ""
     with_states, size = shape.delta.layers, shape.states_bytes / MIB
@@ -141,10 +142,10 @@ def states(shape: ModelShape) -> str:
 
 
 def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
-    """The largest micro-batches of a training step: of one sequence, and of several side by side."""
+    """Return the largest micro-batches of a training step: of one sequence, and of several that attention pads."""
     bound = settings.max_tokens or settings.context
     area = int((settings.spread or 0) * bound)
-    sizes = [(settings.context, 0), *([(min(bound, area), area)] if area else [])]  # no place lies nowhere
+    sizes = [(settings.context, 0), *([(min(bound, area), area)] if area else [])]  # packed <= padded
     return [
         StepShape(shape, tokens, laid, settings.lora_rank, settings.checkpointing, settings.mlp_tile or 0,
                   settings.chunk_rows or tokens, settings.form != BITS_16, settings.head_groups or 1)
@@ -153,14 +154,14 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
 
 
 def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
-    """Return each moment as the micro-batch holds it that holds most."""
+    """Return each moment for the micro-batch that takes most memory at it."""
     all_moments = [shape.moments() for shape in shapes]
     return {name: max((moments[name] for moments in all_moments), key=lambda moment: sum(moment.values()))
             for name in all_moments[0]}
 
 
 def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> PlanRow:
-    """A component's bytes at the peak; its note says where it holds more at another moment."""
+    """Return the row of a component at the peak; its note says if it takes more at another moment."""
     now = moments[peak].get(component, 0)
     other = max((moment for moment in moments if moment != peak), key=lambda moment: moments[moment].get(component, 0))
     most = moments[other].get(component, 0)
@@ -170,7 +171,7 @@ def working_row(component: str, peak: str, moments: dict[str, Moment], groups: i
 
 
 def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -> int:
-    """Return the bytes that the engine holds while it samples beside weights, cache and CUDA graphs."""
+    """Return the bytes of the engine while sampling, apart from weights, KV cache and CUDA graphs."""
     sequences = settings.sequences or settings.num_generations
     sampling = 3 * 4 * sequences * shape.vocabulary  # logits, probabilities, sorted
     most = prefill_tokens(device.total, sequences) if settings.engine == "vllm" else LARGE_PREFILL
@@ -180,13 +181,13 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
 
 
 def mask_bytes(settings: RunSettings, sequences: int) -> int:
-    """Return the bytes of attention's masks while our engine reads prompts: two of bools, one in 16 bits."""
+    """Return the bytes of attention's masks while our engine prefills: two of bools, one in 16 bits."""
     prompts = -(-sequences // settings.num_generations)
     return 2 * WORD * prompts * min(settings.context, prefill_piece(prompts, settings.context)) * settings.context
 
 
 def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the row of all that waits in host memory."""
+    """Return the row of host memory: offloaded layer inputs, embedding, optimizer states, adapter, reward models."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
     states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0

@@ -1,11 +1,11 @@
-"""Estimates the seconds of a step on a named card before it runs: from the card's data sheet, never measured
-(docs/plan.md). A token step of M rows takes the time of the bytes of adapter, cache, head and logits, that of its
-launches, and for a layer's W weights
+"""Estimate the seconds of a step on a named card before it runs, from the card's data sheet and not from measurements
+(docs/plan.md). A decode step of M rows takes the time to move the bytes of adapter, KV cache, head and logits, that of
+its launches, and for a layer's W weights
 
-    16 bits                    the larger of 2 W bytes over memory bandwidth and 2 M W FLOP
-    4 bits and FP8, few rows   the largest of the weight's bytes, of 2 M W / BLOCK_N bytes of x that are read from L2,
-                               and of W times the instructions a weight takes
-    4 bits and FP8, more rows  it is dequantized (read, and written in 16 bits), then multiplied
+    16 bits                    the larger of the times for 2 W bytes of memory and for 2 M W FLOP
+    4 bits and FP8, few rows   the largest of the times for the weight's bytes, for 2 M W / BLOCK_N bytes of x read from
+                               L2, and for W times the kernel's instructions per weight
+    4 bits and FP8, more rows  the time to dequantize (read, and write in 16 bits), then to multiply
 """
 
 from collections.abc import Iterable
@@ -21,42 +21,42 @@ from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
 
-# What programs reach of a data sheet's units. The first two were measured on an H200, the others are assumptions.
+# Achieved rate per unit of the data sheet. The first two were measured on an H200, the others are assumptions.
 GEMM = 0.80e12  # per TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
 MEMORY = 0.90e12  # per TB/s: a copy of 4.3 of 4.8
 ATTENTION = 0.35e12  # per TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
 PCIE = 0.85e9  # per GB/s, from pinned memory
-L2 = 24e9  # bytes of a multiprocessor and GHz: 5.6 TB/s on an H200; no data sheet has it
-LANES = 128e9  # instructions of a multiprocessor and GHz: of four warps of 32 lanes
-# Launches of a layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test holds
-# these against it. Microseconds are of the host, unless they are of a graph.
+L2 = 24e9  # bytes/s per multiprocessor and GHz: 5.6 TB/s on an H200; no data sheet has it
+LANES = 128e9  # instructions/s per multiprocessor and GHz: four warps of 32 lanes
+# Launches per layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test compares them
+# with it. Microseconds are the host's, except for graphs.
 LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # per micro-batch; the backward pass recomputes the forward pass
-LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # per token step in a CUDA graph; the second is an assumption
-HOST_US_PER_LAUNCH = 6.4  # torch, autograd, our Python: 55 ms of 9,612, an assumption, and 3.1 of an opaque op, counted
-GRAPH_US_PER_LAUNCH = 1.9  # on the card: a small kernel in a graph, 470 of which take 0.8 to 1 ms
-RECORD_SECONDS = 0.15  # for a graph of the transformers engine; an assumption, 0.35 on slow hosts
-EAGER_LAYER_US = 1200.0  # per pass of the transformers engine without a graph; an assumption
-SAMPLER_LAUNCHES = 30  # per token step outside of the graph: sampler, positions, block tables; an assumption
-SAMPLER_PASSES = 10  # over the float32 logits of a token step: softmax, log-probabilities, drawing; an assumption
-HEAD_FACTOR = 1.17  # `linear_logprobs` to its products, between the estimates 1.15 and 1.19
-BACKWARD_ATTENTION = 2.5  # times its forward pass: five products in place of two (Dao, arXiv 2307.08691)
-BACKWARD_ELEMENTWISE = 1.5  # times the forward pass's bytes: a gradient reads what the forward pass read, and its own
+LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # per decode step in a CUDA graph; the second is an assumption
+HOST_US_PER_LAUNCH = 6.4  # torch, autograd, our Python: 55 ms for 9,612 (assumed), 3.1 for an opaque op (counted)
+GRAPH_US_PER_LAUNCH = 1.9  # on the card: a small kernel in a graph; 470 of them take 0.8 to 1 ms
+RECORD_SECONDS = 0.15  # per CUDA graph of the transformers engine; an assumption, 0.35 on slow hosts
+EAGER_LAYER_US = 1200.0  # per layer and pass of the transformers engine without a graph; an assumption
+SAMPLER_LAUNCHES = 30  # per decode step outside the graph: sampler, positions, block tables; an assumption
+SAMPLER_PASSES = 10  # over a decode step's float32 logits: softmax, log-probabilities, drawing; an assumption
+HEAD_FACTOR = 1.17  # time of `linear_logprobs` relative to its products, between the estimates 1.15 and 1.19
+BACKWARD_ATTENTION = 2.5  # relative to its forward pass: five products in place of two (Dao, arXiv 2307.08691)
+BACKWARD_ELEMENTWISE = 1.5  # bytes relative to the forward pass: backward reads the forward's inputs and the gradient
 OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
-SUM_BYTES_PER_SECOND = 1.2e9  # gradients, added up over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL is not measured
-ENGINE_SECONDS = 0.3  # a step: the engine falls asleep and wakes, and quick rewards; an assumption
-WORTH = 0.05  # share of the seconds of decoding: below, weights in 16 bits are not worth their bytes
-NF4_SHARE = 0.28  # the NF4 kernel reaches it from sm_80 on, as a share of its instructions' rate: on an H100, 14336 x
-# 4096 takes 34 us for 8 rows and 66 us for 64
-DECODE_SHARE = 0.82  # the same for others, as a share of their bound; an assumption
-# Measured seconds to planned ones, by card and phase ("generate", "train"), of committed rows of bench/results that a
-# card made. `bench/loop/calibrate_time.py` prints what the rows say.
+SUM_BYTES_PER_SECOND = 1.2e9  # gradients all-reduced over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL was not measured
+ENGINE_SECONDS = 0.3  # per step, for the engine's sleep and wake-up and for quick rewards; an assumption
+WORTH = 0.05  # least share of decoding time that 16-bit weights must save to be worth their bytes
+NF4_SHARE = 0.28  # share of its instruction rate that the NF4 kernel reaches from sm_80 on: on an H100, 14336 x 4096
+# takes 34 us for 8 rows and 66 us for 64
+DECODE_SHARE = 0.82  # the same for other decode kernels, as a share of their bound; an assumption
+# Ratio of measured to planned seconds, by card and phase ("generate", "train"), from rows of bench/results measured on
+# that card. `bench/loop/calibrate_time.py` prints the ratios of the committed rows.
 CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 1.94, "train": 1.88}}
 PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # share of context and of longest completion, as in GSM8K
-TAIL = 0.25  # share of the most sequences that ran together in a call: while fewer do, token steps are the tail's
+TAIL = 0.25  # decode steps belong to the tail while fewer than this share of the most sequences in a call still run
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 ATTENTION_IN, MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-# Instructions a weight of the decode kernels by rows (at most), counted in their compiled loops: by form, and by the
-# compute capability from which on they hold (no tensor cores before sm_80, no type e4m3 before sm_89).
+# Instructions per weight of the decode kernels, counted in their compiled loops: form -> least compute capability ->
+# {most rows: instructions} (no tensor cores before sm_80, no e4m3 type before sm_89).
 DECODE_INSTRUCTIONS = {
     "nf4": {80: {8: 5.0, 32: 6.7, 64: 9.1}, 75: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4, 40: 88.0},
             0: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4}},
@@ -66,25 +66,27 @@ DECODE_INSTRUCTIONS = {
 
 
 def calibration(card: str, phase: str) -> float:
-    """Return the factor of a planned time of this phase: 1 where no row of this card says otherwise."""
+    """Return the correction factor for a phase's planned time; 1 if this card has no measurement."""
     return CALIBRATION.get(card, {}).get(phase, 1.0)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """P prompts with G completions each. Lengths are in tokens; those of prompt and completion are means.
+    """The work of a step: P prompts with G completions each. Lengths are in tokens; those of prompt and completion are
+    means.
 
-    Lengths of completions are taken to follow a Beta(1, k) law of mean m up to the longest one, L: k = L / m - 1.
+    Lengths of completions are assumed to follow a Beta(1, k) distribution scaled to the longest, L, with mean m:
+    k = L / m - 1.
     """
 
     prompts: int
     generations: int
     prompt_length: float
     completion_length: float
-    longest: int  # completion of the step
+    longest: int  # tokens of the step's longest completion
     iterations: int = 1  # passes of training over the completions
     updates: int = 1  # optimizer steps
-    forward_only: int = 0  # passes that only compute log-probabilities: of the old policy, of the reference
+    forward_only: int = 0  # passes for log-probabilities only: of the old policy, of the reference
 
     def __post_init__(self) -> None:
         for name in ("prompts", "generations", "prompt_length", "completion_length", "longest"):
@@ -100,7 +102,8 @@ class Workload:
         cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
         completion_length: int | None = None, longest: int | None = None,
     ) -> "Workload":
-        """Return the work of a context, with GSM8K's shares for lengths left out. ValueError where it is too much."""
+        """Return the work that fits a context; lengths left out are shares of it, as in GSM8K. ValueError if prompt and
+        completion do not fit."""
         share = int(context * PROMPT_SHARE)
         prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
         limit = max(1, min(context - share, context - prompt)) if longest is None else longest
@@ -116,35 +119,35 @@ class Workload:
 
     @property
     def places(self) -> float:
-        """Tokens of all micro-batches: each prompt once, up to its last token, and each completion."""
+        """The packed tokens of all micro-batches: each prompt once, without its last token, and each completion."""
         return self.prompts * (self.prompt_length - 1) + self.sequences * self.completion_length
 
     def lengths(self, count: int) -> list[float]:
-        """Return the lengths of so many completions, longest first: quantiles of the law."""
+        """Return the lengths of `count` completions, longest first: quantiles of the distribution."""
         power = self.completion_length / max(self.longest - self.completion_length, 1e-9)  # 1 / k
         return [self.longest * (1 - ((number + 0.5) / count) ** power) for number in range(count)]
 
     @property
     def squared_length(self) -> float:
-        """The mean of (prompt + completion)^2, which attention costs."""
+        """The mean of (prompt + completion)^2, to which attention's cost is proportional."""
         mean, longest = self.completion_length, self.longest
         return self.prompt_length**2 + 2 * self.prompt_length * mean + 2 * mean**2 * longest / (longest + mean)
 
 
-Stretch = tuple[float, int, int, float]  # token steps, rows that run, rows that are computed, their mean tokens
+Stretch = tuple[float, int, int, float]  # decode steps, running rows, computed rows, mean tokens of a row
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on one card, with nothing left open in `settings`."""
+    """The seconds of a step on one card, for complete `settings`."""
 
     shape: ModelShape
     settings: RunSettings
     speed: cards.CardSpeed
     work: Workload
     together: int = 1  # sequences decoded at a time
-    micro_batches: int = 1  # in a pass of training; taken to be of one size
-    reads: int = cards.LARGE_PREFILL  # tokens of prompts read in one pass
+    micro_batches: int = 1  # in a pass of training, assumed to have the same size
+    reads: int = cards.LARGE_PREFILL  # prompt tokens in one prefill pass
 
     @cached_property
     def linears(self) -> list[Linear]:
@@ -152,12 +155,13 @@ class StepTime:
 
     @property
     def quantized(self) -> bool:
-        """Whether token steps of all numbers of rows multiply with quantized weights."""
+        """True if all decode steps, with any number of rows, use quantized weights."""
         return self.settings.form != BITS_16 and self.settings.sampling_weights != "16bit"
 
     @cached_property
     def few(self) -> int:
-        """Rows up to which the kernel of codes takes no longer than products in 16 bits, and is therefore used."""
+        """The most rows for which the decode kernel on quantized codes is no slower than 16-bit products, and is used.
+        """
         linears, rows = [linear for linear in self.linears if linear.experts == 1], 1
         while (decode_instructions(rows, self.speed, self.settings.form) is not None
                and sum(self.by_codes(linear, rows) - self.multiply(linear.weights, rows) for linear in linears) <= 0):
@@ -170,25 +174,25 @@ class StepTime:
 
     @property
     def eager(self) -> bool:
-        """Whether token steps are no CUDA graphs: our own engine has none of a cache that changes its place."""
+        """True if decode steps do not run as CUDA graphs, as in our own engine for models that `recorded` excludes."""
         return self.settings.engine != "vllm" and not recorded(self.shape)
 
     def multiply(self, weights: float, rows: float) -> float:
-        """Return the seconds of 16-bit weights times M rows: as slow as the FLOP or as the weights' bytes."""
+        """Return the seconds of 16-bit weights times M rows, bound by FLOP or by the weights' bytes."""
         return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights))
 
     def move(self, size: float) -> float:
-        """Return the seconds in which device memory moves so many bytes."""
+        """Return the seconds to move `size` bytes in device memory."""
         return size / (self.speed.memory_tb_s * MEMORY)
 
     def dequantize(self, linears: Iterable[Linear]) -> float:
-        """Return the seconds of weights from 4 bits or FP8 to 16, read and written; 0 where they are not quantized."""
+        """Return the seconds to dequantize weights from 4 bits or FP8 to 16, read and write; 0 if not quantized."""
         form = self.settings.form
         return 0.0 if form == BITS_16 else self.move(sum(w.bytes_in(form) + 2 * w.weights for w in linears))
 
     def stretches(self) -> list[Stretch]:
-        """Return the token steps by what they compute. A free row goes to the next sequence; once none waits, rows end:
-        they leave vLLM at once, and our own engine when the graph of so many rows is another (`graph_rows`)."""
+        """Return the decode steps grouped by the rows they compute. A finished row is given to the next sequence; once
+        none waits, rows end: vLLM drops them at once, our own engine when a smaller CUDA graph fits (`graph_rows`)."""
         work = self.work
         rows = min(self.together, work.sequences)
         waiting = (work.sequences - rows) * work.completion_length / rows
@@ -200,14 +204,14 @@ class StepTime:
         return [stretch for stretch in stretches if stretch[0]]
 
     def decode(self) -> float:
-        """Return the seconds of all token steps, and of the graphs that our own engine records for them, where it gives
-        them back while training; else only a run's first steps record some."""
+        """Return the seconds of all decode steps, including the CUDA graphs that our own engine records in each step if
+        it frees them while training; otherwise only a run's first steps record any."""
         stretches = self.stretches()
         graphs = 0 if self.settings.engine == "vllm" or self.eager else len(self.graphs(stretches))
         return self.token_steps(stretches) + graphs * RECORD_SECONDS
 
     def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
-        """Return the (rows, places) of the graphs that our own engine records in each step, for what it gave back."""
+        """Return the (rows, cache length) of the CUDA graphs that our own engine records anew in each step."""
         place, sizes = round(self.work.prompt_length), set[tuple[int, int]]()
         for steps, _, rows, _ in stretches:
             if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
@@ -216,11 +220,11 @@ class StepTime:
         return sizes
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
-        """Return the seconds of these token steps."""
+        """Return the seconds of these decode steps."""
         return sum(steps * self.token_step(rows, cached) for steps, _, rows, cached in stretches)
 
     def token_step(self, rows: int, cached: float) -> float:
-        """Return the seconds of a step of M rows with so many tokens each in the cache."""
+        """Return the seconds of a decode step of M rows with `cached` tokens each in the KV cache."""
         shape, settings = self.shape, self.settings
         if settings.engine != "vllm" and not self.eager:
             cached = cards.graph_width(ceil(cached))
@@ -234,7 +238,7 @@ class StepTime:
         return card + (graph + SAMPLER_LAUNCHES * HOST_US_PER_LAUNCH) * 1e-6
 
     def product(self, linear: Linear, rows: int) -> float:
-        """Return the seconds of one matrix times M rows, or of the experts that M rows take, chosen independently."""
+        """Return the seconds of one matrix times M rows, or of the experts that M rows use if routed independently."""
         again = self.dequantize([linear]) if self.quantized else 0.0
         if linear.experts > 1:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
@@ -246,7 +250,7 @@ class StepTime:
         return self.multiply(linear.weights, rows) + again
 
     def by_codes(self, linear: Linear, rows: int) -> float:
-        """Return the seconds of one matrix times M rows by the kernel that reads codes."""
+        """Return the seconds of one matrix times M rows in the decode kernel on quantized codes."""
         instructions = decode_instructions(rows, self.speed, self.settings.form) or 0.0
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         moved = max(self.move(reads * linear.bytes_in(self.settings.form)),
@@ -257,7 +261,7 @@ class StepTime:
         return max(moved, computed) / DECODE_SHARE
 
     def prefill(self) -> float:
-        """Return the seconds of reading each prompt once; weights are dequantized for each pass, or once for all."""
+        """Return the seconds to prefill each prompt once; weights are dequantized for each pass, or once for all."""
         tokens = self.work.prompts * self.work.prompt_length
         passes = ceil(tokens / self.reads)
         card = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
@@ -267,12 +271,12 @@ class StepTime:
         return self.shape.layers * max(card, passes * host * 1e-6)
 
     def attention(self, squared: float) -> float:
-        """Return the seconds of a layer's attention, forward, for so many tokens squared."""
+        """Return the seconds of a layer's attention, forward, where `squared` is the sum of squared lengths."""
         return 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
-        """Return the seconds of the card and of the host, which work at the same time, for one forward and one backward
-        pass over all completions. What is recomputed (in tiles all but `down`) is a part of the second."""
+        """Return the (card, host) seconds, which overlap, of one forward and one backward pass over all completions.
+        Recomputation (with tiles, all but `down`) is part of the backward pass."""
         shape, settings, linears = self.shape, self.settings, self.linears
         again, elementwise = bool(settings.checkpointing), self.elementwise()
         attention = self.attention(self.work.sequences * self.work.squared_length)
@@ -281,7 +285,7 @@ class StepTime:
         backward += (BACKWARD_ATTENTION + again + self.grouped) * attention
         if again:
             backward += self.layer([w for w in linears if not settings.mlp_tile or w.name != "down_proj"], 1)
-        if self.grouped:  # each group of heads is computed once more, and q, k and v before it
+        if self.grouped:  # recomputes q, k and v, and then each group of heads
             backward += self.products([w for w in linears if w.name in ATTENTION_IN], 0)
         trained = self.work.sequences * self.work.completion_length
         head = 4 * trained * shape.vocabulary * shape.hidden / (self.speed.tflops * GEMM) * HEAD_FACTOR
@@ -291,48 +295,49 @@ class StepTime:
                 "backward": (shape.layers * backward, host * launches)}
 
     def layer(self, linears: list[Linear], lora: int) -> float:
-        """Return the seconds of all tokens times these weights, dequantized for each tile, and their LoRA."""
+        """Return a layer's seconds for all tokens times these weights, which are dequantized for each tile, with `lora`
+        times the products of their LoRA."""
         tile, mlp = self.settings.mlp_tile, [linear for linear in linears if linear.name in MLP]
         tiles = ceil(self.work.places / self.micro_batches / tile) if tile else 1
         seconds = self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)
         return self.micro_batches * seconds + self.products(linears, lora)
 
     def products(self, linears: list[Linear], lora: int) -> float:
-        """Return the seconds of their products alone."""
+        """Return the seconds of `layer` without dequantization."""
         adapted = sum(linear.rows + linear.columns for linear in self.linears if linear.experts == 1)
         numbers = sum(linear.passed for linear in linears) + lora * self.settings.lora_rank * adapted
         return self.micro_batches * self.multiply(numbers, self.work.places / self.micro_batches)
 
     def elementwise(self) -> float:
-        """Return the seconds of a layer's norms, residuals, rope, layout of q, k and v, and activation, forward."""
+        """Return the seconds of a layer's norms, residuals, RoPE, layout of q, k and v, and activation, forward."""
         shape, linears = self.shape, sum(w.taken * (2 * w.columns + 4 * w.rows) for w in self.linears)
         size = 20 * shape.hidden + 28 * (shape.queries + shape.keys) + 6 * shape.inner + linears
         return self.move(self.work.places * size)
 
     def optimizer(self) -> float:
-        """Return the seconds of one optimizer step: bytes of the adapters, and Python around each tensor."""
+        """Return the seconds of one optimizer step: moving the adapters' bytes, and Python overhead per tensor."""
         numbers, optim = trained_numbers(self.shape, self.settings), self.settings.optim or PAGED
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
-        moved = self.move(24 * numbers + states)  # gradients three times and written once, weights and states both ways
+        moved = self.move(24 * numbers + states)  # read gradients 3 times, write once; weights and states both ways
         paged = states / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
         return moved + paged + 2 * self.shape.layers * len(self.linears) * OPTIMIZER_US_PER_TENSOR * 1e-6
 
     def copies(self, forward: float, backward: float) -> float:
-        """Return the seconds of copies of layer inputs, to the host and back, that no pass hides."""
+        """Return the seconds of copying layer inputs to the host and back that are not hidden behind a pass."""
         if self.settings.checkpointing != "offload":
             return 0.0
         link = 2 * self.work.places * self.shape.hidden * self.shape.layers / (self.speed.pcie_gb_s * PCIE)
-        return max(0.0, link - forward) + max(0.0, link - backward * (not self.grouped))  # which do not read ahead
+        return max(0.0, link - forward) + max(0.0, link - backward * (not self.grouped))  # head groups do not prefetch
 
 
 def decode_instructions(rows: int, speed: cards.CardSpeed, form: str = NF4) -> float | None:
-    """Return a weight's instructions in the decode kernel of this form; None where it does not take so many rows."""
+    """Return the instructions per weight in the decode kernel of this form; None if it does not support `rows`."""
     table = next(table for least, table in DECODE_INSTRUCTIONS[form].items() if speed.capability >= least)
     return next((count for most, count in table.items() if rows <= most), None)
 
 
 def block_outputs(outputs: int, rows: int, form: str) -> int:
-    """Return the outputs of a block of the decode kernel, as in `few_rows.narrow_launch` and `decode_launch`."""
+    """Return the outputs per block of the decode kernel, as in `few_rows.narrow_launch` and `decode_launch`."""
     if form == NF4:
         return 16 if rows <= 32 else 32
     return 64 if outputs >= 8192 and rows <= 32 else 32
@@ -340,9 +345,10 @@ def block_outputs(outputs: int, rows: int, form: str) -> int:
 
 def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm"
                      ) -> bool:
-    """Return whether a card decodes M sequences of at most so many tokens sooner, by a share of `WORTH`, with
-    dequantized weights beside the codes, which steps of few rows read, than with codes alone. It is an estimate from
-    the data sheet, and True for a card without one, but for our own engine, which would record graphs anew."""
+    """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, with
+    dequantized weights beside the codes (which steps of few rows still read) than with codes alone. This is an estimate
+    from the data sheet. For a card without one it is True for vLLM, and False for our own engine, which would record
+    its CUDA graphs anew."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
     if name is None:
@@ -352,7 +358,7 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
 
 
 def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
-    """Return up to how many rows a token step is sooner with codes than in 16 bits; 0 without a data sheet."""
+    """Return the most rows for which a decode step is faster on codes than in 16 bits; 0 without a data sheet."""
     name = cards.card_of(card)
     settings = RunSettings(1, load_in_fp8=form == FP8)
     return 0 if name is None else StepTime(shape, settings, cards.SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
@@ -360,7 +366,7 @@ def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """Estimated seconds of a step by part; without parts, `why` says what is missing."""
+    """The estimated seconds of a step by part; if there are none, `why` says what is missing."""
 
     workload: Workload
     card: str | None = None
@@ -369,18 +375,18 @@ class TimePlan:
     micro_batches: int = 0
     sampled_together: int = 0
     token_steps: int = 0
-    sampling_bits: int = 0  # the weights that token steps multiply with
-    tail_steps: int = 0  # those of the token steps at the end, with few sequences
-    tail_seconds: float = 0.0  # a part of decode
-    bound: dict[str, str] = field(default_factory=dict)  # what a training pass waits for: "card" or "launches"
-    estimated: bool = True  # and never measured
+    sampling_bits: int = 0  # of the weights in decode steps
+    tail_steps: int = 0  # decode steps at the end, with few sequences
+    tail_seconds: float = 0.0  # part of decode
+    bound: dict[str, str] = field(default_factory=dict)  # what limits a training pass: "card" or "launches"
+    estimated: bool = True  # always: nothing is measured
     step_seconds: float | None = None
     generate_seconds: float | None = None
     train_seconds: float | None = None
 
 
 def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
-    """Return the seconds of a step under a memory plan."""
+    """Return the estimated seconds of a step under a memory plan."""
     card, settings = cards.card_of(plan.device.name), plan.settings
     if card is None:
         return TimePlan(work, why=f"no data sheet is known of {plan.device.name!r}, so no speed; name a card, such as "
@@ -417,13 +423,13 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
 
 
 def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
-    """Return how many sequences the cache has room for at a time."""
+    """Return the number of sequences for which the KV cache has room."""
     longest = shape.kv_bytes(round(work.prompt_length) + work.longest, cache_itemsize(plan.settings.kv_cache_dtype))
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
     return max(1, plan.concurrent_sequences, min(cards.MOST_SEQUENCES, room // longest))
 
 
 def micro_batches(plan: MemoryPlan, work: Workload) -> int:
-    """Return how many micro-batches a step makes of completions with the lengths of the law."""
+    """Return the number of micro-batches of a step whose completions have the workload's lengths."""
     completions = [max(1, round(length)) for length in work.lengths(work.generations)]
     return plan.micro_batches([(round(work.prompt_length), completions)] * work.prompts)

@@ -1,8 +1,8 @@
-"""Bytes of a training step, moment by moment: what is alive when a layer's MLP, its attention, or the head is at work.
+"""The bytes of a training step at its peak moments: the tensors alive while a layer's MLP, attention or the head runs.
 
-T tokens of a micro-batch, A places that attention lays side by side, D hidden size, I inner size, R rows of an MLP
-tile; 16 bits a number. A moment lists, by a plan's rows, what is alive beside weights, adapters, gradients and
-optimizer. The sizes are those of the code that runs, and tests that weigh a real step hold them against it.
+T packed tokens of a micro-batch, A padded tokens in attention, D hidden size, I inner size, R rows of an MLP tile; 16
+bits per number. A moment lists, by a plan's rows, the bytes alive beside weights, adapters, gradients and optimizer.
+The sizes follow the code, and tests compare them with measurements of a real step.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from lowmem_grpo.memory.layer_forms import ExpertForm
 from lowmem_grpo.memory.model_shape import ModelShape
 
 WORD = 2  # bytes of a number in 16 bits
-BAND_BYTES = 64 * 2**20  # dequantized weights at a time
+BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
 PIECE = 2048  # rows of one expert that are computed together
-GROUPED_ROWS = 64  # an expert, up to which all are computed together
+GROUPED_ROWS = 64  # most rows per expert, on average, for which all experts are computed together
 PAGE_BYTES = 4 * 2**20  # a page of host memory
-RESIDENT = 2  # layer inputs on the device while the others are on the host; one where attention is by groups of heads
+RESIDENT = 2  # layer inputs on the device while the others are on the host; one if attention runs by groups of heads
 INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
     "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
 )
 EXPERTS = "experts at work"
-CARD_ONLY = (WORKSPACE, EXPERTS)  # within one operation, which fake tensors do not show
+CARD_ONLY = (WORKSPACE, EXPERTS)  # allocated within one operation, so not visible with fake tensors
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
     HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
@@ -34,54 +34,54 @@ Moment = dict[str, int]
 
 @dataclass(frozen=True)
 class StepShape:
-    """The shape of one micro-batch."""
+    """The shape of one micro-batch, and the settings that determine its memory."""
 
     model: ModelShape
     tokens: int  # T
-    area: int  # A; 0 for a single sequence, which lies as it should: attention takes it as it is
-    rank: int
+    area: int  # A; 0 for a single sequence, which attention takes without padding
+    rank: int  # of LoRA
     checkpointing: bool | str
-    mlp_tile: int  # R; 0 for none
+    mlp_tile: int  # R; 0: no tiles
     chunk_rows: int
     quantized: bool = True
-    head_groups: int = 1  # in which attention's backward pass takes the heads
+    head_groups: int = 1  # parts in which attention's backward pass takes the heads
 
     @property
     def by_groups(self) -> bool:
-        """Whether attention keeps only q, k and v, and computes a group of heads again for its gradient."""
+        """True if attention saves only q, k and v, and recomputes each group of heads for its gradient."""
         return self.head_groups > 1
 
     @property
     def made_again(self) -> bool:
-        """Whether q, k and v are computed again too, once attention's gradient begins."""
+        """True if q, k and v are recomputed as well, when attention's backward pass begins."""
         return self.by_groups and self.model.family.attention.lean
 
     @property
     def group(self) -> float:
-        """The share of the heads in the largest group, of whole key heads."""
+        """The share of the heads that is in the largest group; groups consist of whole key heads."""
         heads = self.model.kv_heads
         return -(-heads // min(self.head_groups, heads)) / heads
 
     @property
     def hidden(self) -> int:
-        """Bytes of (T, D)."""
+        """The bytes of (T, D)."""
         return WORD * self.tokens * self.model.hidden
 
     @property
     def queries(self) -> int:
-        """Bytes of (T, H K)."""
+        """The bytes of (T, H K)."""
         return WORD * self.tokens * self.model.queries
 
     @property
     def keys(self) -> int:
-        """Bytes of (T, H_kv K)."""
+        """The bytes of (T, H_kv K)."""
         return WORD * self.tokens * self.model.keys
 
     @property
     def laid(self) -> int:
-        """Bytes of q, k, v, output and log-sums as attention keeps them: side by side, or packed for one sequence."""
+        """The bytes of q, k, v, output and log-sums that attention saves: padded, or packed for a single sequence."""
         token = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
-        if self.by_groups:  # no log-sums; the output of packed tokens is kept, but by what comes next
+        if self.by_groups:  # no log-sums; the packed output is saved by the next layer
             token -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
         return token * (self.area or self.tokens)
 
@@ -91,11 +91,11 @@ class StepShape:
 
     @property
     def angles(self) -> int:
-        """Bytes of what all layers share: cosines and sines (T, K) of the positions, and the mask of a window."""
+        """The bytes that all layers share: cosines and sines (T, K) of the positions, and the sliding-window mask."""
         return WORD * (self.tokens * self.model.for_all_layers + mask_numbers(self.model.window, self.tokens))
 
     def moments(self) -> dict[str, Moment]:
-        """Return what is alive at each moment at which a step may hold most, in bytes."""
+        """Return the live bytes at each moment that may be the peak of a step."""
         return {"MLP backward": self.mlp(), "attention backward": self.attention(),
                 "attention forward": self.attention_forward(), "head": self.head()}
 
@@ -108,18 +108,18 @@ class StepShape:
         return self.hidden * (1 if self.by_groups else RESIDENT)
 
     def host(self) -> int:
-        """Layer inputs on the host, in whole pages; what the final norm keeps goes there too."""
+        """Return the bytes of layer inputs on the host, in whole pages, with the final norm's saved tensors."""
         if self.checkpointing != "offload":
             return 0
         pages = -(-self.hidden // PAGE_BYTES)
         return (self.model.layers + 2) * pages * PAGE_BYTES
 
     def attention_saved(self) -> int:
-        """Return the bytes that attention keeps: normed input, q, k, v, output; side by side also the packed output."""
+        """Return the bytes that attention saves: normed input, q, k, v, output; with padding also the packed output."""
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
-        if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # outputs by block, and joined
+        if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # outputs by block, and concatenated
             kept += WORD * self.model.queries * (self.area or self.tokens)
-        if self.model.per_layer:  # Gemma 4: inputs of norms after attention and MLP, and what is added to a layer
+        if self.model.per_layer:  # Gemma 4: inputs of the norms after attention and MLP, and per-layer embeddings
             kept += 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer
         if self.model.family.attention.norm:
             kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
@@ -128,32 +128,33 @@ class StepShape:
         return kept
 
     def attention_waits(self) -> int:
-        """Return the part of this that is there while what comes after attention has its gradient."""
+        """Return the part of `attention_saved` that is alive while the layers after attention run backward."""
         if not self.made_again:
             return self.attention_saved()
         others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
         return self.hidden + self.queries + others  # normed input, output
 
     def delta_saved(self) -> int:
-        """Return the bytes a gated delta net keeps: normed input, three of the convolution, and the gated norm's."""
+        """Return the bytes a gated delta net saves: normed input, three of the convolution, and the gated norm's."""
         delta = self.model.delta
         if delta is None:
             return 0
         return self.hidden + self.tokens * (3 * WORD * delta.mixed + (3 * 4 + 2 * WORD) * delta.values)
 
     def saved(self) -> int:
-        """Return the bytes that a layer keeps for its backward pass beside its input."""
+        """Return the bytes that a layer saves for its backward pass besides its input."""
         mlp = 0 if self.mlp_tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
-        if self.model.experts is not None:  # probabilities, the values of the gates, their sum, ids twice
+        if self.model.experts is not None:  # probabilities, gate values, their sum, ids twice
             mlp = self.tokens * (4 * self.model.experts.count + (4 + 4 + 8 + 8) * self.model.experts.taken)
         return max(self.attention_waits(), self.delta_saved()) + 2 * self.hidden + mlp
 
     def layers_kept(self) -> int:
-        """Return the bytes kept of all layers where nothing is recomputed, or of the one that is."""
+        """Return the bytes saved by all layers without checkpointing, or by the one that is being recomputed."""
         return self.saved() if self.checkpointing else self.model.layers * (self.saved() + self.hidden)
 
     def mlp(self) -> Moment:
-        """The gradient of an MLP: gate, up and their common gradient of a tile; of experts, what is inside."""
+        """Return the moment of an MLP's backward pass: gate, up and their shared gradient for a tile, or the experts'
+        workspace."""
         if self.model.experts is not None:
             grads = 2 * self.hidden
             return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles,
@@ -161,15 +162,15 @@ class StepShape:
         inner = WORD * self.rows * self.model.inner
         row_hidden = WORD * self.rows * self.model.hidden
         lora = 4 * self.rank * 3 * (self.model.inner + self.model.hidden)
-        at_work = (3 if self.mlp_tile else 1) * inner + 2 * row_hidden  # kept already where there are no tiles
-        grads = self.hidden * (2 if self.mlp_tile else 1)  # the output's, and the input's as it fills
+        at_work = (3 if self.mlp_tile else 1) * inner + 2 * row_hidden  # without tiles, gate and up are saved anyway
+        grads = self.hidden * (2 if self.mlp_tile else 1)  # the output's, and with tiles the input's as it fills
         tile = at_work + lora + self.band()
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
 
     def at_experts(self, experts: ExpertForm) -> int:
-        """Return the bytes that the backward pass of `routed_experts` holds. Expert by expert: the sum of gradients in
-        float32 and the order of rows, one expert, and a piece of its rows: gate and up, what comes back to both, in two
-        dtypes, and the input's. In groups, on a card: the same for all places, and one gradient for each."""
+        """Return the bytes in the backward pass of `routed_experts`. Expert by expert: the summed gradients in float32,
+        the order of rows, one dequantized expert, and for a piece of its rows gate and up, their gradients in two
+        dtypes, and the input's. Grouped, on a GPU: the same for all rows, and one gradient for each."""
         rows, hidden, inner = min(PIECE, self.tokens), self.model.hidden, experts.inner
         sums = self.tokens * (4 * hidden + 3 * 8 * experts.taken)
         one_by_one = sums + 3 * WORD * hidden * inner + rows * (5 * WORD * inner + 3 * WORD * hidden)
@@ -179,36 +180,37 @@ class StepShape:
         return max(one_by_one, places * (3 * 8 + 8 * WORD * inner + WORD * hidden))
 
     def attention(self) -> Moment:
-        """The gradient of attention: of its output, q, k and v; on a card in float32 and for all heads first."""
+        """Return the moment of attention's backward pass: gradients of its output, q, k and v; on a GPU first in
+        float32, for all query heads."""
         of_laid = 2 * WORD * (self.model.queries + self.model.keys) * (self.area or self.tokens)
-        grads = self.hidden + of_laid - (self.queries if self.area else 0)  # the packed output is not needed any more
+        grads = self.hidden + of_laid - (self.queries if self.area else 0)  # the packed output has been freed
         mlp_done = self.saved() - self.attention_waits()
         again = self.attention_saved() - self.attention_waits()
         queries = WORD * self.model.queries * (self.area or self.tokens)
         workspace = (4 if self.model.heads != self.model.kv_heads else 2) * queries
-        if self.by_groups:  # the output is not needed any more; a group has its own, and its gradients
+        if self.by_groups:  # the output has been freed; a group has its own output and gradients
             grads += int(self.group * of_laid) - (0 if self.area else self.queries)
             workspace = int(self.group * workspace)
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() - mlp_done + again + grads + self.angles,
                 WORKSPACE: workspace}
 
     def attention_forward(self) -> Moment:
-        """Attention as its layer is recomputed: q, k and v as the layer made them, beside what is laid side by side."""
+        """Return the moment of attention while its layer is recomputed: packed q, k and v beside the padded ones."""
         packed = self.queries + 2 * self.keys if self.area else 0
         if self.model.family.attention.inner == FUSED and self.area:
-            packed += self.queries + self.keys  # turned copies of q and k
+            packed += self.queries + self.keys  # copies of q and k after RoPE
         others = (self.layers_kept() - self.saved()) if not self.checkpointing else 0
-        kept = others + self.attention_saved() + packed + 2 * self.hidden  # what it is added to, and its projection
+        kept = others + self.attention_saved() + packed + 2 * self.hidden  # the residual, and the output projection
         return {INPUTS: self.inputs(), LAYER: kept + self.angles, TILE: self.band()}
 
     def head(self) -> Moment:
-        """Return the output head: trained states, U, and a chunk of logits in float32."""
+        """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32."""
         logits = 4 * min(self.chunk_rows, self.tokens) * self.model.vocabulary
         kept = self.angles + (0 if self.checkpointing else self.layers_kept())
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
 
     def band(self) -> int:
-        """Return the bytes of the weights that are dequantized at a time."""
+        """Return the most bytes of weights that are dequantized at a time."""
         groups = self.model.groups() if self.quantized else []
         largest = max((WORD * sum(linear.weights for linear in group) for group in groups), default=0)
         return largest // max(1, -(-largest // BAND_BYTES))

@@ -25,8 +25,8 @@ from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.packed_attention import PackedLayout, packed_attention, window_mask
 
 NAME = "lowmem_grpo"
-LONG, MOST_PARTS = 2048, 8  # keys from which on those of few rows are read in parts, and these at most
-CHANGES = {  # what a model may ask for that changes the result and that none of the three forms computes
+LONG, MOST_PARTS = 2048, 8  # keys from which a small batch reads them in parts, and the most parts
+CHANGES = {  # arguments that change the result and that none of the three forms computes
     "softcap": "logit soft-capping", "s_aux": "sinks", "sinks": "sinks", "position_bias": "a position bias",
     "alibi": "ALiBi", "head_mask": "a head mask",
 }
@@ -55,8 +55,8 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Inside, torch's attention uses its flash form instead of cuDNN's, which makes a plan for each new shape;
-    importing vLLM turns that off for the process, so kernels would depend on the engine."""
+    """Disable cuDNN attention in this context: cuDNN builds a plan for each new shape. Importing vLLM disables it for
+    the whole process, so without this the kernels would depend on the engine."""
     was = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -67,9 +67,9 @@ def without_cudnn() -> Iterator[None]:
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
                      sliding_window: int | None, newest: Tensor | None = None) -> Tensor:
-    """One query a row: (B, H, 1, K) against (B, H_kv, L, K). Rows are right-aligned, so a window is the last keys.
-    The mask (B, 1, 1, L) is of bools, or what is added to the scores, in the dtype of the query. Where there are empty
-    places after the keys, `newest` (1,) is the place of the last one."""
+    """Attend with one query per row, (B, H, 1, K), to keys (B, H_kv, L, K). Rows are right-aligned, so a window is the
+    last keys. The mask (B, 1, 1, L) is boolean, or is added to the scores in the dtype of the query. If the cache has
+    empty slots after the keys, `newest` (1,) is the index of the last key."""
     rows, heads, _, size = query.shape
     if newest is not None and mask is not None and sliding_window is not None and sliding_window < key.shape[2]:
         outside = torch.arange(key.shape[2], device=key.device) <= newest - sliding_window
@@ -85,8 +85,8 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def parts_of_keys(key: Tensor) -> int:
-    """Return in how many parts to read the keys (B, H_kv, L, K) of few rows, each of which is a block of its own on a
-    card: so many that its multiprocessors have work, where the launches that this takes are worth it."""
+    """Return the number of parts in which to read the keys (B, H_kv, L, K). The GPU runs one block per row and key
+    head, so a small batch needs parts to occupy all multiprocessors; 1 where the extra launches do not pay off."""
     if key.device.type != "cuda" or key.shape[2] < LONG or key.dtype == torch.float64:
         return 1
     blocks, parts = key.shape[0] * key.shape[1], 1
@@ -97,26 +97,26 @@ def parts_of_keys(key: Tensor) -> int:
 
 
 def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, parts: int) -> Tensor:
-    """Attention (B, H, G, K) of query (B, H, G, K) over key and value (B, H, L, K), with what the mask (B, 1, 1, L)
-    adds, over `parts` of the keys side by side, which are merged by their log-sum-exp:
+    """Return the attention (B, H, G, K) of query (B, H, G, K) over key and value (B, H, L, K) with the additive mask
+    (B, 1, 1, L). The keys are split into `parts`, computed in parallel and merged by their log-sum-exp:
 
         out = sum_p exp(lse_p - lse) out_p,   lse = log sum_p exp(lse_p)
 
-    Keys are read in place: rows and heads are one axis, as both lie evenly in storage."""
+    Keys are read without a copy: rows and heads are evenly strided, so they flatten into one axis."""
     rows, heads, group, size = query.shape
     folded = query.reshape(rows * heads, 1, group, size).expand(-1, parts, -1, -1)
     keys, values = (part.flatten(0, 1).unflatten(1, (parts, -1)) for part in (key, value))
     added = mask.view(rows, 1, parts, 1, -1).expand(-1, heads, -1, -1, -1).flatten(0, 1).expand(-1, -1, group, -1)
     out, lse = fused_with_lse(folded, keys, values, added, scaling)
-    seen = (added[..., :1, :] > -torch.inf).any(-1, keepdim=True)  # what a part without keys gives is undefined
+    seen = (added[..., :1, :] > -torch.inf).any(-1, keepdim=True)  # a fully masked part has undefined output
     share = lse[..., :group, None].where(seen, -torch.inf).softmax(1)
     return (out.where(seen, 0.0) * share).sum(1).to(query.dtype).view(rows, heads, group, size)
 
 
 def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, added: Tensor,
                    scaling: float | None) -> tuple[Tensor, Tensor]:
-    """Return the result (B, H, Q, K) and the log-sums (B, H, Q) of torch's fused attention, by the device's own
-    operation."""
+    """Return the output (B, H, Q, K) and the log-sum-exp (B, H, Q) of torch's fused attention operation for the
+    device."""
     if query.device.type == "cuda":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, added, True,
                                                                               scale=scaling)
@@ -128,7 +128,7 @@ def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, added: Tensor,
 
 def uses_registry(model: Any) -> bool:
     """Return whether a model takes its attention from transformers' registry. Every model sets this flag, despite the
-    underscore: a test fails if it goes away. Families in our table do so whatever it says."""
+    underscore; a test fails if it goes away. Families in our table use the registry whatever the flag says."""
     return family_of(model.config) is not None or bool(getattr(model, "_supports_attention_backend", False))
 
 

@@ -1,4 +1,4 @@
-"""Checks a card before anything is downloaded (driver, age, C compiler), and chooses the dtype of products."""
+"""Check the GPU before anything is downloaded (driver, compute capability, C compiler); choose the compute dtype."""
 
 import ctypes
 import importlib.util
@@ -15,12 +15,12 @@ from lowmem_grpo.memory.families import check_float16
 from lowmem_grpo.utils import size_text, torch
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by the first number of CUDA (NVIDIA: CUDA compatibility, minor versions)
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA's major version (NVIDIA: CUDA minor version compatibility)
 OLDER_TORCH = ("install a torch for CUDA 12.6, which driver 525 is enough for, and leave vLLM out: pip install "
                '"torch>=2.11,<2.15" --index-url https://download.pytorch.org/whl/cu126')
 OLDEST_CARD = (7, 5)  # compute capability that the kernels are compiled for
 MANAGED_MEMORY = 83  # CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY of cuda.h
-LARGER = 1.1  # times the bytes of another card; cards of one kind differ by less
+LARGER = 1.1  # ratio of memory from which a card counts as larger; cards of one model differ by less
 NO_COMPILER = ("Triton builds its launcher with a C compiler, and there is neither gcc nor clang here, nor the "
                "variable CC: sudo apt install gcc")
 NO_HEADER = ("Triton builds its launcher against Python's headers, and {} does not exist: sudo apt install "
@@ -28,8 +28,8 @@ NO_HEADER = ("Triton builds its launcher against Python's headers, and {} does n
 
 
 def use_card(device: str, cuda: Any = None) -> None:
-    """Make `device` the current one, on which kernels are launched; nothing on the CPU. RuntimeError where driver, card
-    or C compiler do not do, ValueError where there is no such card."""
+    """Make `device` the current CUDA device, on which kernels are launched; do nothing for the CPU. RuntimeError if the
+    driver, card or C compiler is missing or too old, ValueError if no card has this index."""
     if not device.startswith("cuda"):
         return
     cuda = cuda or torch.cuda
@@ -49,7 +49,8 @@ def use_card(device: str, cuda: Any = None) -> None:
 
 
 def larger_card(device: str, cuda: Any = None) -> str | None:
-    """Return which other card of this one process holds more, and how to take it; None where none does."""
+    """Return a message naming a visible card with more memory than `device`, and how to use it; None if there is none
+    or the run has several processes."""
     if not device.startswith("cuda:") or "WORLD_SIZE" in os.environ:
         return None
     cuda = cuda or torch.cuda
@@ -62,7 +63,7 @@ def larger_card(device: str, cuda: Any = None) -> str | None:
 
 
 def no_card(driver: str | None, built_for: str | None, version: str, why: str | None = None) -> tuple[str, str]:
-    """Return the reason for which this version of torch, built for this CUDA, sees no card (`why` is what it raised),
+    """Return the reason why this torch `version`, built for this CUDA, finds no card (`why`: the text of its error),
     and what to do."""
     needed = OLDEST_DRIVER.get(int((built_for or "13").partition(".")[0]), 0)
     if driver is None:
@@ -79,7 +80,7 @@ def no_card(driver: str | None, built_for: str | None, version: str, why: str | 
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version; None where there is none."""
+    """Return the NVIDIA driver's version; None without a driver."""
     text = DRIVER_FILE.read_text() if DRIVER_FILE.is_file() else ""
     if match := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text):
         return match[1]
@@ -94,7 +95,7 @@ def driver_version() -> str | None:
 
 
 def has_managed_memory(index: int) -> bool:
-    """Return whether host and card can share memory, as paged optimizers do; True where the driver does not say."""
+    """Return whether the card supports managed memory, which paged optimizers use; True if the driver cannot tell."""
     shared, card = ctypes.c_int(1), ctypes.c_int()
     with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
@@ -104,7 +105,8 @@ def has_managed_memory(index: int) -> bool:
 
 
 def missing_compiler() -> str | None:
-    """Return what Triton lacks to build its launcher (triton/runtime/build.py), and the line that installs it."""
+    """Return a message that says what Triton lacks to build its launcher (triton/runtime/build.py) and how to install
+    it; None if nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -115,7 +117,8 @@ def missing_compiler() -> str | None:
 
 
 def compute_dtype(dtype: "torch.dtype | str | None") -> "torch.dtype":
-    """The dtype to load in: the given one, otherwise bfloat16 or float16 depending on the card, float32 on the CPU."""
+    """Return the dtype to load in: `dtype` if given, otherwise bfloat16 or float16 by the card, float32 on the CPU.
+    ValueError for any other dtype."""
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype, dtype)
     if isinstance(dtype, torch.dtype):
@@ -130,12 +133,12 @@ def compute_dtype(dtype: "torch.dtype | str | None") -> "torch.dtype":
 
 
 def check_dtype(config: Any, *dtypes: "torch.dtype | None") -> None:
-    """ValueError where a model of this config would compute in float16 and cannot."""
+    """Raise ValueError if float16 is among `dtypes` and a model of this config cannot compute in it."""
     if torch.float16 in dtypes:
         check_float16(config)
 
 
 def is_bfloat16_supported() -> bool:
     """Return whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype works. Older
-    cards store it, emulate some operations slowly, and Triton does not compile for it there."""
+    cards can store bfloat16, but emulate some operations slowly, and Triton cannot compile for it there."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True

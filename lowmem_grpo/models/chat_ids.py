@@ -1,8 +1,8 @@
-"""Answers of `apply_chat_template` that programs for transformers 4 and for transformers 5 both understand.
+"""Results of `apply_chat_template` that work in programs written for transformers 4 and for transformers 5.
 
 Without `return_dict`, version 4 returned token ids and version 5 returns a dictionary with them. Programs for version 4
-take the answer's length, decode it or put it into a dataset, and hand a tensor to `model.generate(input_ids=...)`;
-programs for version 5 look up "input_ids", or write `**answer`.
+take the result's length, decode it or put it into a dataset, and pass a tensor to `model.generate(input_ids=...)`;
+programs for version 5 look up "input_ids", or write `**result`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from transformers import BatchEncoding
 
 
 class TokenIds(list[Any]):
-    """The ids, as version 4 returned them, with every key, attribute and method of the dictionary of version 5."""
+    """The list of ids that version 4 returned, with the keys, attributes and methods of version 5's `BatchEncoding`."""
 
     encoding: BatchEncoding
 
@@ -28,19 +28,19 @@ class TokenIds(list[Any]):
         return value in self.encoding if isinstance(value, str) else super().__contains__(value)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "encoding" or name.startswith("__"):  # a copy asks before anything is set
+        if name == "encoding" or name.startswith("__"):  # copying looks up attributes before `__init__` has set any
             raise AttributeError(name)
         return getattr(self.encoding, name)
 
     def __reduce__(self) -> Any:
-        return list, ([*self],)  # what is sent to another process, or stored, is the ids
+        return list, ([*self],)  # pickles as a plain list of the ids
 
 
 class IdsTokenizer:
-    """A tokenizer's own methods, with `apply_chat_template` as both versions answer."""
+    """A mixin for tokenizer classes, whose `apply_chat_template` returns `TokenIds`."""
 
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
-        """Return what transformers does, and `TokenIds` where that is lists of ids and `return_dict` is not given."""
+        """Return transformers' result, as `TokenIds` if it holds lists of ids and `return_dict` was not given."""
         answer = super().apply_chat_template(conversation, *args, **options)  # type: ignore[misc]
         lists = isinstance(answer, BatchEncoding) and isinstance(answer["input_ids"], list)
         return TokenIds(answer) if lists and "return_dict" not in options else answer
@@ -51,25 +51,26 @@ class IdsTokenizer:
 
 @cache
 def class_with_ids(cls: type) -> type:
-    """Return a tokenizer's class under its own name, by which it is stored, with `IdsTokenizer`'s answers."""
+    """Return a subclass of a tokenizer's class with the `IdsTokenizer` mixin, under the same name, which is saved."""
     return type(cls.__name__, (IdsTokenizer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def empty_tokenizer(cls: type) -> Any:
-    """Return a tokenizer whose values a copy or another process is about to set."""
+    """Return an instance without attributes, which copying or unpickling then sets."""
     own: Any = class_with_ids(cls)
     return own.__new__(own)
 
 
 def with_ids(tokenizer: Any) -> Any:
-    """Return the tokenizer with `IdsTokenizer`'s answers; the caller keeps no other reference to it."""
+    """Return a shallow copy of the tokenizer with the `IdsTokenizer` mixin; the caller should drop the original, which
+    shares its attributes."""
     tokenizer_copy = empty_tokenizer(type(tokenizer))
     vars(tokenizer_copy).update(vars(tokenizer))
     return tokenizer_copy
 
 
 def generate_inputs(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of `generate`; a dictionary that stands for its `input_ids` is spread over them."""
+    """Return the arguments for `generate`; a mapping that was passed as `input_ids` is unpacked into keywords."""
     name = next((name for name in ("input_ids", "inputs") if name in options), None)
     given = args[0] if args else options.get(str(name))
     if not isinstance(given, Mapping):

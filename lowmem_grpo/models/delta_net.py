@@ -1,14 +1,14 @@
 """Gated delta-net layers of hybrid models: on packed sequences, on a growing cache, and on plain rows.
 
-Our module takes the place of transformers' own and has the same children, parameters and attributes. It computes
+Our module replaces transformers' own and has the same children, parameters and attributes. It computes
 
     packed   one row of T tokens. Each prompt is run once from a state of zeros, and each of its completions from the
              prompt's last state, so that the gradients of all completions flow into it.
-    cached   rows that go on from the states in a cache. `real` says which tokens are no padding: padding, and rows that
-             are done, change no state.
-    other    rows from a state of zeros, with or without a mask of padding.
+    cached   rows that continue from the states in a cache. `real` is False for padding and for finished rows, which
+             then leave the state as it is.
+    other    rows from a state of zeros, with or without a padding mask.
 
-States are that of the delta rule (kernels/delta_rule.py) and the last inputs of the convolution before it.
+The state consists of the delta rule's state (kernels/delta_rule.py) and the last inputs of the convolution before it.
 """
 
 import logging
@@ -33,7 +33,7 @@ KINDS = {row.delta_net for row in FAMILIES.values() if row.delta_net}  # transfo
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """The inputs of the rule for T packed tokens: the convolution's input, decay and rate."""
+    """The delta rule's inputs for T packed tokens: the convolution's input, log decay and update rate."""
 
     mixed: Tensor  # (T, C) query, key and value
     g: Tensor  # (T, H) float32
@@ -45,17 +45,17 @@ class RuleInputs:
 
 @dataclass(frozen=True)
 class Stages:
-    """Packed tokens in two stages: prompts, which begin from zeros, and completions, which go on from a prompt."""
+    """Packed tokens in two stages: prompts, which start from zero states, and completions, which continue a prompt."""
 
     prompts: VarlenSequences
     completions: VarlenSequences
     counts: tuple[int, ...]  # completions of each prompt
-    order: Tensor | None  # (T,) int64, the packed tokens by stage; None where they lie so
-    back: Tensor | None
+    order: Tensor | None  # (T,) int64, the packed tokens by stage; None if they are already in this order
+    back: Tensor | None  # the inverse permutation
 
     @classmethod
     def from_layout(cls, layout: PackedLayout, device: torch.device) -> "Stages":
-        """Return the inputs of a packed micro-batch: every prompt's tokens first, then all completions'."""
+        """Return the stages of a packed micro-batch: the tokens of all prompts, then those of all completions."""
         lengths = [length for prompt in layout.prompts for length in prompt]
         tokens = torch.arange(sum(lengths)).split(lengths)
         stages = [int(place > 0) for prompt in layout.prompts for place in range(len(prompt))]  # 0: a prompt
@@ -71,7 +71,7 @@ class Stages:
 
 
 class DeltaNet(nn.Module):
-    """A gated delta net with the children, parameters and attributes of `net`, one of transformers' modules."""
+    """A gated delta net that takes over the children, parameters and attributes of `net`, transformers' module."""
 
     layer_idx: int
     head_k_dim: int
@@ -88,7 +88,7 @@ class DeltaNet(nn.Module):
 
     def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
                 packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """(B, T, D) -> (B, T, D); real, or attention_mask, (B, T): which tokens are no padding, left of all others."""
+        """Map (B, T, D) to (B, T, D). `real`, or attention_mask, (B, T) is false for padding, which is on the left."""
         rows, count, _ = hidden_states.shape
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
         a, b, log, bias = wide(a, b, self.A_log, self.dt_bias)
@@ -106,7 +106,7 @@ class DeltaNet(nn.Module):
         return output
 
     def packed(self, inputs: RuleInputs, layout: PackedLayout) -> Tensor:
-        """Return (T, H, V) of a packed micro-batch."""
+        """Return the rule's output (T, H, V) for a packed micro-batch."""
         if layout.stages is None:
             layout.stages = Stages.from_layout(layout, inputs.g.device)
         stages: Stages = layout.stages
@@ -120,7 +120,8 @@ class DeltaNet(nn.Module):
         return result if stages.back is None else result.index_select(0, stages.back)
 
     def rows(self, inputs: RuleInputs, rows: int, cache: Any, real: Tensor | None) -> Tensor:
-        """(B T, H, V) of rows, which go on from the cache's states if there is a cache, and leave theirs in it."""
+        """Return the output (B T, H, V) for B rows, which continue from the cache's states and update them; without a
+        cache they start from zeros."""
         count = len(inputs.g) // rows
         before = self.states(cache) if cache is not None and cache.has_previous_state(self.layer_idx, 0) else None
         if real is not None:
@@ -136,7 +137,7 @@ class DeltaNet(nn.Module):
         return result
 
     def states(self, cache: Any) -> tuple[Tensor, Tensor]:
-        """The last inputs (B, W - 1, C) of the convolution, and the states (B, H, K, V) of the rule, in a cache."""
+        """Return the cached last inputs (B, W - 1, C) of the convolution and the rule's states (B, H, K, V)."""
         layer = cache.layers[self.layer_idx]
         return layer.conv_states[0][..., 1 - self.conv_weight.shape[1] :].mT, layer.recurrent_states[0]
 
@@ -144,7 +145,7 @@ class DeltaNet(nn.Module):
         self, inputs: RuleInputs, runs: VarlenSequences, conv: Tensor | None = None,
             state: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, H, V) of packed runs, and their final states, of the convolution and of the rule."""
+        """Return the output (T, H, V) for packed sequences, and the final states of the convolution and the rule."""
         mixed, conv = causal_conv(inputs.mixed, self.conv_weight, runs, conv)
         query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
         heads = query.unflatten(-1, (-1, self.head_k_dim)), key.unflatten(-1, (-1, self.head_k_dim))
@@ -157,13 +158,13 @@ class DeltaNet(nn.Module):
 
     @property
     def conv_weight(self) -> Tensor:
-        """(C, W) of the convolution."""
+        """The convolution's weight (C, W)."""
         weight: Tensor = self.get_submodule("conv1d").weight  # type: ignore[assignment]
         return weight[:, 0]
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors in float32, or in float64 if they are that."""
+    """Return the tensors in float32; float64 tensors stay in float64."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
@@ -173,13 +174,14 @@ def grads(*tensors: Tensor) -> bool:
 
 
 def repeated(states: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """(P, ...) as one row for each completion; the gradients of a prompt's completions are summed in one order."""
+    """Repeat the states (P, ...) of prompts, one row per completion. Gradients of a prompt's completions are summed in
+    a fixed order."""
     rows = zip(states.split(1), counts, strict=True)
     return torch.cat([row.expand(count, *row.shape[1:]) for row, count in rows])
 
 
 def use_delta_nets(model: nn.Module) -> list[str]:
-    """Put our modules in place of transformers' gated delta nets; returns the paths of those that were replaced."""
+    """Replace transformers' gated delta nets by our modules; return the paths of the replaced modules."""
     replaced = []
     for path, module in list(model.named_modules()):
         if type(module).__name__ in KINDS and type(module).__module__.startswith("transformers."):

@@ -1,7 +1,7 @@
-"""Loads a mixture of experts in NF4, through a quantizer registered with transformers, which leaves experts in 16 bits.
+"""Load a mixture of experts in NF4, through a quantizer registered with transformers, whose own leaves them in 16 bits.
 
-The experts of a layer are quantized one after the other, and each is freed then. Scales are quantized once for all
-experts of a stack, so the result is that of bitsandbytes for the whole stack as one matrix, bit for bit.
+The experts of a layer are quantized one by one, and each is freed at once. Scales are quantized once for all experts
+of a stack, so the result equals bitsandbytes' result for the whole stack as one matrix, bit for bit.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from lowmem_grpo.memory.layer_forms import BLOCK, NESTED_BLOCK
 from lowmem_grpo.models.experts import STACKS, ExpertStack, expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_loading import headers
 
-NAME = "lowmem_grpo_nf4_experts"  # the quantizer's
+NAME = "lowmem_grpo_nf4_experts"  # of the quantizer
 NF4_OPTIONS: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4"}
 TAKE = "load it with transformers and save it with save_pretrained, which writes each expert by itself"
 
@@ -35,12 +35,12 @@ class ExpertsNF4Config(BitsAndBytesConfig):
 
 @register_quantizer(NAME)
 class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
-    """The quantizer that transformers asks while it loads a model: bitsandbytes for linear layers, ours for experts."""
+    """The quantizer that transformers calls while loading: bitsandbytes' for linear layers, ours for experts."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any = None,
                                              **kwargs: Any) -> None:
-        """Put our blocks in place, without memory yet. ValueError where an expert does not end with a block, or is not
-        in the checkpoint."""
+        """Put our blocks in place, on the meta device. ValueError if an expert's size is not a multiple of the scale
+        block, or an expert is not in the checkpoint."""
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
         use_routed_blocks(model)
         for stack in expert_stacks(model):
@@ -48,7 +48,7 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
         check_stored(model, kwargs.get("checkpoint_files"))
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-        """Experts are read by our conversions in place of transformers' own, which make one tensor of them."""
+        """Replace transformers' conversions for experts, which merge them into one 16-bit tensor, by ours."""
         kept = [conversion for conversion in weight_conversions if not (
             isinstance(conversion, WeightConverter) and "experts" in " ".join(conversion.target_patterns))]
         ours = [WeightConverter([f"mlp.experts.*.{part}.weight" for part in parts], f"mlp.experts.{name}.weight",
@@ -57,7 +57,7 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
 
 
 def check_blocks(stack: ExpertStack) -> None:
-    """ValueError where a block of weights that share a scale would span two experts."""
+    """Raise ValueError if a block of weights that share a scale would span two experts."""
     if stack.rows * stack.columns % BLOCK:
         raise ValueError(f"an expert's matrix is {stack.rows} x {stack.columns}, which does not end with a block of "
                          f"{BLOCK} weights: in 4 bits two experts would share a scale. Load the model with "
@@ -65,7 +65,7 @@ def check_blocks(stack: ExpertStack) -> None:
 
 
 def check_stored(model: PreTrainedModel, files: Any) -> None:
-    """ValueError where the files lack a matrix of an expert, or store experts in another way."""
+    """Raise ValueError if the files lack an expert's matrix, or store experts under other names."""
     prefix = f"{model.base_model_prefix}."
     names = {name.removeprefix(prefix) for name, _ in headers(files, "experts")}
     for path, stack in model.named_modules():
@@ -78,18 +78,19 @@ def check_stored(model: PreTrainedModel, files: Any) -> None:
 
 
 class QuantizeExperts(ConversionOps):
-    """The matrices of all experts of a layer become one stack in NF4."""
+    """The conversion of the matrices of all experts of a layer to one stack in NF4."""
 
     def convert(self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
                 **kwargs: Any) -> dict[str, Any]:
-        """Return one stack in NF4, by the name of its parameter, of the tensors of all experts."""
+        """Return {parameter name: stack in NF4} from the tensors of all experts."""
         name = kwargs["full_layer_name"]
         experts = kwargs["model"].get_submodule(name.removesuffix(".weight")).experts
         return {name: quantized_stack([input_dict[pattern] for pattern in source_patterns], experts)}
 
 
 def quantized_stack(parts: list[list[Tensor]], experts: int) -> Params4bit:
-    """The stack of E matrices in NF4, each made of one tensor (n, in) of every part; the lists are emptied."""
+    """Return E matrices as one stack in NF4. Each matrix concatenates one tensor (n, in) of every part; the lists in
+    `parts` are emptied on the way, to free memory."""
     first = torch.cat([part[0] for part in parts])
     size, (device, dtype, shape) = first.numel(), (first.device, first.dtype, first.shape)
     packed = torch.empty(experts * size // 2, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
-"""A block of routed experts in place of transformers' own, on our operation: put there while a model is loaded.
+"""A block of routed experts on our operation, which replaces transformers' block while a model is loaded.
 
-It keeps transformers' router, frozen but not detached: gates carry gradient to the hidden states. They are computed and
-renormalised in float32, and not rounded to 16 bits as in transformers, so that trainer and engines multiply by the same
-numbers. `RoutedBlock.chosen` decides which experts a row takes: there a choice is recorded, or replayed.
+It keeps transformers' router, frozen but not detached: gates carry gradient to the hidden states. Gates are computed
+and renormalised in float32, and not rounded to 16 bits as in transformers, so that trainer and engines multiply by the
+same numbers. `RoutedBlock.chosen` decides which experts a token takes; routing is recorded and replayed there.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +17,16 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.routed_experts import routed_experts
 from lowmem_grpo.memory.families import family_of, has_experts
 
-Choice = Callable[[int, Tensor], Tensor]  # (number of the block, ids that its router chose) -> ids that are used
-STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # what an expert's parts make
+Choice = Callable[[int, Tensor], Tensor]  # (index of the block, ids that its router chose) -> ids to use
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # matrices joined in each stack
 BROUGHT = ("the model is a mixture of experts whose linear layers are in 4 bits, and its experts are not: they would "
            "stay in 16 bits, which is nearly all of it. Load it with FastLanguageModel.from_pretrained(name, "
            "load_in_4bit=True)")
 
 
 class ExpertStack(nn.Module):
-    """The frozen weights of all experts' matrices of one kind, below each other: `weight` (E * out, in), plain or in
-    NF4, so that whatever finds the weights of bitsandbytes in a model finds these."""
+    """The frozen matrices of one kind of all experts, stacked by rows: `weight` (E * out, in), plain or in NF4. As a
+    `weight` parameter it is found by code that looks for bitsandbytes' weights in a model."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ExpertStack(nn.Module):
 
     @property
     def frozen(self) -> FrozenStack:
-        """The weights as the kernels take them, without a copy."""
+        """The weights in the form that the kernels take, without a copy."""
         weight: Any = self.weight
         held = NF4Weight.from_bitsandbytes(weight) if getattr(weight, "quant_state", None) else weight.detach()
         return FrozenStack(held, self.experts)
@@ -66,7 +66,7 @@ class RoutedBlock(nn.Module):
     def __init__(self, block: Any, number: int) -> None:
         super().__init__()
         self.gate, self.experts, self.number = block.gate, ExpertLayer(block.experts), number
-        self.choice: Choice | None = None  # None: as the router chooses
+        self.choice: Choice | None = None  # None: use the router's ids
         self.train(block.training)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ class RoutedBlock(nn.Module):
         return y.view(*hidden_states.shape[:-1], -1)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids (T, k) int64 of the experts of each row, and the gates' values (T, k) float32, of the router as it
-        is now."""
+        """Return the expert ids (T, k) int64 of each row and the gate values (T, k) float32, which always come from the
+        current router, even if the ids are replayed."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         probabilities = self.logits(rows).softmax(-1, dtype=wide)
         ids = self.chosen(probabilities)
@@ -87,28 +87,28 @@ class RoutedBlock(nn.Module):
         return ids, values / values.sum(-1, keepdim=True) if self.gate.norm_topk_prob else values
 
     def logits(self, rows: Tensor) -> Tensor:
-        """(T, E) of the router, in the dtype of the rows; other engines choose by the same ones."""
+        """Return the router's logits (T, E) in the dtype of the rows; other engines choose experts by the same."""
         return F.linear(rows, self.gate.weight)
 
     def chosen(self, probabilities: Tensor) -> Tensor:
-        """The ids (T, k) that are used: the router's own, or what `choice` makes of them."""
+        """Return the expert ids (T, k) to use: the router's top k, or `choice` applied to them if it is set."""
         ids = probabilities.detach().topk(self.gate.top_k, dim=-1).indices
         return ids if self.choice is None else self.choice(self.number, ids).to(ids.device, ids.dtype)
 
 
 def routed_blocks(model: nn.Module) -> Iterator[RoutedBlock]:
-    """Return the blocks of a model, in the order of its layers."""
+    """Return an iterator over a model's routed blocks, in the order of its layers."""
     return (module for module in model.modules() if isinstance(module, RoutedBlock))
 
 
 def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
-    """Return the stacks of all blocks."""
+    """Return an iterator over the expert stacks of all blocks."""
     return (module for module in model.modules() if isinstance(module, ExpertStack))
 
 
 def use_routed_blocks(model: Any) -> int:
-    """Put ours in place of transformers' blocks of a family that the table has; returns how many. They hold the same
-    weights, or none yet where the model has none."""
+    """Replace transformers' blocks by ours if the model's family is in our table; return their number. They hold the
+    same weights, or stay on the meta device if the model is there."""
     row, count = family_of(model.config), 0
     for path, module in list(model.named_modules()):
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:
@@ -118,7 +118,8 @@ def use_routed_blocks(model: Any) -> int:
 
 
 def use_brought_blocks(model: Any, quantized: bool) -> None:
-    """The same for a model that transformers loaded; ValueError where only its other layers are quantized."""
+    """Replace the blocks of a model that the caller loaded with transformers; ValueError if it is quantized except for
+    its experts."""
     if quantized and has_experts(model.config) and not any(routed_blocks(model)):
         raise ValueError(BROUGHT)
     use_routed_blocks(model)

@@ -1,7 +1,7 @@
-"""A frozen linear layer on FP8 weights, which PEFT's LoRA wraps as it does a plain one.
+"""A frozen linear layer on FP8 weights, which PEFT's LoRA wraps like a plain one.
 
-transformers' own have no right backward pass (or none), and quantize activations too. Here the weight is decoded tile
-by tile in forward and backward, and multiplied in 16 bits.
+transformers' FP8 layers have a wrong backward pass or none, and quantize activations too. Here the weight is decoded
+tile by tile in forward and backward, and multiplied in 16 bits.
 """
 
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ SCALE = "weight_scale"  # beside `weight`, under the name that compressed-tensor
 
 
 class FP8Linear(nn.Linear):
-    """`weight` (out, in) uint8 holds codes of e4m3, `weight_scale` the float32 scale of each block of (h, w) of them.
+    """A linear layer whose `weight` (out, in) uint8 holds e4m3 codes; `weight_scale` has one float32 per (h, w) block.
 
     `compute_dtype` is the dtype of products; setting it changes no stored number. `module.to(dtype)` would round the
-    scales, and the next product says so.
+    scales, so the next product raises an error.
     """
 
     weight_scale: Tensor
-    bias: nn.Parameter | None  # type: ignore[assignment]  # torch's own says that there always is one
+    bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares it as never None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, block: tuple[int, int], dtype: torch.dtype,
                  stored: torch.dtype = torch.uint8) -> None:
-        nn.Module.__init__(self)  # that of nn.Linear would make a weight in 16 bits
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a 16-bit weight
         self.in_features, self.out_features, self.block, self.compute_dtype = in_features, out_features, block, dtype
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=stored), requires_grad=False)
         self.register_buffer(SCALE, torch.empty(scales_shape((out_features, in_features), block), dtype=torch.float32))
@@ -36,7 +36,7 @@ class FP8Linear(nn.Linear):
 
     @classmethod
     def holding(cls, weight: FP8Weight, bias: Tensor | None = None) -> "FP8Linear":
-        """Return a layer on this weight, without a copy."""
+        """Return a layer that holds this weight without a copy."""
         with torch.device("meta"):
             layer = cls(weight.shape[1], weight.shape[0], bias is not None, weight.block, weight.dtype)
         layer.hold(weight)
@@ -44,17 +44,18 @@ class FP8Linear(nn.Linear):
         return layer
 
     def hold(self, weight: FP8Weight) -> None:
-        """Take this weight, with its blocks, in place of the layer's own."""
+        """Replace the layer's weight, scales and block size by those of `weight`."""
         self.weight, self.weight_scale = nn.Parameter(weight.codes, requires_grad=False), weight.scales
         self.block = weight.block
 
     @property
     def frozen(self) -> FP8Weight:
-        """The weight as the kernels take it, in `compute_dtype`; ValueError where codes or scales were cast."""
+        """The weight in the form that the kernels take, decoding to `compute_dtype`; ValueError if codes or scales
+        were cast to another dtype."""
         return FP8Weight.from_codes(self.weight.detach(), self.weight_scale, self.block, self.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out) in the dtype of x, or in that of autocast where it is on."""
+        """Map (..., in) to (..., out), in the dtype of x, or in autocast's dtype if autocast is on."""
         device = x.device.type
         mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if mixed else self.compute_dtype
@@ -71,8 +72,8 @@ def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
 
 
 def stored_weight(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> FP8Weight:
-    """Codes and scales of a checkpoint, with the scales in float32. One scale for all is given to each row, so that
-    weights that lie side by side can be used as one. ValueError where they do not fit, or a scale is not finite."""
+    """Return the weight from a checkpoint's codes and scales, with scales in float32. A single scale is repeated for
+    each row, so that adjacent weights can be used as one. ValueError if they do not fit, or a scale is not finite."""
     scales = scales.float()
     if not scales.isfinite().all():
         raise ValueError("its scales are not finite")
@@ -83,7 +84,7 @@ def stored_weight(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: 
 
 
 def form_in_fp8(model: nn.Module) -> bool | str:
-    """Return the value of `load_in_fp8` that would hold weights as this model does: False without FP8 layers, "block"
-    where they have scales by block."""
+    """Return the value of `load_in_fp8` that loads weights in this model's form: False without FP8 layers, "block" if
+    they have scales by block, otherwise True."""
     layer = next(fp8_linears(model), None)
     return layer is not None and ("block" if layer.block[0] > 1 else True)

@@ -1,7 +1,7 @@
-"""Loads a model into our FP8 layers, through a quantizer registered with transformers.
+"""Load a model into our FP8 layers, through a quantizer registered with transformers.
 
-A checkpoint in 16 bits is quantized tensor by tensor while it is read. One in FP8 is used as it is stored: a layer is
-in FP8 if its weight is, whatever the config says. Scales of activations are ignored: these stay in 16 bits.
+A checkpoint in 16 bits is quantized tensor by tensor while it is read. An FP8 checkpoint is used as it is stored: a
+layer is in FP8 if its stored weight is, whatever the config says. Activations stay in 16 bits; their scales are unused.
 """
 
 import logging
@@ -27,10 +27,10 @@ from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
 from lowmem_grpo.models.stored_form import block_of, quantization_of
 from lowmem_grpo.models.text_backbone import text_name
 
-NAME = "lowmem_grpo_fp8"  # the quantizer's
+NAME = "lowmem_grpo_fp8"  # of the quantizer
 BLOCK = (128, 128)  # for load_in_fp8="block"
 SCALES = (".weight_scale", ".weight_scale_inv")  # in compressed-tensors, and in fine-grained FP8
-# Beside a layer: of its inputs, its outputs and the key-value cache, all of which stay in 16 bits here.
+# Scales of a layer's inputs and outputs and of the KV cache, all of which stay in 16 bits here.
 OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 PLAIN_WAY = "Take the model's checkpoint in 16 bits, and load it with load_in_fp8=True"
 
@@ -40,21 +40,21 @@ logger = logging.getLogger(__name__)
 @register_quantization_config(NAME)
 @dataclass
 class FP8Config(QuantizationConfigMixin):
-    """The form of quantized or stored weights: blocks that share a scale (None: rows), and the dtype of products."""
+    """The form of the FP8 weights: the block that shares a scale (None: a row), and the dtype of products."""
 
     quant_method: Any = NAME
     block: Any = None
     compute_dtype: str = "bfloat16"
-    names: Any = None  # stored names of a text model's tensors beside images, and those that they get
+    names: Any = None  # for a multimodal checkpoint: {pattern of stored names: replacement}
 
 
 def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:
-    """For a checkpoint in 16 bits, in the form that was asked for."""
+    """Return the config that quantizes a 16-bit checkpoint to `form`."""
     return FP8Config(block=BLOCK if form == FP8_BLOCK else None, compute_dtype=str(dtype).removeprefix("torch."))
 
 
 def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = None) -> None:
-    """In the config of an FP8 checkpoint, put our quantizer in place of transformers' own."""
+    """Replace the quantizer in the config of an FP8 checkpoint by ours, which keeps the weights as stored."""
     block = block_of(quantization_of(config) or {})
     for part in (config.get_text_config(), config):
         if hasattr(part, "quantization_config"):
@@ -65,17 +65,17 @@ def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = 
 
 @register_quantizer(NAME)
 class FP8Quantizer(HfQuantizer):
-    """The quantizer that transformers asks while it loads a model."""
+    """The quantizer that transformers calls while it loads a model into FP8 layers."""
 
     quantization_config: FP8Config
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters on these layers have right gradients."""
+        """True: adapters on these layers get correct gradients."""
         return True
 
     def is_serializable(self) -> bool:
-        """Such a model is not saved as it is: adapters and merged models are."""
+        """Return False: the FP8 model itself is not saved, only adapters and merged models are."""
         return False
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
@@ -94,7 +94,7 @@ class FP8Quantizer(HfQuantizer):
         return [WeightRenaming(rf"{stored}$", ours)] if self.pre_quantized else []
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Put our layers in place of those that are stored in FP8, or are to be quantized. Memory is not taken yet."""
+        """Replace the layers that are stored in FP8, or are to be quantized, by ours, on the meta device."""
         dtype, block = getattr(torch, self.quantization_config.compute_dtype), self.quantization_config.block
         if self.pre_quantized:
             names = self.quantization_config.names or {}
@@ -124,13 +124,13 @@ class FP8Quantizer(HfQuantizer):
 
 
 class Quantize(ConversionOps):
-    """A weight that was read becomes codes and scales."""
+    """The conversion of a 16-bit weight to codes and scales."""
 
     def __init__(self, block: tuple[int, int] | None) -> None:
         self.block = None if block is None else (int(block[0]), int(block[1]))
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return codes and scales, by their names, of each weight that was read."""
+        """Return the codes and scales, by name, of each weight in `input_dict`."""
         converted: dict[str, Any] = {}
         for name, tensor in input_dict.items():
             weight = fp8_quantize(tensor[0] if isinstance(tensor, list) else tensor, self.block)
@@ -139,22 +139,22 @@ class Quantize(ConversionOps):
 
 
 def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None:
-    """Say in one line that scales of activations are not read, in place of transformers' table of them."""
+    """Log in one line that scales of activations are not read, instead of transformers' table of unexpected keys."""
     scales = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
     if scales:
         logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(scales),
                     scales[0])
-    # A list of patterns that models declare and transformers' own quantizers add to (5.19, quantizer_gemma.py); a test
-    # fails where the table comes back.
+    # Patterns that models declare and transformers' own quantizers extend (5.19, quantizer_gemma.py); a test fails if
+    # the table comes back.
     known = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     model._keys_to_ignore_on_load_unexpected = known | {rf"\{ending}$" for ending in OF_ACTIVATIONS}
 
 
 def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
                   names: dict[str, str]) -> dict[str, tuple[int, int] | None]:
-    """The paths of the linear layers whose weights are stored in FP8, with their blocks (None: rows, or one scale for
-    all). ValueError for weights without scales or of another shape, for scales without weights or that do not fit, and
-    for what is no linear layer."""
+    """Return {path: block} of the linear layers stored in FP8 (None: one scale per row, or one for all). ValueError for
+    weights without scales or of another shape, for scales without weights or that do not fit, and for FP8 tensors
+    that are not a decoder's linear layer."""
     check_pairs(heads)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     own, blocks = model.state_dict(), {}
@@ -182,7 +182,7 @@ def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]
 
 
 def check_pairs(heads: dict[str, Any]) -> None:
-    """ValueError for scales whose weight is missing, which would be made up at random."""
+    """Raise ValueError for scales whose weight is missing: the weight would be initialised at random."""
     for name in heads:
         for ending in SCALES:
             path = name.removesuffix(ending)
@@ -196,13 +196,14 @@ def path_of(name: str) -> str:
 
 
 def scale_of(name: str, stored: Container[str]) -> str | None:
-    """The tensor with the scales of a weight that is stored in FP8; None where there is none."""
+    """Return the name of the stored tensor with a weight's scales; None if there is none."""
     return next((scale for scale in (path_of(name) + suffix for suffix in SCALES) if scale in stored), None)
 
 
 def fitting_block(name: str, shape: tuple[int, int], scales: list[int],
                   block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The blocks by which scales of this shape cover a weight: None for rows, or one for all."""
+    """Return the block size for scales of this shape: None if there is one per row, or one for all. ValueError if they
+    do not fit `shape` and `block`."""
     if scales in ([], [1], [1, 1], [shape[0]], [shape[0], 1]):
         return None
     if block is None or tuple(scales) != scales_shape(shape, (block[0], block[1])):
@@ -212,7 +213,7 @@ def fitting_block(name: str, shape: tuple[int, int], scales: list[int],
 
 
 def headers(files: Any, kind: str = "weights in FP8") -> Iterator[tuple[str, tuple[str, list[int]]]]:
-    """Yield (name, (safetensors' dtype, shape)) of every tensor of a checkpoint; ValueError for files in other
+    """Yield (name, (safetensors' dtype, shape)) for every tensor of a checkpoint; ValueError for files in other
     formats."""
     for file in files or []:
         if Path(file).suffix != ".safetensors":

@@ -1,8 +1,8 @@
-"""Weights on one input (q, k, v; gate, up; a delta net's), side by side in memory: one product in place of several.
+"""Store weights with one input (q, k, v; gate, up; a delta net's) side by side, for one product instead of several.
 
 `fuse_weights` lays each group out in one buffer and makes the model's parameters views of it. Each parameter keeps its
-name, shape and values, and a saved model is the same checkpoint. It copies one group at a time, so it needs extra
-memory for one group only. `joined_weights` recognises such weights and returns them as one view, without a copy.
+name, shape and values, so a saved model is the same checkpoint. It copies one group at a time, so it needs extra
+memory for one group only. `joined_weights` recognises adjacent weights and returns them as one view, without a copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ GROUPS = (SPLIT, GATE_UP, DELTA_IN)
 
 
 def fuse_weights(model: nn.Module) -> list[str]:
-    """Lay out every group of the model that allows it. Returns the paths of the other groups, each with the reason."""
+    """Fuse every group of the model that allows it. Return the paths of the other groups, each with the reason."""
     left = []
     for path, modules in groups_of(model):
         try:
@@ -34,12 +34,12 @@ def fuse_weights(model: nn.Module) -> list[str]:
         except ValueError as error:
             left.append(f"{path}: {error}")
         if modules[0].weight.is_cuda:
-            torch.cuda.empty_cache()  # otherwise torch would keep the old buffers until all groups are done
+            torch.cuda.empty_cache()  # otherwise torch's allocator keeps the old buffers until all groups are done
     return left
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
-    """The path and the modules of each group: linear children of one parent, not wrapped by an adapter."""
+    """Yield the path and modules of each group: linear children of one parent, not wrapped by an adapter."""
     for parent_path, parent in model.named_modules():
         children = dict(parent.named_children())
         for names in GROUPS:
@@ -49,7 +49,7 @@ def groups_of(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
 
 
 def fuse(params: list[Any]) -> None:
-    """Make the parameters views of one new buffer. Raises ValueError, with nothing changed, where they do not fit."""
+    """Make the parameters views of one new buffer. Raise ValueError, with nothing changed, if they do not match."""
     if all(hasattr(param, "quant_state") for param in params):
         NF4Weight.adjacent(params)
         return
@@ -62,10 +62,10 @@ def fuse(params: list[Any]) -> None:
 
 
 def fuse_fp8(modules: list[FP8Linear]) -> None:
-    """The same for FP8 layers: their codes in one buffer, and their scales in another."""
+    """Fuse FP8 layers: put their codes in one buffer and their scales in another. ValueError if they do not match."""
     weights = [module.frozen for module in modules]
     codes, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales"))
-    adjacent_fp8(weights, codes, scales)  # ValueError where they do not fit
+    adjacent_fp8(weights, codes, scales)  # only to check
     parts = zip(codes.split([len(weight.codes) for weight in weights]),
                 scales.split([len(weight.scales) for weight in weights]), strict=True)
     for module, (rows, theirs) in zip(modules, parts, strict=True):
@@ -73,7 +73,7 @@ def fuse_fp8(modules: list[FP8Linear]) -> None:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors (n_i, ...) as one (sum of n_i, ...) view of their storage; None where they do not lie side by side."""
+    """Return tensors (n_i, ...) as one (sum of n_i, ...) view of their storage; None if they are not adjacent in it."""
     first = tensors[0].detach()
     end = first.storage_offset()
     for tensor in tensors:
@@ -92,7 +92,7 @@ def alike(tensor: Tensor, other: Tensor) -> bool:
 
 
 def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
-    """The weights of several matrices as one; None where they do not lie side by side."""
+    """Return several weights as one without a copy; None if they are not adjacent in memory."""
     kinds: dict[Any, Callable[..., FrozenWeight | None]] = {
         Tensor: joined, NF4Weight: joined_nf4, FP8Weight: joined_fp8}
     join = next((join for kind, join in kinds.items() if all(isinstance(weight, kind) for weight in weights)), None)
@@ -100,7 +100,7 @@ def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
 
 
 def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
-    """Return weights in FP8 as one; None where codes or scales do not lie side by side."""
+    """Return FP8 weights as one; None if their codes or scales are not adjacent in memory."""
     codes, scales = joined([weight.codes for weight in weights]), joined([weight.scales for weight in weights])
     try:
         return None if codes is None or scales is None else adjacent_fp8(weights, codes, scales)
@@ -109,7 +109,7 @@ def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
 
 
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
-    """4-bit weights that `NF4Weight.adjacent` laid out, as one weight."""
+    """Return 4-bit weights that `NF4Weight.adjacent` laid out as one weight; None if they are not adjacent."""
     first, columns = weights[0], weights[0].shape[1]
     parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
                              "absmax": joined([weight.absmax for weight in weights])}
@@ -119,7 +119,7 @@ def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
     if any(part is None for part in parts.values()):
         return None
     try:
-        check_adjacent(weights)  # last, because it compares tables and so has to wait for the card
+        check_adjacent(weights)  # last, because it compares tables and so synchronizes with the GPU
     except ValueError:
         return None
     features = tuple(weight.shape[0] for weight in weights)
@@ -127,7 +127,8 @@ def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
 
 
 def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
-    """One offset for each nested block. A weight's own offset is the first of those that lie there for its blocks."""
+    """Return a view with one offset per nested block; None if the offsets are not adjacent. Each weight's storage
+    repeats its offset once per block, and its own `offset` is the first of these."""
     counts = [0 if weight.nested_absmax is None else len(weight.nested_absmax) for weight in weights]
     offsets = [weight.offset.reshape(-1)[:1] for weight in weights if weight.offset is not None]
     first = offsets[0].detach()

@@ -1,16 +1,16 @@
-"""Attention by groups of heads: each group's gradient by itself, so that what it needs does not grow with their number.
+"""Attention by groups of heads: the backward pass runs group by group, so its buffers are those of one group only.
 
     out[:, g] = attention(q[:, g], k[:, g], v[:, g])        a group g: some key heads, and all queries that share them
     backward  for each group: its attention once more, then dq[:, g], dk[:, g], dv[:, g] of dout[:, g]
 
-The backward pass of fused attention holds sums in float32, and keys that are expanded to as many heads as there are
-queries, for all heads that it is given. Here it is given one group. Nothing but q, k and v is kept, and each group is
-computed once more, which costs one more forward pass of attention. No head is computed from another, so the gradient is
-the same however many groups there are.
+The backward pass of fused attention allocates float32 accumulators, and keys expanded to the number of query heads, for
+all heads that it is given; here it is given one group at a time. Only q, k and v are saved, and each group's forward is
+recomputed, which costs one more forward pass of attention. Heads are independent, so the gradient is the same for any
+number of groups.
 
-Nor do q, k and v wait on the device while what comes behind attention has its gradient: `without_waiting` computes them
-again when attention's turn comes. For that, a node in front of attention keeps them (`HeldFunction`), so that they are
-known again before attention itself would be computed once more, and there recomputation ends.
+q, k and v themselves need not stay on the device while the layers after attention run backward: `without_waiting`
+recomputes them when attention's backward pass begins. A node before attention saves them (`HeldFunction`), so the
+recomputation stops there instead of running attention's forward pass as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class HeldFunction(torch.autograd.Function):
-    """Query, key and value as they are, kept for attention's backward pass."""
+    """The identity on query, key and value, which saves them for attention's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -40,7 +40,7 @@ class HeldFunction(torch.autograd.Function):
 
 
 class HeadGroupsFunction(torch.autograd.Function):
-    """`attend` of (S, H, Q, K) and twice (S, H_kv, L, K), which `held` keeps, group by group."""
+    """`attend(query, key, value)`, (S, H, Q, K) and twice (S, H_kv, L, K), by groups of heads; `held` saves them."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int) -> Tensor:
@@ -57,7 +57,7 @@ class HeadGroupsFunction(torch.autograd.Function):
         grads = [laid_by_tokens(tensor) for tensor in heads]
         for asked, own in ranges(heads[0].shape[1], heads[1].shape[1], ctx.groups):
             places = (asked, own, own)
-            with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):  # in place of hooks that offload
+            with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):  # overrides hooks that offload
                 parts = [whole.detach()[:, place].requires_grad_() for whole, place in zip(heads, places, strict=True)]
                 result = ctx.attend(*parts)
             of_group = torch.autograd.grad(result, parts, grad[:, asked])
@@ -69,9 +69,9 @@ class HeadGroupsFunction(torch.autograd.Function):
 
 
 def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
-    """`attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, or one for each
-    key head if these are fewer. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random
-    numbers. No second derivative (RuntimeError)."""
+    """Return `attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, or in one
+    per key head if there are fewer. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random
+    numbers. A second derivative raises RuntimeError."""
     heads = HeldFunction.apply(query, key, value)
     held = next(part.grad_fn for part in heads if part.requires_grad)
     result: Tensor = HeadGroupsFunction.apply(*heads, held, attend, groups)
@@ -79,13 +79,13 @@ def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, gr
 
 
 def without_waiting(module: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """`compute(*given)` of a module, where nothing but what is given waits for the backward pass."""
+    """Return `compute(*inputs)` of a module under checkpointing: only `inputs` are saved for the backward pass."""
     drops = module.training and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules())
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
 
 
 def ranges(heads: int, key_heads: int, groups: int) -> Iterator[tuple[slice, slice]]:
-    """The heads of queries and of keys in each group: whole key heads with their queries, as equal as can be."""
+    """Yield the query heads and key heads of each group: whole key heads with their queries, in near-equal groups."""
     count, shared = min(groups, key_heads), heads // key_heads
     for number in range(count):
         start, end = key_heads * number // count, key_heads * (number + 1) // count
@@ -93,7 +93,7 @@ def ranges(heads: int, key_heads: int, groups: int) -> Iterator[tuple[slice, sli
 
 
 def laid_by_tokens(like: Tensor) -> Tensor:
-    """(S, H, T, K) without values; in memory it is (S, T, H, K), as layers before and behind attention have it."""
+    """Return an uninitialised (S, H, T, K), stored as (S, T, H, K), the layout of the layers around attention."""
     rows, heads, tokens, size = like.shape
     return like.new_empty(rows, tokens, heads, size).transpose(1, 2)
 

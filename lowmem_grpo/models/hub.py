@@ -1,4 +1,4 @@
-"""Exported folders on the Hugging Face hub, and models from there, through huggingface_hub."""
+"""Upload exported folders to the Hugging Face hub, and find models and datasets there, through huggingface_hub."""
 
 import os
 import re
@@ -13,17 +13,17 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-SECONDS = 4.0  # for an answer of the hub, unless HF_HUB_ETAG_TIMEOUT says otherwise
+SECONDS = 4.0  # to wait for the hub, unless HF_HUB_ETAG_TIMEOUT is set
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
 class HubError(RuntimeError):
-    """The hub did not take or give something; the message says what, and what to do."""
+    """A request to the hub failed, such as an upload; the message says which, and what to do."""
 
 
 def check_repo(repo: str) -> None:
-    """ValueError unless the name reads OWNER/NAME."""
+    """Raise ValueError unless the name has the form OWNER/NAME."""
     if not REPO.fullmatch(repo):
         raise ValueError(f"the repository is {repo!r}; one of the hub is named OWNER/NAME")
 
@@ -33,18 +33,19 @@ def client(token: str | None = None) -> Any:
 
 
 def full_name(repo: str, token: str | None = None, api: Any = None) -> str:
-    """OWNER/NAME of a repository; without an owner, that of the token. HubError where there is none."""
+    """Return a repository's OWNER/NAME; a missing owner is the token's user. HubError if that cannot be looked up."""
     if "/" in repo:
         return repo
     try:
         return f"{(api or client(token)).whoami()['name']}/{repo}"
-    except Exception as error:  # network errors come from another library in each version
+    except Exception as error:  # each version raises network errors of another library
         raise HubError(f"whose repository {repo!r} should be is unknown: set hub_model_id='OWNER/NAME', and log in "
                        "with `hf auth login`") from error
 
 
 def push(folder: Path, repo: str, private: bool = True, api: Any = None, message: str | None = None) -> str:
-    """Create the repository if there is none and upload the folder; returns the commit's address or HubError."""
+    """Create the repository if it does not exist, upload the folder and return the commit's URL. HubError if the hub
+    refuses."""
     check_repo(repo)
     api = api or client()
     try:
@@ -58,7 +59,8 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """The files of a model: a folder as it is, or those of a name on the hub or in its cache. OSError otherwise."""
+    """Return a folder with a model's files: `path` itself if it is one, otherwise the snapshot of this hub name, from
+    the cache or downloaded. OSError if there is none."""
     if Path(path).is_dir():
         return Path(path)
     find_model(path, revision)
@@ -69,14 +71,14 @@ def model_folder(path: str, revision: str | None = None) -> Path:
                       ) from error
 
 
-@cache  # a refusal is not kept: the next call asks again
+@cache  # an exception is not cached: the next call asks again
 def find_model(
     name: str, revision: str | None = None, token: str | None = None, cache_dir: str | None = None,
     local_files_only: bool = False, weights: bool = True,
 ) -> None:
-    """OSError in one line for a model that is not in the cache and that the hub does not give; without `weights` its
-    config is enough. One that is in the cache is not asked for. Libraries would try for half a minute where there is no
-    network, and say so in twenty lines."""
+    """Raise a one-line OSError for a model that is neither in the cache nor available from the hub; without `weights`,
+    its config is enough. The hub is not asked about a cached model. Without a network, the libraries would retry for
+    half a minute and print twenty lines."""
     try:
         if is_cached(name, revision, cache_dir, weights):
             return
@@ -95,25 +97,25 @@ def find_model(
     except errors.RevisionNotFoundError as error:
         raise OSError(f"no model {name!r}: on the hub it has no revision {revision!r}") from error
     except errors.HfHubHTTPError:
-        return  # there is a network, and whoever loads the model says what is wrong
+        return  # the network works, and loading the model will raise a better message
     except NoAnswerError as error:
-        raise OSError(away("model", name, str(error))) from None  # it names the cause
+        raise OSError(away("model", name, str(error))) from None  # the message already has the cause
 
 
 def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: bool) -> bool:
-    """Return whether the hub's cache has a model's config, and its weights if they are wanted."""
+    """Return whether the hub's cache has a model's config and, if `weights`, its weights."""
     config, *held = (isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache_dir, revision), str)
                      for file in ("config.json", *WEIGHTS))
     return config and (not weights or any(held))
 
 
 def dataset_cache() -> Path:
-    """Return the folder in which `datasets` keeps what it loaded."""
+    """Return the cache folder of the `datasets` library."""
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
 
 
 def is_loaded_before(dataset: str) -> bool:
-    """Return whether the cache has rows of a dataset of the hub, whose name it changes in case and underscores."""
+    """Return whether the cache has a hub dataset; its folder names differ from the hub's in case and underscores."""
     def plain(text: str) -> str:
         return text.replace("_", "").replace("/", "").lower()
 
@@ -121,9 +123,10 @@ def is_loaded_before(dataset: str) -> bool:
     return places.is_dir() and any(plain(place.name) == plain(dataset) for place in places.iterdir())
 
 
-@cache  # a refusal is not kept: the next call asks again
+@cache  # an exception is not cached: the next call asks again
 def find_dataset(name: str, api: Any = None) -> None:
-    """ValueError for a dataset that the hub does not have, OSError for no hub, soon; the cache comes first."""
+    """Raise ValueError if the hub lacks the dataset, OSError if it refuses or does not answer within `patience`
+    seconds. The hub is not asked about a cached dataset."""
     if is_loaded_before(name):
         return
     api = api or huggingface_hub.HfApi()
@@ -136,17 +139,17 @@ def find_dataset(name: str, api: Any = None) -> None:
     except errors.HfHubHTTPError as error:
         raise OSError(f"the hub refused {name!r} ({first_line(error)})") from error
     except NoAnswerError as error:
-        raise OSError(away("dataset", name, str(error))) from None  # it names the cause
+        raise OSError(away("dataset", name, str(error))) from None  # the message already has the cause
 
 
 class NoAnswerError(Exception):
-    """The hub cannot be reached, or must not be asked; the message says why."""
+    """The hub cannot be reached, or offline mode forbids asking it; the message says why."""
 
 
 def answer(ask: Callable[[], Any]) -> None:
-    """Ask the hub once. Its refusals are raised as they are; NoAnswerError where none comes in time. A client's timeout
-    holds for each address of the hub anew and not for the look-up of its name, so the time is kept outside of the
-    client."""
+    """Ask the hub once. Re-raise the hub's HTTP and validation errors; NoAnswerError if no answer comes in time. A
+    client's timeout starts anew for each address of the hub and does not cover the DNS look-up, so the time is limited
+    outside the client."""
     answers: SimpleQueue[Exception | None] = SimpleQueue()
     Thread(target=lambda: answers.put(failure(ask)), daemon=True).start()
     try:
@@ -157,12 +160,12 @@ def answer(ask: Callable[[], Any]) -> None:
         raise error
     if isinstance(error, errors.OfflineModeIsEnabled):
         raise NoAnswerError("HF_HUB_OFFLINE allows no download") from error
-    if error is not None:  # network errors come from another library in each version
+    if error is not None:  # each version raises network errors of another library
         raise NoAnswerError(f"the hub does not answer ({first_line(error)})") from error
 
 
 def failure(ask: Callable[[], Any]) -> Exception | None:
-    """Call `ask`, and return what it raises."""
+    """Call `ask` and return the exception that it raises, or None."""
     try:
         ask()
     except Exception as error:  # noqa: BLE001  (another thread raises it)
@@ -171,15 +174,15 @@ def failure(ask: Callable[[], Any]) -> Exception | None:
 
 
 def patience() -> float:
-    """Return the seconds to wait for an answer of the hub."""
+    """Return the seconds to wait for an answer from the hub."""
     asked = constants.HF_HUB_ETAG_TIMEOUT
     return SECONDS if asked == constants.DEFAULT_ETAG_TIMEOUT else float(asked)
 
 
 def away(kind: str, name: str, why: str) -> str:
-    """Say why a model or dataset of the hub is not there, and how to fetch it."""
+    """Return a message that says why a model or dataset is not available, and how to download it."""
     fetch = f"hf download {name}; or give its folder"
-    if kind == "dataset":  # the library cannot read what `hf download` brings where there is no network
+    if kind == "dataset":  # without a network, `datasets` cannot read what `hf download` fetched
         fetch = f"datasets.load_dataset({name!r}, split='train').to_json('rows.jsonl'); then give that file"
     return f"no {kind} {name!r}: it is not in the cache, and {why}. Where there is a network: {fetch}"
 

@@ -1,7 +1,8 @@
-"""MLPs, norms and attention of known model families on our kernels: the same parameters under the same names.
+"""MLPs, norms and attention of known model families on our kernels, with the same parameters under the same names.
 
-Our module replaces transformers' own and has the same children; modules that we do not know stay. Attention has q, k, v
-as one autograd node, and one launch for RoPE; its function is the one of transformers' registry that the config names.
+Each of our modules replaces transformers' own and has the same children; unknown modules stay. Attention computes q, k
+and v in one autograd node and RoPE in one launch; its attention function is the one that the config names in
+transformers' registry.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from lowmem_grpo.memory.families import FAMILIES, Attention, Norm
 from lowmem_grpo.models.head_groups import without_waiting
 from lowmem_grpo.models.lora_layers import JoinedWeights, base_of, loras_of, one_node
 
-MLP_TILE = 4096  # tokens of a tile: large enough to fill a card's matrix units
+MLP_TILE = 4096  # tokens of a tile: enough to fill a GPU's tensor cores
 # by transformers' class
 MLPS = {row.mlp.kind: row.mlp for row in FAMILIES.values() if row.mlp.lean}
 NORMS = {row.norm.kind: row.norm for row in FAMILIES.values() if row.norm.lean}
@@ -28,7 +29,7 @@ NAMES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # tr
 
 
 class LeanAttention(nn.Module):
-    """Attention with the children and attributes of `attention`, one of transformers' modules."""
+    """Attention that takes over the children and attributes of `attention`, transformers' module."""
 
     config: Any
     layer_idx: int
@@ -44,7 +45,7 @@ class LeanAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
                 attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
-        """hidden_states (B, T, D) -> ((B, T, D), what the attention function returns beside its result)."""
+        """Map hidden_states (B, T, D) to ((B, T, D), the attention function's second output)."""
         assert position_embeddings is not None
         inputs = (hidden_states, *position_embeddings, attention_mask, past_key_values, kwargs)
         if torch.is_grad_enabled() and getattr(kwargs.get("packed"), "head_groups", 1) > 1:
@@ -55,7 +56,8 @@ class LeanAttention(nn.Module):
 
     def attended(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None,
                  past_key_values: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Return the result of the attention function, (B, T, H, K), and something beside it."""
+        """Return the two outputs of the attention function: the result (B, T, H, K), and its attention weights if it
+        has any."""
         q, k, v = self.heads(hidden_states)
         if not self.form.turns or getattr(self, self.form.turns):
             q, k = TURNS[self.form.position](q, k, cos.detach(), sin.detach())
@@ -72,7 +74,7 @@ class LeanAttention(nn.Module):
         return result
 
     def heads(self, x: Tensor) -> list[Tensor]:
-        """Return q (B, T, H, K), k and v (B, T, H_kv, K) of x (B, T, D)."""
+        """Return q (B, T, H, K), k and v (B, T, H_kv, K) for x (B, T, D)."""
         layers = [self.get_submodule(name) for name in self.form.inner]
         parts = one_node(x, layers, self.weights)
         if len(parts) == 1:
@@ -88,7 +90,7 @@ class LeanAttention(nn.Module):
         return [q, k, v]
 
     def stretch(self, position_ids: Tensor) -> Tensor:
-        """(B, T, 1, 1) float32, by which queries grow: 1 + beta log(1 + floor(position / original context))."""
+        """Return the queries' factor (B, T, 1, 1) float32: 1 + beta log(1 + floor(position / original context))."""
         settings = self.config.rope_parameters
         steps = torch.floor(position_ids / settings["original_max_position_embeddings"])
         grown: Tensor = 1 + settings["llama_4_scaling_beta"] * torch.log(1 + steps)
@@ -96,7 +98,7 @@ class LeanAttention(nn.Module):
 
 
 def take_place(ours: nn.Module, theirs: nn.Module) -> None:
-    """Give our module the children, parameters and attributes of the one whose place it takes."""
+    """Copy the children, parameters and public attributes of the replaced module to ours."""
     for name, child in theirs.named_children():
         ours.add_module(name, child)
     for name, parameter in theirs.named_parameters(recurse=False):
@@ -107,7 +109,8 @@ def take_place(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def turn_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """RoPE of (B, T, H, K) that turns neighbours; cos and sin (B, T, R) hold the angles twice. Backward keeps those."""
+    """Apply RoPE to (B, T, H, K), rotating neighbouring pairs. cos and sin (B, T, R) hold each angle twice, and are all
+    that is saved for backward."""
     half = cos.shape[-1] // 2
     c, s = cos[:, :, None, :half], sin[:, :, None, :half]
 
@@ -123,7 +126,8 @@ TURNS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"half": partial(rope, hea
 
 
 def attention_function(config: Any) -> Any:
-    """The function of transformers' registry that the model's config names; ValueError where there is none."""
+    """Return the attention function that the model's config names in transformers' registry; ValueError if it is not
+    registered."""
     name, registry = config._attn_implementation, AttentionInterface()
     if name not in registry:
         raise ValueError(f"attn_implementation is {name!r}, which transformers' registry of attention functions does "
@@ -132,7 +136,8 @@ def attention_function(config: Any) -> Any:
 
 
 class LeanMLP(nn.Module):
-    """A gated MLP with the children of `mlp`. With `tile_rows`, only its input is kept for backward."""
+    """A gated MLP with the children of `mlp`. With `tile_rows`, it runs in tiles and saves only its input for backward.
+    """
 
     def __init__(self, mlp: nn.Module, inner: tuple[str, ...], activation: str, tile_rows: int | None) -> None:
         super().__init__()
@@ -157,7 +162,7 @@ class LeanMLP(nn.Module):
         )
 
     def plain(self, x: Tensor, layers: list[Any]) -> Tensor:
-        """The same, computed by the layers themselves, for what the kernel does not cover."""
+        """Compute the MLP with the layers' own forward passes, for cases that the kernel does not cover."""
         outputs = [layer(x) for layer in layers]
         gate, up = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=-1)
         result: Tensor = self.get_submodule("down_proj")(ACTIVATIONS[self.activation](gate) * up)
@@ -165,7 +170,8 @@ class LeanMLP(nn.Module):
 
 
 class LeanRMSNorm(nn.Module):
-    """x / rms(x) * (offset + weight), with the weight of transformers' module. Only its input is kept for backward."""
+    """The norm x / rms(x) * (offset + weight), with the weight of transformers' module. Only x is saved for backward.
+    """
 
     def __init__(self, weight: nn.Parameter, eps: float, form: Norm) -> None:
         super().__init__()
@@ -178,7 +184,7 @@ class LeanRMSNorm(nn.Module):
 
 
 def make_lean(model: Any, tile_rows: int | None) -> list[str]:
-    """Replace modules of a transformers model with ours; returns the paths of those that were replaced."""
+    """Replace modules of a transformers model by ours; return the paths of the replaced modules."""
     config = model.config.get_text_config()
     activation = NAMES.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", None))))
     replaced = []
@@ -191,7 +197,7 @@ def make_lean(model: Any, tile_rows: int | None) -> list[str]:
 
 
 def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Module | None:
-    """Our module for one of transformers'; None where we do not know it."""
+    """Return our replacement for a module of transformers; None if there is none."""
     kind = type(module).__name__
     if not type(module).__module__.startswith("transformers."):
         return None
@@ -205,7 +211,8 @@ def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Mo
 
 
 def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
-    """Return the tokens in a tile of the MLP; None for one piece."""
+    """Return the tokens in a tile of the MLP; None for no tiles. ValueError for a tile below 1 or without
+    checkpointing."""
     if mlp_tile is None:
         return MLP_TILE if checkpointing else None
     if mlp_tile < 1:

@@ -1,8 +1,8 @@
-"""PEFT's LoRA layers on our kernel: one autograd node that keeps only x, where PEFT's own keep several tensors.
+"""PEFT's LoRA layers on our kernel: one autograd node that saves only x, where PEFT's own save several tensors.
 
-PEFT itself makes these layers, through its mapping of custom modules, and they inherit all that it does with adapters
-(switching, loading, saving, merging). PEFT's own forward pass still computes what the kernel does not cover: mixed
-precision, dropout in training, several active adapters, variants of LoRA, merged weights.
+PEFT itself creates these layers, through its mapping of custom modules, so adapters are switched, loaded, saved and
+merged as usual. PEFT's own forward pass still computes the cases that the kernel does not cover: mixed precision,
+dropout in training, several active adapters, variants of LoRA, merged weights.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from lowmem_grpo.models.fused_weights import joined_weights
 
 
 def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:
-    """Let PEFT make our layers for the model's linear ones, plain, in NF4 and in FP8."""
+    """Make PEFT create our LoRA layers for the model's linear layers: plain, in NF4 and in FP8."""
     kinds: dict[type[nn.Module], type[nn.Module]] = {
         type(module): KernelLinear4bit for module in model.modules() if is_nf4(module)}
     kinds |= {FP8Linear: KernelLinearFP8, nn.Linear: KernelLinear}
-    # PEFT's guide to custom models describes this call, and a test fails if it goes away. We name exact types because
-    # the first match counts and the layers of bitsandbytes are subclasses of nn.Linear.
+    # PEFT's guide to custom models describes this call; a test fails if it goes away. The types are exact because the
+    # first match counts and bitsandbytes' layers are subclasses of nn.Linear.
     config._register_custom_module(kinds)
 
 
 class OneNode:
-    """The forward pass of a LoRA layer; everything else is PEFT's."""
+    """A mixin with the forward pass of a LoRA layer on our kernel; everything else is PEFT's."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         loras = None if args or kwargs else loras_of(x, [self], self)
@@ -43,32 +43,32 @@ class OneNode:
 
 
 class KernelLinear(OneNode, Linear):
-    """On weights in 16 or 32 bits."""
+    """A LoRA layer on weights in 16 or 32 bits."""
 
 
 class KernelLinearFP8(OneNode, Linear):
-    """On weights in FP8."""
+    """A LoRA layer on weights in FP8."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """ValueError: such weights are not merged in place."""
+        """Raise ValueError: FP8 weights are not merged in place."""
         raise ValueError("an adapter is not merged into weights in FP8, which would round most of its update away. "
                          'Save the merged model in 16 bits: save_pretrained_merged(folder, tokenizer, "merged_16bit")')
 
 
 class KernelLinear4bit(OneNode, Linear4bit):
-    """On weights in NF4."""
+    """A LoRA layer on weights in NF4."""
 
 
 class JoinedWeights:
-    """The frozen weights of layers on one input, as the kernels take them: adjacent quantized weights as one. Kept for
-    as long as the layers have the same tensors."""
+    """A cache of the frozen weights of layers with one input, in the form that the kernels take; adjacent quantized
+    weights are joined. It is valid as long as the layers hold the same tensors."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
         self.found: list[FrozenWeight] = []
 
     def join(self, layers: Sequence[Any]) -> list[FrozenWeight]:
-        """One for each layer, or one for all."""
+        """Return one weight per layer, or a single weight for all layers if they are adjacent."""
         parts = [part for layer in layers for part in parts_of(base_of(layer))]
         if len(parts) != len(self.parts) or any(part is not old for part, old in zip(parts, self.parts, strict=True)):
             weights = [held_weight(base_of(layer)) for layer in layers]
@@ -82,7 +82,7 @@ class JoinedWeights:
 
 
 def parts_of(base: Any) -> tuple[Any, ...]:
-    """The objects that change when a layer's weight is moved, replaced or quantized."""
+    """Return the objects that are replaced when a layer's weight is moved, replaced or quantized."""
     weight = base.weight
     if isinstance(base, FP8Linear):
         return weight, base.weight_scale, base.compute_dtype
@@ -91,12 +91,12 @@ def parts_of(base: Any) -> tuple[Any, ...]:
 
 
 def held_weight(base: Any) -> FrozenWeight:
-    """The frozen weight of a linear layer, as the kernels take it."""
+    """Return the frozen weight of a linear layer in the form that the kernels take."""
     return base.frozen if isinstance(base, FP8Linear) else frozen_weight(base.weight)
 
 
 def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
-    """The output of each layer for x: by one autograd node that keeps x once, if our kernel covers all of them."""
+    """Return the output of each layer for x, from one autograd node that saves x once if our kernel covers them all."""
     loras = loras_of(x, layers, weights)
     if loras is None:
         return [layer(x) for layer in layers]
@@ -104,8 +104,8 @@ def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequen
 
 
 def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | None] | None:
-    """The pairs that these layers of `owner` compute with now; None where our kernel does not cover all of them for x.
-    Sampling keeps the answer for as long as it keeps the pairs, since it takes as long as a small product."""
+    """Return the active LoRA pair of each of these layers of `owner`; None if our kernel does not cover all of them for
+    x. Sampling caches the result, since the look-up takes as long as a small product."""
     if KEPT.get() is None:
         return found_loras(x, layers)
     lora = next((layer for layer in layers if isinstance(layer, OneNode)), None)
@@ -116,12 +116,12 @@ def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | Non
 
 
 def found_loras(x: Tensor, layers: Sequence[Any]) -> list[LoRA | None] | None:
-    """Return what `loras_of` does, looked up anew."""
+    """Return the result of `loras_of` without its cache."""
     return [active_lora(layer) for layer in layers] if all(computes(layer, x) for layer in layers) else None
 
 
 def base_of(layer: Any) -> Any:
-    """The linear layer itself, without what PEFT wraps around it."""
+    """Return the linear layer itself, without PEFT's wrapper."""
     return getattr(layer, "base_layer", layer)
 
 
@@ -131,7 +131,7 @@ def is_nf4(module: Any) -> bool:
 
 
 def computes(layer: nn.Module, x: Tensor) -> bool:
-    """Return whether our kernel computes what the layer would for x: a plain linear layer, or one under a `OneNode`."""
+    """Return whether our kernel covers the layer for x: a plain linear layer, or one wrapped by a plain `OneNode`."""
     base = base_of(layer)
     if isinstance(base, FP8Linear):
         dtype = base.compute_dtype
@@ -145,7 +145,7 @@ def computes(layer: nn.Module, x: Tensor) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether the layer now computes at most one LoRA, without dropout, bias or variants."""
+    """Return whether the layer currently has at most one active LoRA, without dropout, bias, variants or merging."""
     if layer.disable_adapters:
         return not layer.merged
     active = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -155,13 +155,14 @@ def is_plain(layer: Any) -> bool:
 
 
 def adapter_state(model: nn.Module) -> tuple[object, ...]:
-    """Return what passes without gradient decide by: of each layer which adapters are active, their scales, merged."""
+    """Return the adapter settings on which passes without gradient depend: per layer, the active and merged adapters
+    and their scales."""
     return tuple((layer.disable_adapters, *layer.merged_adapters, "active", *layer.active_adapters,
                   *layer.scaling.items()) for layer in model.modules() if isinstance(layer, LoraLayer))
 
 
 def active_lora(layer: Any) -> LoRA | None:
-    """The pair that a plain layer computes with now; None without LoRA."""
+    """Return the active LoRA pair of a plain layer; None without LoRA."""
     if not hasattr(layer, "lora_A") or layer.disable_adapters:
         return None
     for name in layer.active_adapters:

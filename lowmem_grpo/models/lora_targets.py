@@ -1,4 +1,4 @@
-"""Which linear layers get LoRA: by the names of modules, and by the kinds and numbers of layers that are asked for."""
+"""Choose the linear layers that get LoRA: by module name, and by the requested kinds and numbers of layers."""
 
 import logging
 import re
@@ -18,7 +18,7 @@ from lowmem_grpo.utils import check_given, require
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
-ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # a part of the path of every linear layer of attention
+ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # part of the path of every linear layer of attention
 NO_EXPERTS = ("target_modules names {}. Of a mixture of experts, LoRA goes on attention only: the experts and their "
               "router stay as they are. Leave them out: target_modules={}")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -27,7 +27,7 @@ Targets = list[str] | str | None
 
 @dataclass(frozen=True)
 class Scope:
-    """The part of the decoder that is trained, under Unsloth's names."""
+    """The part of the decoder that is trained; fields have Unsloth's names."""
 
     finetune_language_layers: bool = True
     finetune_attention_modules: bool = True
@@ -49,11 +49,11 @@ class Scope:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left out but layers by their numbers, as PEFT does itself."""
+        """True if the scope leaves out nothing except layers by number, which PEFT can leave out itself."""
         return replace(self, layers_to_transform=None) == Scope()
 
     def layers(self, count: int) -> range | list[int]:
-        """The numbers of the layers, of `count`; ValueError for one that the model does not have."""
+        """Return the numbers of the trained layers out of `count`; ValueError for a layer that the model lacks."""
         if self.finetune_last_n_layers is not None:
             return range(max(0, count - self.finetune_last_n_layers), count)
         asked = self.layers_to_transform
@@ -63,13 +63,13 @@ class Scope:
         return chosen
 
     def takes(self, path: str) -> bool:
-        """Return whether the linear layer of this path is trained."""
+        """Return whether the linear layer at this path is trained."""
         return self.finetune_attention_modules if ATTENTION.search(path) else self.finetune_mlp_modules
 
 
 def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude: Targets = None) -> list[str] | str:
-    """Return what PEFT is told: names of modules, "all-linear" or a pattern; whole paths if a part of the model is left
-    out that PEFT cannot leave out itself. ValueError for unknown names, and where nothing is left to train."""
+    """Return `target_modules` for PEFT: module names, "all-linear" or a pattern, or whole paths if the scope leaves out
+    a part that PEFT cannot leave out itself. ValueError for unknown names, and if nothing is left to train."""
     if targets is not None and not targets:
         raise ValueError(f"target_modules is {targets!r}, which names nothing to train: name layers, such as "
                          '["q_proj", "v_proj"], or take "all-linear"')
@@ -96,8 +96,8 @@ def check_values(config: Any) -> None:
 
 
 def check_config(model: Any, config: LoraConfig) -> None:
-    """Raise ValueError where PEFT would stop half way, or adapt nothing, with these settings on this model; warn of a
-    pattern that names nothing."""
+    """Raise ValueError if PEFT would fail half way with these settings on this model, or adapt nothing; warn about rank
+    and alpha patterns that match no layer."""
     if config.layers_to_transform is not None:
         Scope(layers_to_transform=config.layers_to_transform).layers(len(model.get_decoder().layers))
     adapted = adapted_layers(model, config)
@@ -116,7 +116,7 @@ def check_config(model: Any, config: LoraConfig) -> None:
 
 
 def check_orthogonal(ranks: list[int], adapted: dict[str, Any]) -> None:
-    """Raise ValueError where PEFT cannot begin orthogonally: with odd ranks, and on quantized weights."""
+    """Raise ValueError if PEFT cannot initialise orthogonally: with odd ranks, or on quantized weights."""
     if odd := next((rank for rank in ranks if rank % 2), None):
         raise ValueError(f'init_lora_weights="orthogonal" needs even ranks, and one is {odd}; choose an even rank, or '
                          "init_lora_weights=True")
@@ -126,7 +126,7 @@ def check_orthogonal(ranks: list[int], adapted: dict[str, Any]) -> None:
 
 
 def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
-    """Return the modules that PEFT adapts with these settings, by their paths."""
+    """Return {path: module} of the modules that PEFT adapts with these settings."""
     if config.target_modules == "all-linear":
         head = model.get_output_embeddings()
         linear = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
@@ -135,14 +135,14 @@ def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
 
 
 def is_named(path: str, targets: list[str] | str) -> bool:
-    """Return whether a module's path is named, as PEFT says: a pattern names whole paths, and a list their ends."""
+    """Return whether a module's path matches by PEFT's rules: a pattern matches whole paths, a list their ends."""
     if isinstance(targets, str):
         return re.fullmatch(targets, path) is not None
     return f".{path}".endswith(tuple(f".{name}" for name in targets))
 
 
 def decoder_linears(model: Any, scope: Scope) -> list[str]:
-    """The paths of the linear layers of the text decoder that the scope takes."""
+    """Return the paths of the text decoder's linear layers that are in the scope."""
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder.layers)
     starts = tuple(f"{prefix}.{number}." for number in scope.layers(len(decoder.layers)))
@@ -151,8 +151,8 @@ def decoder_linears(model: Any, scope: Scope) -> list[str]:
 
 
 def usual_targets(model: PreTrainedModel) -> list[str] | str:
-    """The names of all linear layers of the decoder, or with experts of those of attention; "all-linear" for a family
-    with other names, or with fused ones."""
+    """Return the default targets: the names of all linear layers of the decoder, or of attention only in a mixture of
+    experts; "all-linear" for a family with other or fused names."""
     family = family_of(model.config)
     if family is not None and family.experts is not None:
         return [*family.attention.inner, "o_proj"]
@@ -161,12 +161,13 @@ def usual_targets(model: PreTrainedModel) -> list[str] | str:
 
 
 def names_of(model: PreTrainedModel) -> set[str]:
-    """Return the last part of each module's path."""
+    """Return the set of the last parts of all module paths."""
     return {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
 
 
 def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Targets = None) -> list[str] | str:
-    """The names, if they exist in the model and the frozen head is not among them, nor experts or their router."""
+    """Return the targets. ValueError if a name does not exist in the model, or is the frozen head or embedding, an
+    expert or a router."""
     if has_experts(model.config):
         targets = check_experts_left(usual_targets(model), targets)
     if isinstance(targets, str):
@@ -185,8 +186,8 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Tar
 
 
 def paths_of(model: PreTrainedModel, pattern: str, exclude: Targets = None) -> list[str]:
-    """Return the paths of the modules that a pattern names and `exclude` does not; ValueError unless there are some,
-    and all are linear layers."""
+    """Return the paths of the modules that a pattern matches and `exclude` does not; ValueError if there are none, or
+    one is not a linear layer."""
     allowed = 'allowed are a list of names, "all-linear", and a pattern of whole paths, such as ".*\\.(q|v)_proj"'
     try:
         named = adapted_layers(model, LoraConfig(target_modules=pattern, exclude_modules=exclude))
@@ -200,9 +201,9 @@ def paths_of(model: PreTrainedModel, pattern: str, exclude: Targets = None) -> l
 
 
 def check_experts_left(attention: list[str] | str, targets: list[str] | str) -> list[str] | str:
-    """The targets on a mixture of experts, of which those of attention are allowed: all of these for "all-linear".
-    ValueError for others."""
-    if isinstance(attention, str):  # a family without a row: what is no linear layer is not adapted
+    """Return the targets for a mixture of experts, where only attention is allowed; "all-linear" becomes all of
+    attention. ValueError for other targets."""
+    if isinstance(attention, str):  # a family without a row: its experts are not nn.Linear, so never adapted
         return targets
     if targets == "all-linear":
         return attention

@@ -1,18 +1,18 @@
-"""A model's name as a folder, or as a name on the hub; needs no torch, so that a wrong one is refused at once."""
+"""Resolve a model's name to a folder or a name on the hub, without importing torch, so that a wrong one fails fast."""
 
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-TINY = "tiny"  # the model that ships with the package, which a CPU trains in minutes
-TINY_GAMES = "tiny-games"  # the one that plays games
-TINY_INBOX = "tiny-inbox"  # the one that searches mails
-TINY_TALKS = "tiny-talks"  # the one that plays 2048, asks questions and answers them
+TINY = "tiny"  # a model that ships with the package, and trains on a CPU in minutes
+TINY_GAMES = "tiny-games"  # plays games
+TINY_INBOX = "tiny-inbox"  # searches mails
+TINY_TALKS = "tiny-talks"  # plays 2048, asks questions and answers them
 EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS)
 
 
 def resolve(model_name: str) -> str:
-    """The folder of an embedded model or of a path, else the name itself; OSError for a path that leads to no model."""
+    """Return the folder of an embedded model or of a path, else the name itself; OSError for a path without a model."""
     if model_name in EMBEDDED:
         return str(files("lowmem_grpo") / "assets" / model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
@@ -26,19 +26,18 @@ def resolve(model_name: str) -> str:
 
 
 def public_name(model_name: str) -> str:
-    """Return the name by which programs on this machine find a model and its tokenizer: its folder, or its name on the
-    hub."""
+    """Return a name that other programs on this machine can load: an absolute folder, or a name on the hub."""
     folder = Path(resolve(model_name))
     return str(folder.resolve()) if folder.is_dir() else model_name
 
 
 def find(model_name: str, **options: Any) -> str:
-    """The same, and OSError for a name that is neither in the hub's cache nor to be had from the hub in seconds.
-    `options` are those of `hub.find_model`."""
+    """Resolve a name, and raise OSError within seconds if it is neither in the hub's cache nor on the hub. `options`
+    are those of `hub.find_model`."""
     path = resolve(model_name)
     if not Path(path).is_dir():
         from lowmem_grpo.models.hub import (
-            find_model,  # its library takes half a second, which a folder need not wait for
+            find_model,  # imported here: huggingface_hub takes half a second, and folders do not need it
         )
 
         find_model(path, **options)
@@ -46,7 +45,8 @@ def find(model_name: str, **options: Any) -> str:
 
 
 def config_of(model_name: str) -> Any:
-    """The config of a model: of an embedded one, of a built-in shape, of a folder or file, or from the hub."""
+    """Return the config of an embedded model, a shipped config, a folder or file, or a model on the hub. ValueError if
+    none is found."""
     from lowmem_grpo.memory.named_configs import named_config
 
     try:

@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences: side by side in one call, or each prompt once and then its completions.
+"""Causal attention over packed sequences: padded side by side in one call, or each prompt once, then its completions.
 
-No (T, T) mask is ever made. A sequence never attends to what lies right of its end, so sequences side by side need no
-mask. A sliding window takes blocks of queries against the keys within their reach, and the mask of one block serves all
-blocks and all layers. `token_rows` decides when prompts are computed once, and how large the blocks are.
+No (T, T) mask is ever made. Padding is on the right, where causal attention never looks, so padded sequences need no
+mask. With a sliding window, blocks of queries attend to the keys within reach, and the mask of one block serves all
+blocks and all layers. memory/cutting.py decides when prompts are computed once, and how large the blocks are.
 """
 
 from collections.abc import Sequence
@@ -25,31 +25,30 @@ Masks = dict[tuple[Any, ...], Tensor]
 
 @dataclass
 class PackedLayout:
-    """The places of packed tokens if S sequences are laid side by side in width W = max_seqlen, and whether they are.
-    """
+    """The map between packed tokens and a padded (S, W) layout, W = max_seqlen, and the form of attention to use."""
 
     sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W
-    copies: Tensor  # (T,) int64, sequences that share the place
-    prompts: tuple[tuple[int, ...], ...]  # for each prompt, its own places and those of each completion
-    num_sequences: int
-    width: int
-    once: bool  # each prompt is computed once
+    copies: Tensor  # (T,) int64, number of sequences that share the token
+    prompts: tuple[tuple[int, ...], ...]  # per prompt: its number of packed tokens, then that of each completion
+    num_sequences: int  # S
+    width: int  # W
+    once: bool  # compute each prompt once instead of padding
     head_groups: int = 1  # parts in which attention's backward pass takes the heads
-    calls: int = 0  # attention or delta nets with this layout: after a forward pass, the number of layers
-    masks: Masks = field(default_factory=dict)  # windows, for all layers
-    stages: Any = None  # the `Stages` of gated delta nets, for all layers
+    calls: int = 0  # calls of attention or delta nets with this layout: after a forward pass, the number of layers
+    masks: Masks = field(default_factory=dict)  # sliding-window masks, shared by all layers
+    stages: Any = None  # the `Stages` of gated delta nets, shared by all layers
 
     @classmethod
     def from_batch(cls, batch: MicroBatch, head_groups: int = 1) -> "PackedLayout":
-        """Return the layout of a micro-batch, whose attention takes the heads in so many groups."""
+        """Return the layout of a micro-batch; attention's backward pass takes the heads in `head_groups` parts."""
         sequences = len(batch.cu_seqlens) - 1
         once = sequences > 1 and prompts_once(batch.prompts)
         return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once,
                    head_groups)
 
     def spread(self, *packed: Tensor) -> tuple[Tensor, ...]:
-        """Each (1, H, T, K) as (S, H, W, K); right of a sequence's end lies any of its tokens."""
+        """Return each packed (1, H, T, K) as padded (S, H, W, K); the padding repeats some token of the sequence."""
         if self.num_sequences == 1:  # nothing to move
             return packed
         rows = [heads[0].transpose(0, 1) for heads in packed]
@@ -58,7 +57,7 @@ class PackedLayout:
         return tuple(heads for together in alike for heads in packed_to_padded(together, *places))
 
     def gather(self, side_by_side: Tensor) -> Tensor:
-        """Return (S, H, W, K) to (1, T, H, K)."""
+        """Return padded (S, H, W, K) as packed (1, T, H, K)."""
         if self.num_sequences == 1:
             return side_by_side.transpose(1, 2)
         return padded_to_packed(side_by_side, self.sources, self.places)[None]
@@ -66,7 +65,7 @@ class PackedLayout:
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
                      dropout: float, sliding_window: int | None) -> Tensor:
-    """Causal attention within each packed sequence, (1, H, T, K) to (1, T, H, K)."""
+    """Return causal attention within each packed sequence, from (1, H, T, K) to (1, T, H, K)."""
     causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks, layout.head_groups)
     if layout.once:
         return each_prompt_once(query, key, value, layout.prompts, causal)
@@ -75,7 +74,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
 
 @dataclass(frozen=True)
 class Causal:
-    """Causal attention of the last Q of L tokens, within a window if there is one."""
+    """Causal attention of the last Q of L tokens, with an optional sliding window."""
 
     scaling: float | None
     dropout: float
@@ -89,15 +88,15 @@ class Causal:
         return self.width if self.window is None else window_reach(self.window, self.width)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query (S, H, Q, K), key and value (S, H_kv, L, K), result (S, H, Q, K). With dropout, whose random numbers
-        would be others in the backward pass, the heads stay together."""
+        """Map query (S, H, Q, K), key and value (S, H_kv, L, K) to (S, H, Q, K). With dropout, heads are not grouped:
+        the recomputation in backward would draw other random numbers."""
         if self.head_groups > 1 and not self.dropout and torch.is_grad_enabled() and query.requires_grad:
             query, key, value = as_autocast(query, key, value)
             return by_head_groups(query, key, value, self.attend, self.head_groups)
         return self.attend(query, key, value)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The same for all heads that it is given at once."""
+        """Compute attention for all given heads at once, with the shapes of `__call__`."""
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
             return self.windowed(query, key, value)
@@ -107,7 +106,7 @@ class Causal:
         return self.fused(query, key, value, lower_right(queries, keys, query), is_causal=False)
 
     def windowed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Blocks of queries, each against the keys within its reach."""
+        """Compute windowed attention by blocks of queries, each against the keys within its reach."""
         before, blocks = key.shape[2] - query.shape[2], tokens_split(query, window_block(self.width))
         near = []
         for block in blocks:
@@ -120,13 +119,13 @@ class Causal:
         return tokens_cat(results)
 
     def window_bias(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        """(Q, L) in the dtype of `like`, added to the scores: a part of the one mask for all blocks."""
+        """Return the additive mask (Q, L) of a block in the dtype of `like`, cut from the mask shared by all blocks."""
         shift = self.reach - (keys - queries)
         cut = self.window_mask(like)[:queries, shift : shift + keys]
         return cut if shift % ALIGNED == 0 else F.pad(cut, (0, -keys % ALIGNED))[:, :keys]
 
     def window_mask(self, like: Tensor) -> Tensor:
-        """The mask of a whole block and all keys within its reach; made once for all layers."""
+        """Return the mask of a full block and all keys within its reach, made once for all layers."""
         name = (self.window, like.dtype)
         if name not in self.masks:
             block = window_block(self.width)
@@ -136,7 +135,7 @@ class Causal:
         return self.masks[name]
 
     def fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Call torch's fused attention, with keys repeated where its kernel does not share them."""
+        """Call torch's fused attention, with keys and values repeated if its kernel does not support shared heads."""
         groups, masked = query.shape[1] // key.shape[1], mask is not None and not isinstance(mask, CausalBias)
         if groups > 1 and not shares_key_heads(query.device, query.dtype, masked):
             key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
@@ -148,7 +147,7 @@ class Causal:
 
 def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequence[Sequence[int]],
                      causal: Causal) -> Tensor:
-    """One call for each prompt, and one for each completion, whose keys are the prompt's and its own."""
+    """Compute attention with one call per prompt and one per completion, whose keys are the prompt's and its own."""
     families = [(0, own + others[0]) if len(others) == 1 else (own, *others) for own, *others in prompts]
     sizes = [length for lengths in families for length in lengths if length]
     pieces = zip(*(tokens_split(heads, sizes) for heads in (query, key, value)), strict=True)
@@ -170,18 +169,18 @@ def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequenc
 
 
 def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
-    """Parts of (S, H, T, K) along T; their gradients are joined in the order of memory, (S, T, H, K)."""
+    """Split (S, H, T, K) along T, so that the gradient is concatenated in memory order, (S, T, H, K)."""
     pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
     return [piece.transpose(1, 2) for piece in pieces]
 
 
 def tokens_cat(heads: Sequence[Tensor]) -> Tensor:
-    """(S, H, T, K) from its parts along T; in memory it is (S, T, H, K)."""
+    """Concatenate parts along T to (S, H, T, K), stored as (S, T, H, K)."""
     return heads[0] if len(heads) == 1 else torch.cat([part.transpose(1, 2) for part in heads], 1).transpose(1, 2)
 
 
 class PartsFunction(torch.autograd.Function):
-    """Ranges of (S, H, T, K) along T, which may overlap: views whose gradients are summed in float32, in order."""
+    """Views of (S, H, T, K) along T, which may overlap; their gradients are summed in float32, in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
@@ -212,21 +211,22 @@ def parts(whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
 
 
 def lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
-    """The causal mask of the last Q of L tokens: (Q, L) on the CPU; on a card the fused forms need none in memory."""
+    """Return the causal mask of the last Q of L tokens: a (Q, L) tensor on the CPU; on a GPU a `CausalBias`, for which
+    the fused kernels need no tensor."""
     if like.device.type == "cuda":
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """(Q, L) bool: which tokens each of the last Q of L attends to, at most `window` with itself."""
+    """Return (Q, L) bool, true where one of the last Q of L tokens attends to a token: at most `window` with itself."""
     seen = torch.arange(keys, device=device, dtype=torch.int32)
     behind = seen[keys - queries :, None]
     return (seen <= behind) & (seen > behind - window)
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype of mixed precision where that is on, as torch's attention would convert them."""
+    """Return the tensors in autocast's dtype if autocast is on, as torch's attention would convert them."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -234,8 +234,8 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
-    """Return whether a fused form of torch's attention takes fewer key heads than query heads. The flash form does; on
-    a card it needs sm_80, 16 bits and no mask. The other fused form does not, and torch would make the (T, T) scores.
+    """Return whether torch's fused attention accepts fewer key heads than query heads. The flash kernel does; on a GPU
+    it needs sm_80, 16 bits and no mask. The other fused kernel does not, and torch would compute the (T, T) scores.
     """
     if device.type != "cuda":
         return True

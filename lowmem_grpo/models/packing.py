@@ -1,15 +1,16 @@
-"""Packing: the completions of a step as micro-batches of whole sequences, without padding and with each prompt once.
+"""Pack the completions of a step into micro-batches of whole sequences, without padding and with each prompt once.
 
-The completions of one prompt share its places: a group of G takes P - 1 + G C places instead of G (P - 1 + C). The
-shared part ends before the prompt's last token: that token predicts the first one of each completion, so each
+The completions of one prompt share its packed tokens: a group of G takes P - 1 + G C tokens instead of G (P - 1 + C).
+The shared part ends before the prompt's last token: that token predicts the first one of each completion, so each
 completion begins with it. Attention finds a sequence's tokens through `sources`, and so needs no mask.
 
-A completion is one sequence, or several of an episode whose history was rewritten. A sequence ends with the last token
-that the policy drew; others in it lie there untrained. One with a prompt of its own shares the places of the whole
-prompt where others of its group have the same, else of the group's prompt where its own begins with that.
+A completion is one sequence, or several for an episode whose history was rewritten. A sequence ends with the last token
+that the policy sampled; tokens before it from elsewhere are packed but not trained. If several sequences of a group
+have the same prompt other than the group's, they share all of it. Otherwise a sequence shares the group's prompt if its
+own prompt begins with that.
 
-`Packer` starts again with smaller micro-batches where memory runs out. The gradient is that of a run that had these
-from the start: bit for bit on the CPU, up to rounding on a card, where fused attention sums in no fixed order.
+`Packer` starts again with smaller micro-batches if memory runs out. The gradient equals that of a run with these from
+the start: bit for bit on the CPU, up to rounding on a GPU, where fused attention has no fixed summation order.
 """
 
 from collections import Counter
@@ -35,12 +36,12 @@ class Sequence:
     """One packed sequence: a shared prompt, the rest of its own prompt, and tokens of a rollout."""
 
     rollout: Rollout
-    start: int  # its first token, among the C of the rollout
-    end: int
-    prompt: list[int]  # whose places it shares with the sequences of its family
-    lead: list[int]  # what is left of its own prompt
-    family: Ids | None = None  # None: the prompt is the group's
-    routes: Routes | None = None  # its first tokens' routes, prompt included
+    start: int  # index of its first token among the rollout's C
+    end: int  # index after its last one
+    prompt: list[int]  # packed once for all sequences of its family
+    lead: list[int]  # the rest of its own prompt
+    family: Ids | None = None  # the shared prompt; None: the group's
+    routes: Routes | None = None  # of its first tokens, prompt included
 
     @property
     def ids(self) -> list[int]:
@@ -53,24 +54,25 @@ class Sequence:
 
     @property
     def drawn(self) -> list[bool]:
-        """Whether the policy drew each of its tokens of the rollout."""
+        """One flag per token from the rollout: true if the policy sampled it."""
         trained = self.rollout.trained
         return [True] * (self.end - self.start) if trained is None else trained[self.start : self.end]
 
     @property
     def mask(self) -> Tensor:
-        """The flags of those of `ids` that the policy drew, (len(ids),) bool."""
+        """The mask (len(ids),) bool of those `ids` that the policy sampled."""
         if self.rollout.trained is None and not self.lead:
             return torch.full((self.end - self.start,), True)
         return torch.tensor([*[False] * len(self.lead), *self.drawn])
 
     @property
     def trained(self) -> Tensor:
-        """int64: the indices of its trained tokens, among the C of the rollout."""
+        """The indices, int64, of its trained tokens among the rollout's C."""
         return self.start + torch.tensor(self.drawn).nonzero()[:, 0]
 
     def values(self, field: str) -> Tensor:
-        """A field of the rollout, (C,) or one number, at each of `ids`, float32; 0 at the lead."""
+        """Return a field of the rollout, (C,) or one number, at each of `ids`, in float32; a (C,) field is 0 in the
+        lead."""
         value = torch.as_tensor(getattr(self.rollout, field), dtype=torch.float32)
         if value.ndim == 0:
             return value.expand(len(self.lead) + self.end - self.start)
@@ -79,7 +81,7 @@ class Sequence:
 
 
 def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequence]]:
-    """The sequences of each of these rollouts of a group; of one without trained tokens there are none."""
+    """Return the sequences of each of these rollouts of a group; a rollout without trained tokens has none."""
     own = Counter(tuple(split.prompt_ids) for other in group.rollouts for split in other.splits if split.prompt_ids)
     repeated = {ids for ids, count in own.items() if count > 1}
     return [[part for part in cut_at_splits(group, rollout, repeated) if part.end > part.start]
@@ -87,7 +89,7 @@ def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequ
 
 
 def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> list[Sequence]:
-    """The sequences of a rollout, each up to its last trained token; where it has none, it is empty."""
+    """Return the sequences of a rollout, each up to its last trained token; without one, the sequence is empty."""
     splits, count = [Split(0), *rollout.splits], len(rollout.completion_ids)
     sequences = []
     ends = [*(later.start for later in rollout.splits), count]
@@ -104,7 +106,7 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
 
 def shared(prompt: list[int] | None, of_group: list[int],
            repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
-    """Return the shared part of a sequence's prompt, what is left, and the family it shares with."""
+    """Return the shared part of a sequence's prompt, the rest of it, and the family (None: the group)."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
     if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:
@@ -116,9 +118,9 @@ def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequ
          spread: float = SPREAD) -> list[MicroBatch]:
     """Pack every completion, group by group, longest first, into micro-batches.
 
-    A micro-batch holds at most `max_tokens` places and `max_sequences` completions; a completion of more places gets
-    one to itself. Attention lays sequences side by side, each with its prompt and as wide as the longest, which may
-    take at most `spread` times `max_tokens`. `cutting.cut_spans` has the rule.
+    A micro-batch has at most `max_tokens` packed tokens and `max_sequences` completions; a completion above that limit
+    gets its own. Attention may pad sequences, each with its prompt, to at most `spread` times `max_tokens` tokens. See
+    `cutting.cut_spans`.
     """
     whole = list(groups)
     spans = [
@@ -133,18 +135,18 @@ def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequ
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring places of a pack: a prompt up to its last token, or that token and what follows it in a sequence."""
+    """A contiguous part of a pack: a prompt without its last token, or that token and the rest of a sequence."""
 
-    row: int  # the sequence, or the first of those that share the prompt
-    rollout: int  # whose it is, by its place in the pack
-    position: int  # where its first token is
+    row: int  # index of the sequence, or of the first one that shares the prompt
+    rollout: int  # index of its rollout in the pack
+    position: int  # position id of its first token
     ids: list[int]
     targets: list[int]
     sequence: Sequence | None  # None for a prompt
-    routes: Routes | None = None  # the sequence's, or those of the first one that knows the prompt's
+    routes: Routes | None = None  # the sequence's, or for a prompt those of its first sequence that has any
 
     def values(self, field: str) -> Tensor:
-        """A rollout's field over the piece's places, float32; zeros for a prompt."""
+        """Return a rollout's field at the piece's tokens, in float32; zeros for a prompt."""
         return self.sequence.values(field) if self.sequence else torch.zeros(()).expand(len(self.ids))
 
     @property
@@ -153,7 +155,7 @@ class Piece:
 
 
 def pieces(completions: list[Completion]) -> Iterator[Piece]:
-    """Each prompt once for the sequences of neighbouring completions of a group that share it, and each sequence."""
+    """Yield each prompt once for the neighbouring completions of a group that share it, followed by each sequence."""
     row = first = 0
     for _, neighbours in groupby(completions, key=lambda completion: id(completion[0])):
         same = list(neighbours)
@@ -172,7 +174,7 @@ def pieces(completions: list[Completion]) -> Iterator[Piece]:
 
 
 def collate(completions: list[Completion]) -> MicroBatch:
-    """The packed tensors of some completions, in their order. Neighbours of one group share their prompt."""
+    """Return the packed micro-batch of completions, in their order. Neighbours of one group share their prompt."""
     packed = list(pieces(completions))
     prompts = prompt_lengths(packed)
     rollouts = [rollout for _, rollout in completions]
@@ -215,7 +217,7 @@ def collate(completions: list[Completion]) -> MicroBatch:
 
 
 def find_sources(packed: list[Piece], width: int) -> Tensor:
-    """(S * width,): the place of each sequence's tokens, in order; right of its end, any place of the sequence."""
+    """Return (S * width,) packed indices of each sequence's tokens in order, padded with any index of the sequence."""
     rows: list[Tensor] = []
     start, prompt = 0, torch.empty(0, dtype=torch.long)
     for piece in packed:
@@ -230,8 +232,7 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
-    """Return where each trained token stands among all completions' tokens, (N,); None where all are trained in
-    order."""
+    """Return the index of each trained token among all completions' tokens, (N,); None if all are trained, in order."""
     if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
         return None
     starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]
@@ -239,7 +240,7 @@ def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
 
 
 def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
-    """For each prompt, the number of its own places and of those of each sequence."""
+    """Return, per prompt, its number of packed tokens, then that of each of its sequences."""
     families: list[list[int]] = []
     for piece in packed:
         if piece.sequence is None:
@@ -249,13 +250,13 @@ def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
 
 
 def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:
-    """(T,): how many sequences share each place; all those of a prompt share its own places."""
+    """Return (T,) the number of sequences that share each packed token; all sequences of a prompt share its tokens."""
     counts = [count for own, *others in prompts for count in (len(others), *[1] * len(others))]
     return torch.tensor(counts).repeat_interleave(torch.tensor([length for lengths in prompts for length in lengths]))
 
 
 def all_or_none(rollouts: list[Rollout], name: str) -> bool:
-    """Return whether the rollouts have the field; ValueError where only some of them do."""
+    """Return whether the rollouts have the field; ValueError if only some of them do."""
     present = [getattr(rollout, name) is not None for rollout in rollouts]
     if any(present) and not all(present):
         raise ValueError(f"{sum(present)} of {len(present)} rollouts have {name}; give it to all of them, or to none")
@@ -263,7 +264,7 @@ def all_or_none(rollouts: list[Rollout], name: str) -> bool:
 
 
 def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
-    """(C,) of each rollout of the batch, from values (N,) on the host at its trained tokens; 0 at others."""
+    """Return (C,) for each rollout of the batch, from values (N,) on the host at its trained tokens; 0 elsewhere."""
     sizes = [len(rollout.completion_ids) for rollout in batch.rollouts]
     if batch.homes is not None:
         values = values.new_zeros(sum(sizes)).index_copy(0, batch.homes, values)
@@ -274,19 +275,18 @@ T = TypeVar("T")
 
 
 class Packer:
-    """Packs groups for a device, within limits and under a bound on tokens that shrinks when memory runs out."""
+    """Packs groups for a device, within limits and a bound on tokens that is lowered when memory runs out."""
 
     def __init__(self, device: torch.device, bound: BatchLimit) -> None:
         self.device, self.bound = device, bound
-        self.size = 0  # tokens of the micro-batch in progress
+        self.size = 0  # tokens of the current micro-batch
 
     def run(self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
             undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None) -> T:
-        """Return the results of `work` for all micro-batches of the groups; `what` names it in messages.
+        """Return the result of `work` for all micro-batches of the groups; `what` names the work in messages.
 
-        If memory runs out, `undo` takes back what the attempt did, the bound is lowered, `again` prepares the next
-        attempt, and everything is packed anew. Raises MemoryExhaustedError where each micro-batch is already a single
-        sequence.
+        If memory runs out, `undo` reverts the attempt, the bound is lowered, `again` prepares the next attempt, and
+        everything is packed anew. Raises MemoryExhaustedError if each micro-batch is already a single completion.
         """
         while True:
             tokens = self.bound.under(limits.tokens)
@@ -300,7 +300,7 @@ class Packer:
                 again()
 
     def moved(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield micro-batches on the device; `size` is that of the one in progress."""
+        """Yield the micro-batches on the device; `size` is set to that of the current one."""
         for batch in batches:
             self.size = len(batch.input_ids)
             yield batch.to(self.device)

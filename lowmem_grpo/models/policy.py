@@ -1,4 +1,4 @@
-"""The trained model as the loop sees it: hidden states of a micro-batch, log-probabilities, adapter on or off."""
+"""The trained model as the training loop uses it: hidden states, log-probabilities, adapter on or off."""
 
 from collections import UserDict
 from collections.abc import Iterator
@@ -25,14 +25,15 @@ from lowmem_grpo.models.packed_attention import PackedLayout
 from lowmem_grpo.models.routes import Replay, RouteRecorder, follow_routes
 from lowmem_grpo.types import MicroBatch
 
-LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # we take the first that a config has
-HEAD_ROWS = 4096  # that are in memory at a time for single logits
+LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has is used
+HEAD_ROWS = 4096  # rows of the head in memory at a time in `logits_of`
 KNOWN = f"Take a model of a family that can be packed: {trained()}"
 
 
 class FirstKeys(UserDict):
-    """Keys and values that layers lend to later ones, those of the forward pass only. A layer that is recomputed for
-    backward makes them again; to hold these as well would keep most of what it recomputed on the device."""
+    """Keys and values that layers share with later ones; only the first value for a key is stored, from the forward
+    pass. Layers recomputed in backward produce them again, and storing those would keep most of what was recomputed on
+    the device."""
 
     def __setitem__(self, kind: str, keys_and_values: Any) -> None:
         if kind not in self:
@@ -41,7 +42,7 @@ class FirstKeys(UserDict):
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The frozen output head, and what the model's config does to its logits."""
+    """The frozen output head, and the scale and soft cap that the model's config applies to its logits."""
 
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
@@ -61,19 +62,19 @@ class OutputHead:
         return cls(linear.weight.detach(), bias, **logit_shape(model.config))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits (N, V) after hidden states (N, D)."""
+        """Return fp32 logits (N, V) for hidden states (N, D)."""
         rows = matmul_fp32(hidden.to(self.weight.dtype), self.weight.T)
         return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, self.bias)
 
     def logits_of(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """The logits (E,) of some tokens at some places of `hidden` (N, D), a block at a time, made again for
-        backward."""
+        """Return the logits (E,) of `tokens` (E,) at rows `places` (E,) of `hidden` (N, D), block by block; they are
+        recomputed in backward."""
         blocks = zip(places.split(HEAD_ROWS), tokens.split(HEAD_ROWS), strict=True)
         return torch.cat([checkpoint(self.block_logits, hidden, *block, use_reentrant=False, preserve_rng_state=False)
                           for block in blocks])
 
     def block_logits(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """Return the same of one block, in float32 at least."""
+        """Return the logits of one block of `logits_of`, at least in float32."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = (hidden[places].to(wide) * self.weight[tokens].to(wide)).sum(-1)
         if self.bias is not None:
@@ -83,7 +84,7 @@ class OutputHead:
 
 
 def logit_shape(config: Any) -> dict[str, Any]:
-    """Return what a model's config does to its logits: `logit_scale` and `softcap`."""
+    """Return the `logit_scale` and `softcap` that a model's config applies to its logits."""
     config = config.get_text_config()
     scale = next((value for name in LOGIT_SCALES if (value := getattr(config, name, None)) is not None), None)
     scaling = getattr(config, "logits_scaling", None)
@@ -95,7 +96,7 @@ def logit_shape(config: Any) -> dict[str, Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode; its mode comes back."""
+    """Put the model in evaluation mode within this context, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -105,7 +106,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype | None:
-    """The dtype of mixed precision; None if the user asks for none, or the model already has it."""
+    """Return the dtype of mixed precision; None if none is requested, or the model already has that dtype. ValueError
+    if the model is in another 16-bit dtype."""
     own: torch.dtype = model.get_input_embeddings().weight.dtype
     wanted = torch.bfloat16 if bf16 else torch.float16 if fp16 else own
     if wanted == own:
@@ -116,10 +118,10 @@ def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype
 
 
 class Policy:
-    """A causal language model with a frozen head (under PEFT, or bare), computing on packed micro-batches.
+    """A causal language model with a frozen head (under PEFT, or bare) that computes on packed micro-batches.
 
     `autocast_dtype` is the dtype of mixed precision; None computes in the model's own dtype. `logits_chunk` is the
-    number of tokens whose logits exist at a time; None chooses it by the device's memory.
+    number of tokens whose logits are in memory at a time; None chooses it by the device's memory.
     """
 
     def __init__(self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None,
@@ -138,14 +140,14 @@ class Policy:
         self.backbone = getattr(base, base.base_model_prefix)
         self.head = OutputHead.from_model(base)
         self.autocast_dtype = autocast_dtype
-        self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may want more
+        self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may set more
         self.dropped: bool | None = None  # whether the last checkpointed pass had dropout
         row = family_of(base.config)
-        self.lends_keys = row is not None and row.unlike_layers  # whether layers lend each other keys and values
+        self.lends_keys = row is not None and row.unlike_layers  # whether layers share keys and values
         self.host_embeddings = on_host(base)
-        self.routed_places = follow_routes(base)  # the layers that have experts, and take routes
+        self.routed_places = follow_routes(base)  # indices of the layers with experts, which take routes
         self.reference_adapter: dict[str, Tensor] | None = None  # on the host; see `keep_reference`
-        self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not take, and all
+        self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not choose, and all
 
     @property
     def device(self) -> torch.device:
@@ -161,23 +163,23 @@ class Policy:
 
     @property
     def drops(self) -> bool:
-        """Whether training has dropout, of LoRA or of the model itself."""
+        """True if training uses dropout, in LoRA or in the model itself."""
         return drops(self.base)
 
     def follow_dropout(self) -> None:
-        """Checkpointed layers must keep random states while there is dropout, which may change at any time."""
+        """Make checkpointed layers save random states exactly while there is dropout, which may change at any time."""
         if getattr(self.base, "is_gradient_checkpointing", False) and self.drops != self.dropped:
             enable_checkpointing(self.base, True)
             self.dropped = self.drops
 
     def autocast(self) -> AbstractContextManager:
-        """Return the context of mixed precision; one that does nothing without it."""
+        """Return the context of mixed precision, or a null context without it."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """The backbone's last hidden states (T, D) of a packed batch."""
+        """Return the backbone's last hidden states (T, D) for a packed batch."""
         self.follow_dropout()
         layout, replay = PackedLayout.from_batch(batch, self.head_groups), self.replay_of(batch)
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers builds no (T, T) mask
@@ -194,11 +196,12 @@ class Policy:
         return out.last_hidden_state[0]
 
     def known_ids(self, batch: MicroBatch) -> AbstractContextManager:
-        """Return the context in which embeddings on the host know the ids of a pass."""
+        """Return the context in which embeddings on the host have the pass's ids on the host."""
         return knowing(self.host_embeddings, batch.host_ids) if self.host_embeddings else nullcontext()
 
     def replay_of(self, batch: MicroBatch) -> Replay | None:
-        """Return the routes of a micro-batch for one pass of a mixture; None where all are routed live."""
+        """Return the replay of a micro-batch's routes for one pass; None if there are none. ValueError if the routes do
+        not fit this model's layers and experts."""
         if not self.routed_layers or batch.routes is None:
             return None
         config = self.base.config.get_text_config()
@@ -209,8 +212,8 @@ class Policy:
         return Replay(batch.routes, batch.routed)
 
     def differing_routes(self) -> dict[str, float]:
-        """The share of the replayed routes since the last call that the live router would not have taken, as a metric;
-        nothing where none were replayed."""
+        """Return, as a metric, the share of routes replayed since the last call that the live router would not have
+        chosen; {} if none were replayed."""
         counts, self.route_counts = self.route_counts, None
         if counts is None:
             return {}
@@ -218,11 +221,11 @@ class Policy:
         return {"sampling/routes/differing": differing / max(total, 1)}
 
     def recorder(self) -> RouteRecorder | None:
-        """Return the recorder of the routes of one pass; None for a model without experts that take them."""
+        """Return a recorder for the routes of one pass; None for a model without routed experts."""
         return RouteRecorder(self.base.config.get_text_config().num_experts) if self.routed_layers else None
 
     def check_packed(self, calls: int) -> None:
-        """Raise ValueError if some layers have another kind of attention, which would mix packed sequences."""
+        """Raise ValueError if some layers bypassed our attention, which would mix packed sequences."""
         layers = self.base.config.get_text_config().num_hidden_layers
         if calls != layers:
             raise ValueError(
@@ -231,17 +234,18 @@ class Policy:
             )
 
     def logprobs(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """(logprobs (N,), entropy (N,)) of the batch's N completion tokens; the entropy has a gradient on demand."""
+        """Return (logprobs (N,), entropy (N,)) of the batch's N trained tokens; the entropy has a gradient if
+        `entropy_grad`."""
         return self.at_head(*self.at_trained(batch), temperature, entropy_grad)[:2]
 
     def at_trained(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(hidden states (N, D) in the head's dtype, targets (N,)) of the batch's trained tokens."""
+        """Return (hidden states (N, D) in the head's dtype, targets (N,)) of the batch's trained tokens."""
         return batch.at_trained(self.hidden(batch)).to(self.head.weight.dtype), batch.at_trained(batch.targets)
 
     def at_head(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
                 entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """(logprobs (N,), entropy (N,)) of targets (N,) where the head is given hidden states (N, D), and the log p of
-        each row's likeliest token (N,), without gradient."""
+        """Return (logprobs (N,), entropy (N,), log p (N,) of each row's likeliest token) for hidden states (N, D) and
+        targets (N,). The last has no gradient."""
         head = self.head
         result = linear_logprobs(
             hidden, head.weight, targets, bias=head.bias, temperature=temperature, logit_scale=head.logit_scale,
@@ -251,11 +255,12 @@ class Policy:
         return result[0], result[1], result[2]
 
     def several_logprobs(self, batch: MicroBatch, places: Tensor, tokens: Tensor) -> Tensor:
-        """log p (E,) of `tokens` (E,) int64 at `places` (E,) int64, indices into the N trained tokens of a batch:
+        """Return log p (E,) of `tokens` (E,) int64 at `places` (E,) int64, indices into a batch's N trained tokens:
 
-            log p(k) = log p(0) + z(k) - z(0)        0: the target of the place, whose logits are never made; z: logits
+            log p(k) = log p(0) + z(k) - z(0)        0: the target at the place; z: logits
 
-        in one pass through the backbone, and one row of the head for each token. Gradients reach the hidden states.
+        This takes one pass through the backbone and one row of the head per token, not all logits. Gradients reach the
+        hidden states.
         """
         hidden, targets = self.at_trained(batch)
         everywhere = torch.arange(len(targets), device=targets.device)
@@ -263,33 +268,33 @@ class Policy:
         return base[places] + self.head.logits_of(hidden, places, tokens)
 
     def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Every end-of-sequence id that the tokenizer or the model's generation config names."""
+        """Return all end-of-sequence ids of the tokenizer and the model's generation config."""
         return end_ids(getattr(self.base, "generation_config", None), tokenizer)
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Inside, the adapter is off: the base model, without a second one."""
+        """Disable the adapter within this context: the base model, without a second copy of it."""
         with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
             yield
 
     def is_trained(self) -> bool:
-        """Return whether the adapter has been trained before: in a fresh one the second factors are 0."""
+        """Return whether the adapter has been trained: in a fresh one all `lora_B` factors are 0."""
         return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
 
     def live_adapter(self) -> dict[str, Tensor]:
-        """Return the adapter's parameters as they are, by name, without gradient."""
+        """Return {name: parameter} of the adapter, detached but not copied."""
         return {name: factor.detach() for name, factor in self.model.named_parameters() if factor.requires_grad}
 
     def keep_reference(self, moves: bool = False) -> None:
-        """Make the adapter as it is now the reference; the base model alone, where the adapter adds nothing yet and the
-        reference does not move."""
+        """Copy the current adapter to the host as the reference. If it is untrained and the reference never moves, the
+        reference is the base model and nothing is copied."""
         own = self.live_adapter() if moves or self.is_trained() else {}
         self.reference_adapter = {name: factor.to("cpu", copy=True) for name, factor in own.items()}
 
     @torch.no_grad()
     def move_reference(self, share: float) -> None:
-        """Make each number of the reference's adapter share * policy + (1 - share) * reference. Where the reference is
-        the base model, its adapter is the policy's with second factors of 0."""
+        """Set each weight of the reference adapter to share * policy + (1 - share) * reference. If the reference is the
+        base model, its adapter starts as the policy's with `lora_B` factors of 0."""
         own = {name: factor.cpu() for name, factor in self.live_adapter().items()}
         base = {name: torch.zeros_like(factor) if "lora_B" in name else factor.clone() for name, factor in own.items()}
         self.reference_adapter = self.reference_adapter or base
@@ -298,8 +303,8 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the model is what the KL term compares with: with the adapter that was kept, without its dropout, or
-        with none."""
+        """Make the model the reference of the KL term within this context: with the kept adapter and no dropout, or
+        with the adapter disabled."""
         if not self.reference_adapter:
             with self.base_model():
                 yield
@@ -311,13 +316,13 @@ class Policy:
                 own[name].data = kept.to(self.device)
             with evaluating(self.model):
                 yield
-        finally:  # the same memory as before: optimizers and engines know its addresses
+        finally:  # restores the same memory: optimizers and engines hold its addresses
             for name, data in live.items():
                 own[name].data = data
 
 
 def end_ids(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Return every end-of-sequence id that a generation config or a tokenizer names; each may be None."""
+    """Return all end-of-sequence ids of a generation config and a tokenizer, either of which may be None."""
     named = getattr(generation_config, "eos_token_id", None)
     ids = named if isinstance(named, list) else [named]
     return sorted({token for token in [*ids, getattr(tokenizer, "eos_token_id", None)] if token is not None})

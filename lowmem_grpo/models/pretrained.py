@@ -1,4 +1,4 @@
-"""A stored model: its weights in 16 bits, in FP8 or in 4-bit NF4, and its tokenizer.
+"""Load a stored model, its weights in 16 bits, in FP8 or in 4-bit NF4, and its tokenizer.
 
 transformers reads a tensor, quantizes it and frees it before the next one, so a 70B checkpoint needs memory for its
 quantized size and one tensor, on host and device. (Files are mapped, so the system may drop their pages at any time.)
@@ -44,23 +44,23 @@ EXPERTS_STAY = ("{!r} is a mixture of experts{}. Only linear layers would be qua
                 "in 16 bits, load_in_4bit=False: its experts stay frozen, and LoRA goes on its attention")
 STORED_EXPERTS = ("{!r} is a mixture of experts that is stored in {}, and its experts are not read in this form. Take "
                   "its checkpoint in 16 bits (in its name there is no {}), and load it with load_in_4bit=True")
-BY_LENGTH = ("dynamic", "longrope")  # kinds of position embeddings that transformers computes anew in a forward pass
-FIXED = "default"  # the name under which it leaves frequencies as they are
+BY_LENGTH = ("dynamic", "longrope")  # RoPE types whose frequencies transformers recomputes in forward passes
+FIXED = "default"  # RoPE type whose frequencies it leaves as they are
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The place where a model is stored."""
+    """A stored model: its location, from which config, tokenizer and weights are loaded."""
 
-    name: str  # as the user wrote it
+    name: str  # as given by the user
     path: str  # a folder, or a name on the hub
     options: dict[str, Any]  # revision and token
 
     def load(self, dtype: torch.dtype, device: str, form: str) -> tuple[PreTrainedModel, Any]:
-        """The frozen model on its device, its weights in this form (NF4, FP8, FP8_BLOCK or BITS_16), and its tokenizer.
-        A checkpoint that is stored in NF4 or FP8 stays as it is."""
+        """Return the frozen model on its device, with weights in this form (NF4, FP8, FP8_BLOCK or BITS_16), and its
+        tokenizer. A checkpoint stored in NF4 or FP8 stays as it is."""
         with self.naming_the_model(), freed_memory_returned():
             config, names = self.parts()
             check_dtype(config, dtype)
@@ -83,27 +83,27 @@ class Pretrained:
         return model.requires_grad_(False), tokenizer
 
     def config(self) -> Any:
-        """Return the config of the model that is loaded, of a checkpoint with images that of its text part."""
+        """Return the config of the model to load; for a multimodal checkpoint, that of its text part."""
         return self.parts()[0]
 
     def parts(self) -> tuple[Any, dict[str, str]]:
-        """The config of the model that is loaded, and what becomes of stored names where that is the text part only."""
+        """Return the config of the model to load, and the renaming of stored tensors if that is only the text part."""
         whole = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.options)
         return text_part(whole), text_names(whole)
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer, whose chat template answers as in both versions of transformers."""
+        """Load the tokenizer; its `apply_chat_template` works for code of transformers 4 and 5 (see chat_ids.py)."""
         return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
-        """The form in which the weights are held where `asked` is asked for: that of a quantized checkpoint is its own.
-        ValueError for one that is not read."""
+        """Return the form in which the weights are held: that of a quantized checkpoint, otherwise `asked`. ValueError
+        for a stored form that is not supported."""
         return stored_form(self.config(), self.name) or asked
 
     @contextmanager
     def naming_the_model(self) -> Iterator[None]:
-        """Inside, an OSError says in one line which model could not be found, and a ValueError which one needs code of
-        its own repository."""
+        """Rewrite errors within this context: an OSError says in one line which model was not found, and a ValueError
+        which model has no text class or needs code from its repository."""
         try:
             yield
         except OSError as error:
@@ -120,27 +120,27 @@ class Pretrained:
 
 
 def tokenizer_beside(adapter: Path) -> Any:
-    """Return the tokenizer that a training left beside its adapter, or None. ValueError for one that is not whole."""
+    """Return the tokenizer that was saved beside an adapter, or None. ValueError if it is incomplete."""
     if not (adapter / "tokenizer_config.json").is_file():
         return None
     try:
         tokenizer = Pretrained(str(adapter), str(adapter), {}).tokenizer()
         if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:
-            raise ValueError("it has no vocabulary")  # transformers makes an empty one of a missing file
+            raise ValueError("it has no vocabulary")  # transformers builds an empty one if the file is missing
         return tokenizer
-    except Exception as error:  # tokenizers knows nothing narrower
+    except Exception as error:  # the tokenizers library raises no narrower type
         raise ValueError(f"the tokenizer beside the adapter in {adapter} cannot be read ({error!r}): save it again "
                          "with tokenizer.save_pretrained, or take its files away for the base model's own") from error
 
 
 def generation_of(path: str | Path) -> Any:
-    """Return the stored generation config; None if there is none."""
+    """Return the generation config stored in a folder; None if there is none."""
     return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
 
 
 def check_experts(config: Any, stored: str | None, form: str, name: str) -> None:
-    """ValueError for a mixture of experts whose other weights are quantized, where its experts would stay in 16 bits,
-    and for one that is stored so."""
+    """Raise ValueError for a mixture of experts whose experts would stay in 16 bits while its other weights are
+    quantized, and for a checkpoint of one that is stored quantized."""
     if not has_experts(config) or (stored is None and form == BITS_16):
         return
     row = family_of(config)
@@ -154,7 +154,7 @@ def check_experts(config: Any, stored: str | None, form: str, name: str) -> None
 
 
 def check_turns(config: Any, tokenizer: Any, name: str) -> None:
-    """ValueError where the chat template writes tokens of the family's turns that the tokenizer lacks."""
+    """Raise ValueError if the chat template writes turn markers of the family that are no tokens of the tokenizer."""
     row, template = family_of(config), str(getattr(tokenizer, "chat_template", None) or "")
     known = tokenizer.get_vocab() if row is not None and template else {}
     lacking = [token for token in (row.turns if row is not None else ()) if token in template and token not in known]
@@ -164,8 +164,8 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
 
 def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
                  names: dict[str, str] | None = None) -> dict[str, Any]:
-    """Arguments of from_pretrained; the config of an FP8 checkpoint gets our quantizer. For weights that stay as they
-    are stored in NF4 there are none: None would overrule the checkpoint's own config."""
+    """Return the quantization arguments for from_pretrained; the config of an FP8 checkpoint gets our quantizer. A
+    checkpoint stored in NF4 gets no argument at all: None would override its own config."""
     if stored == FP8:
         keep_stored(config, dtype, names)
         return {}
@@ -177,7 +177,7 @@ def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
 
 
 def say_stored(name: str, stored: str, form: str) -> None:
-    """Log that weights are used as they are stored, as a warning where they take more memory than was asked for."""
+    """Log that weights are used as they are stored; a warning if they take more memory than the requested form."""
     if stored == FP8 and form == NF4:
         logger.warning("%s is stored in FP8: its weights are used as they are, at one byte each, and not in 4 bits. "
                        "For 4 bits take its checkpoint in 16 bits", name)
@@ -186,14 +186,15 @@ def say_stored(name: str, stored: str, form: str) -> None:
 
 
 def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig) -> BitsAndBytesConfig:
-    """4-bit NF4 with double quantization, computing in `dtype`; `kind` says of linear layers only, or experts too."""
+    """Return the config of 4-bit NF4 with double quantization, computing in `dtype`; `kind` is its class, for linear
+    layers only or also for experts."""
     return kind(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
 def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
-    """Return the layers whose weight bitsandbytes holds in 4 bits."""
+    """Return an iterator over the modules with 4-bit weights of bitsandbytes."""
     return (module for module in model.modules() if getattr(getattr(module, "weight", None), "quant_state", None))
 
 
@@ -202,7 +203,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make weights that were quantized in another dtype compute in `dtype`; the stored numbers do not change."""
+    """Make quantized weights compute in `dtype`; the stored numbers do not change."""
     for module in linears_in_4bit(model):
         module.compute_dtype = module.weight.quant_state.dtype = dtype
     for layer in fp8_linears(model):
@@ -210,19 +211,19 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def keep_layout(model: PreTrainedModel) -> None:
-    """Keep 4-bit weights as they are. On CPUs with AVX512-BF16, bitsandbytes would repack them in the first forward
+    """Keep the layout of 4-bit weights. On CPUs with AVX512-BF16, bitsandbytes would repack them in the first forward
     pass in evaluation mode, and no gradient flows through repacked weights."""
     for module in linears_in_4bit(model):
         module.support_avx512bf16_for_cpu = False
 
 
 def fix_frequencies(model: nn.Module, context: int) -> None:
-    """Give a model's position embeddings the frequencies for texts of `context` tokens, whatever text comes. Warn where
-    transformers would take others for a short text.
+    """Fix a model's RoPE frequencies to those for `context` tokens, whatever the length of a text. Warn if transformers
+    would use others for a short text.
 
     LongRoPE (Phi-3.5, Phi-4-mini; arXiv 2402.13753, section 3.2) has other factors beyond the length of pretraining.
-    transformers chooses by the longest position of a *forward pass*, so one long text of a micro-batch would change all
-    short ones. vLLM chooses by `max_model_len`, once; so do we, by `max_seq_length`, and CUDA graphs can be recorded.
+    transformers chooses by the longest position of a *forward pass*, so one long text in a micro-batch would change all
+    short ones. vLLM chooses once, by `max_model_len`; we do so by `max_seq_length`, and CUDA graphs can be recorded.
     """
     for rotary, layer_type, kind in by_length(model):
         of_layer: Any = rotary
@@ -237,7 +238,7 @@ def fix_frequencies(model: nn.Module, context: int) -> None:
 
 
 def by_length(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
-    """Yield each position embedding of such a kind, with the type of layers it is for (None: for all) and the kind."""
+    """Yield each RoPE module whose type is in BY_LENGTH, with its layer type (None: all layers) and RoPE type."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer_type, kind in list(kinds.items()) if isinstance(kinds, dict) else [(None, kinds)]:
@@ -246,12 +247,12 @@ def by_length(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
 
 
 def attribute_name(attribute: str, layer_type: str | None) -> str:
-    """Return the name under which transformers keeps an attribute for one type of layers."""
+    """Return the name of transformers' attribute for one layer type."""
     return attribute if layer_type is None else f"{layer_type}_{attribute}"
 
 
 def say_long_factors(context: int, settings: dict[str, Any]) -> None:
-    """Warn where a context beyond that of pretraining gives short texts the long factors."""
+    """Warn if a context beyond that of pretraining makes short texts use the long factors."""
     original = settings.get("original_max_position_embeddings")
     if settings.get("rope_type") == "longrope" and original and context > original:
         logger.warning("LongRoPE: max_seq_length is %s, and the model was pretrained on texts of %s tokens, so texts "

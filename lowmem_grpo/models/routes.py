@@ -1,11 +1,11 @@
-"""Routes: which experts each token took in each layer of a mixture, recorded by the sampler and replayed in training.
+"""Routes: the experts that each token used in each layer of a mixture, recorded by the sampler, replayed in training.
 
-A router may turn the smallest difference of rounding into another expert. Only the choice is replayed: gates are
-computed afresh by the live router, and gradients flow through them. So no log-probability and no gradient depends on
-how tokens are split or packed, in any pass over them (R3, 2510.11370, measured what happens without).
+A rounding difference in a router can select another expert. Only the choice is replayed: gates are computed by the live
+router, and gradients flow through them. So no log-probability or gradient depends, through routing, on how tokens are
+split or packed (R3, 2510.11370, measured the effect of not replaying).
 
-The token sampled last never ran: it has no route and needs none. A model takes routes through the keyword `routes` of
-its backbone: hooks on its decoder layers hand it to the experts, also when a checkpointed layer is run again.
+The last sampled token was never an input: it has no route and needs none. A model takes routes through the keyword
+`routes` of its backbone: hooks on its decoder layers pass it to the experts, even when a checkpointed layer is rerun.
 """
 
 import base64
@@ -23,19 +23,19 @@ from lowmem_grpo.types import Rollout, Split, Turn
 
 logger = logging.getLogger(__name__)
 
-SMALL = 256  # experts that one byte can name
+SMALL = 256  # most experts whose ids fit in one byte
 NAMES = {torch.uint8: "uint8", torch.int16: "int16"}
 
 
 def dtype_of(experts: int) -> torch.dtype:
-    """Return the smallest integers that name so many experts."""
+    """Return the smallest integer dtype for the ids of this many experts."""
     return torch.uint8 if experts <= SMALL else torch.int16
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The experts of T tokens in their order, on the host, in parts of some tokens each: (T, layers, k), layers without
-    experts left out. The completions of one prompt share the part of the prompt."""
+    """The expert ids (T, layers, k) of T tokens in order, on the host, as parts along T; only layers with experts
+    count. The completions of one prompt share the prompt's part."""
 
     parts: tuple[Tensor, ...]  # (tokens, layers, k) uint8, or int16 above 256 experts
 
@@ -47,7 +47,7 @@ class Routes:
         return sum(part.nbytes for part in self.parts)
 
     def cut(self, start: int, end: int | None = None) -> "Routes":
-        """Those of the tokens from `start` to `end`; views of the same memory."""
+        """Return the routes of the tokens from `start` to `end`, as views of the same memory."""
         kept, before = [], 0
         for part in self.parts:
             low, high = max(start - before, 0), len(part) if end is None else min(end - before, len(part))
@@ -57,25 +57,25 @@ class Routes:
         return Routes(tuple(kept))
 
     def then(self, more: "Routes") -> "Routes":
-        """These, and what `more`, which begins at the same token, knows beyond them: a copy, so that the rest of it can
-        go."""
+        """Return these routes, extended by those of `more` beyond their end; `more` begins at the same token. The
+        extension is copied, so that the rest of `more` can be freed."""
         return Routes((*self.parts, *(part.clone() for part in more.cut(len(self)).parts)))
 
     def packed(self) -> dict[str, Any]:
-        """Return the routes as plain values for a file: shape, dtype, and base64 of the bytes."""
+        """Return the routes as JSON values: shape, dtype, and the bytes in base64."""
         whole = torch.cat(self.parts)
         data = base64.b64encode(whole.contiguous().view(torch.uint8).numpy().tobytes()).decode()
         return {"shape": list(whole.shape), "dtype": NAMES[whole.dtype], "data": data}
 
     @classmethod
     def unpacked(cls, saved: dict[str, Any]) -> "Routes":
-        """Read what `packed` returned."""
+        """Return the routes from the result of `packed`."""
         flat = torch.frombuffer(bytearray(base64.b64decode(saved["data"])), dtype=getattr(torch, saved["dtype"]))
         return cls((flat.view(saved["shape"]),))
 
 
 def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
-    """The rollouts of a prompt; where those after the first have the same routes for it, they share its memory."""
+    """Make rollouts with the first one's routes for the prompt share its memory; return all rollouts."""
     first = rollouts[0].routes
     for rollout in rollouts if first is not None else []:
         known, own = first.cut(0, len(prompt)), rollout.routes.cut(0, len(prompt))
@@ -85,11 +85,11 @@ def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
 
 
 def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
-    """Return the routes of the first tokens of each sequence of a rollout, prompt included; None where none are known.
-    `prompt` is that of the group.
+    """Return, for each sequence of a rollout, the routes of its first tokens, prompt included; None if it has none.
+    `prompt` is the group's.
 
-    Of an episode each turn brings those of all that the engine saw. Tokens keep the routes of the turn in which they
-    came up first, which are those they were drawn with.
+    In an episode, each turn has routes for all tokens in the engine's context. A token keeps the routes from the turn
+    in which it first appeared, with which it was sampled.
     """
     routes: list[Routes | None] = [rollout.routes, *[None] * len(rollout.splits)]
     for turn, number in of_sequences(rollout, prompt):
@@ -100,7 +100,7 @@ def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
 
 
 def give_routes(rollout: Rollout, prompt: list[int], routes: Sequence[Routes | None]) -> None:
-    """Put back what `routes_of` returned."""
+    """Assign the routes that `routes_of` returned to the rollout and its turns."""
     rollout.routes = None if rollout.turns else routes[0]
     for turn, number in of_sequences(rollout, prompt):
         known = routes[number]
@@ -108,8 +108,8 @@ def give_routes(rollout: Rollout, prompt: list[int], routes: Sequence[Routes | N
 
 
 def of_sequences(rollout: Rollout, prompt: list[int]) -> Iterator[tuple[Turn, int]]:
-    """The turns of an episode, each with the number of the sequence that it is in; without those that the engine saw
-    behind other tokens than are trained."""
+    """Yield the turns of an episode, each with the index of its sequence. Turns whose prompt in the engine differs from
+    the trained tokens before them are left out."""
     splits, ids = [Split(0), *rollout.splits], rollout.completion_ids
     starts = [split.start for split in splits]
     trained = rollout.trained or [True] * len(ids)
@@ -124,7 +124,7 @@ def of_sequences(rollout: Rollout, prompt: list[int]) -> Iterator[tuple[Turn, in
 
 
 def say_unrouted(rollouts: Sequence[Rollout]) -> bool:
-    """Return whether some rollouts have no routes at all; a warning counts them."""
+    """Return whether some rollouts have no routes at all, and warn with their number."""
     lacking = sum(not rollout.routes and not any(turn.routes for turn in rollout.turns) for rollout in rollouts)
     if lacking:
         logger.warning("%d of %d completions came without routes: the trainer's own router chooses their experts, "
@@ -134,8 +134,9 @@ def say_unrouted(rollouts: Sequence[Rollout]) -> bool:
 
 
 def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Tensor | None, Tensor | None]:
-    """The routes (T, layers, k) of packed places, and which of these have any, (T,) bool: None where all have. Each
-    piece is so many tokens of a sequence from a position on. (None, None) where no piece has routes."""
+    """Return the routes (T, layers, k) of packed tokens, and a mask (T,) bool of the tokens that have any, or None if
+    all have. A piece is (routes of its sequence, first position, number of tokens). (None, None) if no piece has
+    routes."""
     cuts = [None if routes is None else routes.cut(start, start + count) for routes, start, count in pieces]
     like = next((part for cut in cuts if cut is not None for part in cut.parts), None)
     if like is None:
@@ -151,35 +152,35 @@ def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Ten
 
 
 class RouteRecorder:
-    """Keeps what the router of each layer chooses. As of `Replay`, `chosen` decides in a forward pass which experts
-    (T, k) int64 T tokens take in the `layer`th layer that has experts, where the live router chose `live` (T, k)."""
+    """A recorder of each router's choice. As in `Replay`, a forward pass calls `chosen` for the `layer`th layer with
+    experts, with the live router's ids `live` (T, k), and uses the returned ids (T, k) int64."""
 
     def __init__(self, experts: int) -> None:
         self.dtype = dtype_of(experts)
         self.found: dict[int, Tensor] = {}
 
     def chosen(self, layer: int, live: Tensor) -> Tensor:
-        """Keep what the router of a layer chose, and let it stand."""
+        """Record a layer's live ids and return them unchanged."""
         self.found[layer] = live.to(self.dtype)
         return live
 
     def taken(self, rows: int) -> Tensor:
-        """(B, T / B, layers, k) of the last pass, over B rows."""
+        """Return the routes (B, T / B, layers, k) of the last pass, over B rows."""
         whole = torch.stack([self.found[layer] for layer in sorted(self.found)], 1)
         return whole.unflatten(0, (rows, -1))
 
 
 class Replay:
-    """Gives every token its recorded experts; tokens without any are routed live. It counts what the live router would
-    have chosen otherwise, once: not when layers are run again for backward."""
+    """A replay of recorded experts; tokens without a record are routed live. It counts the choices that differ from the
+    live router's, once per layer: not again when layers are recomputed in backward."""
 
     def __init__(self, routes: Tensor, routed: Tensor | None = None) -> None:
-        """routes (T, layers, k); routed (T,) bool: tokens that have any, None for all."""
+        """Replay routes (T, layers, k); `routed` (T,) bool masks the tokens that have any, None means all."""
         self.routes, self.routed = routes, routed
-        self.differing: dict[int, Tensor] = {}  # by layer: recorded experts that are not among the live ones
+        self.differing: dict[int, Tensor] = {}  # by layer: number of recorded experts that are not among the live ones
 
     def chosen(self, layer: int, live: Tensor) -> Tensor:
-        """Return the recorded experts (T, k) of a layer, and count the tokens for which the live router differs."""
+        """Return the recorded expert ids (T, k) of a layer, and count those that the live router did not choose."""
         recorded = self.routes[:, layer].long()
         mine = recorded if self.routed is None else torch.where(self.routed[:, None], recorded, live)
         if layer not in self.differing:
@@ -187,15 +188,15 @@ class Replay:
         return mine
 
     def counts(self) -> Tensor:
-        """(2,) int64 on the device: recorded choices that differ from the live ones, and recorded choices."""
+        """Return (2,) int64 on the device: recorded choices that differ from live ones, and all recorded choices."""
         tokens, _, k = self.routes.shape
         routed = torch.tensor(tokens, device=self.routes.device) if self.routed is None else self.routed.sum()
         return torch.stack([torch.stack(list(self.differing.values())).sum(), routed * k * len(self.differing)])
 
 
 def follow_routes(model: Any) -> tuple[int, ...]:
-    """Let the decoder layers of a model hand `routes` to their experts; returns the numbers of the layers that have
-    some. A model may be given twice."""
+    """Hook a model's decoder layers so that they pass `routes` to their experts; return the indices of the layers with
+    experts. Hooking a model twice has no further effect."""
     layers = []
     for path, block in list(model.named_modules()):
         if isinstance(block, RoutedBlock):
@@ -209,21 +210,21 @@ def follow_routes(model: Any) -> tuple[int, ...]:
 
 
 def live(layer: int, ids: Tensor) -> Tensor:
-    """Return the router's own choice."""
+    """Return the router's own ids."""
     return ids
 
 
 @dataclass(frozen=True)
 class RouteHooks:
-    """Hooks of a decoder layer: its experts know the routes of a pass while it runs, and only then."""
+    """The hooks of a decoder layer, which set the routes for its experts only while the layer runs."""
 
     block: RoutedBlock
 
     def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Let the block follow the routes that the pass was given."""
+        """Make the block follow the routes passed to the layer; live routing without any."""
         routing: RouteRecorder | Replay | None = kwargs.get("routes")
         self.block.choice = live if routing is None else routing.chosen
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Let the block follow its own router again."""
+        """Make the block follow its own router again."""
         self.block.choice = live

@@ -1,6 +1,6 @@
-"""In which form a checkpoint stores its weights, by its config: in 16 or 32 bits, NF4, FP8, or one that is refused.
+"""Read from a config the form in which a checkpoint stores its weights: 16 or 32 bits, NF4, FP8, or an unsupported one.
 
-No torch is imported here, so that what cannot be trained is refused at once.
+No torch is imported here, so that an unsupported checkpoint is refused at once.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from lowmem_grpo.memory.named_configs import read_config
 
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
              "or load_in_fp8=True")
-LABELS = {  # transformers' name of a method, and of a format of compressed-tensors: what people call it
+LABELS = {  # transformers' quant_method, or a format of compressed-tensors -> its common name
     "mxfp4": "MXFP4", "gptq": "GPTQ", "awq": "AWQ", "nvfp4": "NVFP4", "mxfp8": "MXFP8", "fbgemm_fp8": "FBGEMM FP8",
     "nvfp4-pack-quantized": "NVFP4", "mxfp4-pack-quantized": "MXFP4", "mxfp8-quantized": "MXFP8",
     "pack-quantized": "packed integers (INT4, W4A16)", "int-quantized": "INT8", "marlin-24": "sparse INT4",
@@ -22,8 +22,9 @@ LABELS = {  # transformers' name of a method, and of a format of compressed-tens
 
 
 def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
-    """ValueError for a family that is refused, for weights in a form that is not read, for a hybrid model in float16,
-    and for a context that is longer than the model's. A name on the hub is looked at when its config is there."""
+    """Raise ValueError for a refused family, an unsupported form of weights, a float16 run of a model that overflows in
+    it, and a context longer than the model's. Only a folder is checked; a name on the hub is checked when it is
+    loaded."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         return
@@ -36,13 +37,14 @@ def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None 
 
 
 def refuse_longer(max_seq_length: int | None, longest: int | None) -> None:
-    """Raise ValueError for a context that is longer than the model's, in tokens; None is one that is not known."""
+    """Raise ValueError if `max_seq_length` exceeds the model's `longest` context, in tokens; None means unknown."""
     if longest is not None and (max_seq_length or 0) > longest:
         raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
 
 
 def stored_form(config: Any, name: str) -> str | None:
-    """NF4 or FP8 as the config of the model `name` says; None for 16 or 32 bits. ValueError for any other form."""
+    """Return NF4 or FP8, the form in which a config says weights are stored; None for 16 or 32 bits. ValueError for any
+    other form."""
     quantization = quantization_of(config)
     if quantization is None:
         return None
@@ -59,8 +61,8 @@ def stored_form(config: Any, name: str) -> str | None:
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """The quantization_config of a model's config (an object of transformers, or the fields of config.json), or of its
-    text part; None where there is none."""
+    """Return the quantization_config of a model's config (transformers' object, or the fields of config.json) or of its
+    text part; None if there is none."""
     if isinstance(config, Mapping):
         parts = [fields.get("quantization_config") for fields in (config, config.get("text_config") or {})]
     else:
@@ -70,7 +72,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(h, w) of the blocks that share a scale, as the config says; None for scales by row or one for all."""
+    """Return the block (h, w) that shares a scale, from the config; None for scales per row or one for all."""
     block = quantization.get("weight_block_size")
     for group in (quantization.get("config_groups") or {}).values():
         weights = group["weights"]
@@ -80,15 +82,15 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def check_scale_format(quantization: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError for 8-bit floats of another kind than e4m3."""
+    """Raise ValueError for 8-bit floats other than e4m3."""
     kind = quantization.get("fmt", quantization.get("weight_format", "e4m3"))
     if kind not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
         raise refusal(name, f"FP8 of the kind {kind}")
 
 
 def check_groups(quantization: Mapping[str, Any], name: str) -> None:
-    """ValueError unless every group of a compressed-tensors config has weights in FP8 with static scales, in blocks of
-    one shape."""
+    """Raise ValueError unless every group of a compressed-tensors config has weights in FP8 with static scales, in
+    blocks of one shape."""
     groups = list((quantization.get("config_groups") or {}).values())
     if not any(group.get("weights") for group in groups):
         raise refusal(name, "compressed-tensors without quantized weights (activations or the key-value cache only)")
@@ -104,7 +106,7 @@ def check_groups(quantization: Mapping[str, Any], name: str) -> None:
 
 
 def refusal(name: str, label: str) -> ValueError:
-    """Return what is stored, what is allowed, and what to use."""
+    """Return the error for an unsupported stored form, which names the supported forms and what to load instead."""
     return ValueError(
         f"{name!r} is stored in {label}, which is not trained here. Allowed are checkpoints in 16 or 32 bits, in 4 "
         "bits of bitsandbytes, and in FP8 (e4m3, of compressed-tensors or fine-grained): "

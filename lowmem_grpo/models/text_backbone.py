@@ -1,7 +1,7 @@
-"""The text model of a checkpoint with images or sounds: its config, and the names of its tensors.
+"""The text model of a multimodal checkpoint: its config, and the names of its tensors.
 
-Only transformers' class of the text model is loaded, so nothing of the other parts takes memory, and all else sees a
-model like any other of its family.
+Only transformers' class of the text model is loaded, so the other parts take no memory, and the rest of the package
+sees a model like any other of its family.
 """
 
 import copy
@@ -15,17 +15,17 @@ from transformers.utils import logging as their_logging
 from lowmem_grpo.memory.families import TEXT_NAMES
 
 logger = logging.getLogger(__name__)
-SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # lists of modules that are not quantized
+SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # config fields that list unquantized modules
 
 
 def text_names(config: Any) -> dict[str, str]:
-    """The patterns of stored names, and what takes their places, where the text part is loaded; else none."""
+    """Return {pattern of stored names: replacement} if only the text part of the checkpoint is loaded; otherwise {}."""
     return TEXT_NAMES.get(str(config.model_type), {})
 
 
 def text_part(config: Any) -> Any:
-    """The config of the model that is loaded: that of the text part, with what the whole says of ties and of its
-    quantization; the config itself where there is no other part."""
+    """Return the config of the model to load: that of the text part, with the whole config's weight tying and
+    quantization; `config` itself if there is no other part."""
     names = text_names(config)
     if not names:
         return config
@@ -40,7 +40,7 @@ def text_part(config: Any) -> Any:
 
 
 def text_name(stored: str, names: dict[str, str]) -> str | None:
-    """The name in a model of text of a tensor or module that is stored under another; None for one of another part."""
+    """Return the name in the text model of a stored tensor or module; None if it belongs to another part."""
     if not names or stored.startswith("lm_head"):
         return stored
     pattern = next((known for known in names if re.match(known, stored)), None)
@@ -48,9 +48,9 @@ def text_name(stored: str, names: dict[str, str]) -> str | None:
 
 
 def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
-    """The causal language model that is stored there. Of a checkpoint with other parts, its text model: transformers
-    would list each of their tensors as unexpected, and we say how many there are. ValueError where one of the text
-    model is missing."""
+    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. There,
+    transformers would list each tensor of the other parts as unexpected; we log only their number. ValueError if a
+    tensor of the text model is missing."""
     if not names:
         return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=False, **options)
     before = their_logging.get_verbosity()

@@ -1,1 +1,1 @@
-"""Layer inputs and the embedding, kept on the host instead of the card. It needs only torch."""
+"""Offload layer inputs and the embedding to the host. The package needs only torch."""

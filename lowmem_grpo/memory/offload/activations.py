@@ -1,8 +1,8 @@
 """Gradient checkpointing: keep only each layer's input, on the device or on the host, and recompute the rest.
 
 A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves only its inputs as ordinary saved tensors, so
-hooks around a forward pass see these. They go to pinned host memory on a side stream while the next layer computes; in
-backward the next one comes back while a layer is recomputed. Weights, small tensors and whole numbers stay.
+hooks around a forward pass see them. They are copied to pinned host memory on a side stream while the next layer
+computes; in backward the next one is prefetched while a layer is recomputed. Weights, small and integer tensors stay.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +22,7 @@ MIN_BYTES = 2**20  # below this, a copy costs more than the memory is worth
 
 
 def checkpointing_mode(value: bool | str) -> bool | str:
-    """True, False or "offload" for what the user wrote; ValueError names what is allowed."""
+    """Return True, False or "offload" for the user's value; ValueError, with the allowed values, for any other."""
     mode = ALIASES.get(value, value) if isinstance(value, str) else value
     if mode not in MODES:
         raise ValueError(
@@ -32,10 +32,10 @@ def checkpointing_mode(value: bool | str) -> bool | str:
 
 
 def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
-    """Switch a transformers model's checkpointing of layers on or off; returns the mode, as `checkpointing_mode` does.
+    """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`.
 
-    Layers keep the random states for their recomputation where something drops out now: see `drops`. ValueError where
-    no layer of the model takes it.
+    Layers save the random states for recomputation if the model has dropout now (see `drops`). ValueError if no layer
+    of the model supports checkpointing.
     """
     mode = checkpointing_mode(mode)
     if not mode:
@@ -44,8 +44,8 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
         return mode
     if getattr(model, "supports_gradient_checkpointing", False):
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": drops(model)})
-        # transformers lets the embeddings require a gradient, for reentrant checkpointing's sake; here that would only
-        # keep them, and their gradient, on the device
+        # transformers makes the embeddings' output require a gradient, for reentrant checkpointing; here that would
+        # only keep it, and its gradient, on the device
         model.disable_input_require_grads()
     if not checkpointed_layers(model):
         raise ValueError(
@@ -57,15 +57,15 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
 
 
 def drops(model: Any) -> bool:
-    """Return whether training a model draws random numbers: a dropout module, or a rate in its config, is above 0. Else
-    saving the random states in each layer would save nothing."""
+    """Return whether training a model draws random numbers, that is, a dropout module or a rate in its config is above
+    0. Otherwise layers need not save random states."""
     rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
     rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
     return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def drop_nothing(model: Any) -> None:
-    """Turn every dropout of a PEFT model off, for good."""
+    """Turn off every dropout of a PEFT model permanently."""
     config = model.get_base_model().config.get_text_config()
     for name, rate in vars(config).items():
         if "drop" in name and isinstance(rate, float):
@@ -73,40 +73,41 @@ def drop_nothing(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(module, nn.ModuleDict):  # LoRA's, whose fast path has none at all
+        elif isinstance(module, nn.ModuleDict):  # LoRA's; its fast path needs Identity
             module.update({name: nn.Identity() for name, child in module.items() if isinstance(child, nn.Dropout)})
         elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that checkpointing is on for; whole models carry the flag too, whatever their layers do."""
+    """Return the layers with checkpointing on; whole models are left out, as they have the flag whatever their layers
+    do."""
     flagged = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
     return [module for module in flagged if not hasattr(module, "gradient_checkpointing_enable")]
 
 
 def offload_activations(model: nn.Module | torch.device, enabled: bool = True) -> AbstractContextManager:
-    """Around a forward pass: what checkpointed layers keep for backward goes to pinned host memory.
+    """Return a context for forward passes that moves the tensors saved by checkpointed layers to pinned host memory.
 
-    Given a device instead of a model, only parameters are known to be weights. On the CPU nothing changes. A trainer
-    keeps one `ActivationOffload` and enters it again and again.
+    With a device instead of a model, only nn.Parameters are recognised as weights. On the CPU nothing changes. A
+    trainer should keep one `ActivationOffload` and enter it repeatedly.
     """
     return ActivationOffload(model) if enabled else nullcontext()
 
 
 @dataclass(eq=False)
 class Kept:
-    """In the graph: a tensor that stays where it is."""
+    """The graph's reference to a tensor that stays on its device."""
 
     tensor: Tensor
     version: int
 
 
 class ActivationOffload:
-    """A context around forward passes, to be entered as often as wanted; host pages are used again each time.
+    """A reusable context around forward passes, which offloads saved tensors; host pages are reused each time.
 
-    Backward may run inside or outside of it, in any order, twice, or never: pages are free again once the graph drops
-    the tensor that they hold. `copies` replaces the CUDA side stream (tests, fake tensors).
+    Backward may run inside or outside of it, in any order, twice, or never: pages become free when the graph drops the
+    tensor that they hold. `copies` replaces the CUDA side stream (for tests and fake tensors).
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ActivationOffload:
             self.entered.pop().__exit__(*error)
 
     def read_ahead(self, ahead: bool) -> None:
-        """Set whether the next tensor comes back while another is in use, which hides its copy and takes its memory."""
+        """Set whether the next tensor is prefetched while another is in use, which hides its copy but takes memory."""
         if self.store is not None:
             self.store.ahead = ahead
 
@@ -145,26 +146,28 @@ class ActivationOffload:
 
     @property
     def host_bytes_peak(self) -> int:
-        """The largest that `host_bytes` was; that much host memory is held until `release`."""
+        """The maximum of `host_bytes`; that much host memory is held until `release`."""
         return 0 if self.store is None else self.store.pool.peak_bytes
 
     def host_storages(self) -> list[torch.UntypedStorage]:
-        """The host memory held, used and free, so that a counter of bytes can tell it from the device's."""
+        """Return the storages of all host pages, used and free, so that a memory counter can tell them from the
+        device's."""
         return [] if self.store is None else self.store.pool.storages()
 
     def release(self) -> None:
-        """Give the host memory that no graph needs back to the system; the next forward takes new memory."""
+        """Return the host pages that no graph needs to the system; the next forward pass allocates new ones."""
         if self.store is not None:
             self.store.pool.release()
 
     def pack(self, tensor: Tensor) -> Kept | Offloaded:
-        """Return what the graph holds for `tensor`; not `tensor` itself, which may hold the graph."""
+        """Return the object that the graph stores for `tensor`; never `tensor` itself, which may refer to the graph."""
         if self.store is None or not self.goes(tensor):
             return Kept(tensor.detach(), tensor._version)
         return self.store.put(tensor)
 
     def unpack(self, packed: Kept | Offloaded) -> Tensor:
-        """The tensor again. Autograd does not check for changes where hooks are, so that is done here."""
+        """Return the saved tensor. RuntimeError if it was modified in place, which autograd does not check under hooks.
+        """
         if isinstance(packed, Offloaded):
             assert self.store is not None
             return self.store.get(packed)
@@ -172,20 +175,21 @@ class ActivationOffload:
         return packed.tensor
 
     def goes(self, tensor: Tensor) -> bool:
-        """Return whether a saved tensor goes to the host: a large one that is no weight."""
-        # a leaf that requires grad stays alive until its gradient is there, so its copy would free nothing
+        """Return whether a saved tensor is offloaded: large, dense, floating point, and not a weight."""
+        # a leaf that requires grad stays alive until it has its gradient, so a copy would free nothing
         weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
         plain = tensor.layout == torch.strided and tensor.is_floating_point() and not tensor.is_neg()
         if weight or not plain or tensor.device.type != self.device.type:
             return False
         elements = span(tensor)
-        sparse = elements > 2 * tensor.numel()  # a thin slice: its neighbours are not worth copying
+        sparse = elements > 2 * tensor.numel()  # a thin slice of a larger tensor: not worth copying the gaps
         large = elements * tensor.element_size() >= self.min_bytes
         return large and not sparse and storage_id(tensor) not in self.weights
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device on which the model computes: that of its parameters, although some of them may be on the host."""
+    """Return the device on which the model computes: that of its parameters, except for those on the host. ValueError
+    if it has no parameters, or is on several devices."""
     devices = {parameter.device for parameter in model.parameters()}
     away = sorted(devices - {torch.device("cpu")}, key=str)
     if len(away) > 1 or not devices:
@@ -195,8 +199,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The same for tensors that share memory. Fake tensors, of which plans are made, have no `data_ptr()`: hence a
-    private attribute of torch, used only here. Checked with torch 2.13; its test fails if it moves."""
+    """Return an id that is equal for tensors sharing a storage. Fake tensors, used for plans, have no `data_ptr()`, so
+    this reads a private attribute of torch, only here. Checked with torch 2.13; its test fails if it moves."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,6 +1,6 @@
-"""Embeddings looked up on the host: a step needs only T rows of a matrix (V, D), which for Llama-3.1-8B is 1.05 GB less
-on the card against 8 KB copied for each token. Gemma 4 has a second embedding, of numbers that each layer takes for
-itself: 5.6 GB for its E4B, against 21 KB. A matrix that is also the output head is needed on the card anyway.
+"""Look up embeddings on the host: a step needs only T rows of a matrix (V, D). For Llama-3.1-8B this saves 1.05 GB on
+the card and copies 8 KB per token. Gemma 4 has a second table of per-layer embeddings: 5.6 GB for its E4B, and 21 KB
+per token. A matrix that is also the output head is needed on the card anyway.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PER_LAYER = "embed_tokens_per_layer"  # in the decoder: Gemma 4's embedding of numbers that each layer takes for itself
+PER_LAYER = "embed_tokens_per_layer"  # attribute of the decoder: Gemma 4's per-layer embeddings
 
 
 class HostEmbedding(nn.Module):
@@ -20,28 +20,30 @@ class HostEmbedding(nn.Module):
     def __init__(self, embedding: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(embedding.weight.detach().to("cpu"), requires_grad=False)
-        scale = getattr(embedding, "embed_scale", None)  # Gemma's
+        scale = getattr(embedding, "embed_scale", None)  # in Gemma models
         self.scale = None if scale is None else float(scale.to(embedding.weight.dtype))
         self.known: Tensor | None = None  # see `knowing`
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """ids (...) -> (..., D) on their device. Without `knowing`, ids on a card are waited for."""
+        """Map ids (...) to (..., D) on their device. Without `knowing`, ids on a GPU are copied to the host, which
+        synchronizes."""
         known = self.known is not None and self.known.numel() == input_ids.numel()
         ids = self.known.view(input_ids.shape) if self.known is not None and known else input_ids.to("cpu")
         if not input_ids.is_cuda:
             return self.scaled(F.embedding(ids, self.weight)).to(input_ids.device)
-        # Memory of torch's own cache of pinned memory, which gives it to nobody before the copy is done.
+        # From torch's cache of pinned memory, which does not reuse it before the copy is done.
         rows = torch.empty(ids.numel(), self.weight.shape[1], dtype=self.weight.dtype, pin_memory=True)
         torch.index_select(self.weight, 0, ids.reshape(-1), out=rows)
         return self.scaled(rows.to(input_ids.device, non_blocking=True)).view(*input_ids.shape, -1)
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Return rows times the embedding's own scale, where it has one."""
+        """Return the rows times the embedding's scale, if it has one."""
         return rows if self.scale is None else rows * self.scale
 
 
 def embed_on_host(model: Any) -> int:
-    """Put the model's embeddings on the host; returns the bytes freed. ValueError where the head needs the only one."""
+    """Move the model's embeddings to the host; return the bytes freed. ValueError if the only one is tied to the head,
+    or one is trained."""
     moved = movable(model)
     if not moved:
         raise ValueError(f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, "
@@ -58,13 +60,13 @@ def embed_on_host(model: Any) -> int:
 
 
 def tables(model: Any) -> list[Any]:
-    """The model's embeddings of token ids: that of its input, and that of numbers that each layer takes for itself."""
+    """Return the model's embeddings of token ids: the input embedding and, if it has them, per-layer embeddings."""
     own = getattr(model.get_decoder(), PER_LAYER, None)
     return [model.get_input_embeddings(), *([] if own is None else [own])]
 
 
 def movable(model: Any) -> list[Any]:
-    """Return the embeddings that can be on the host: not one that is the head too."""
+    """Return the embeddings that can move to the host: all except one tied to the head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
     return tables(model)[1:] if tied else tables(model)
@@ -76,7 +78,8 @@ def on_host(model: Any) -> list[HostEmbedding]:
 
 @contextmanager
 def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterator[None]:
-    """Inside, the ids of the next pass are these (T,), on the host: nothing waits for the device to send them."""
+    """Give the embeddings the ids (T,) of the next pass on the host within this context, which avoids a
+    synchronization."""
     for table in embeddings:
         table.known = host_ids
     try:

@@ -1,6 +1,6 @@
-"""Pages of host memory, used again and again, and the copies that fill and empty them beside the computation. All have
-one size, so tensors of any length share them, and a run holds only as many as its largest micro-batch needs. Checks
-before a run say whether the host has room for them.
+"""Reusable pages of host memory, and the asynchronous copies to and from them. All pages have one size, so tensors of
+any length share them, and a run holds only as many as its largest micro-batch needs. Checks before a run tell whether
+the host has room for them.
 """
 
 import logging
@@ -22,31 +22,32 @@ Pair = tuple[Tensor, Tensor]  # target and source of a copy, of the same shape
 
 
 class Copies:
-    """Copies between device and host that are done when `start` returns: for tests and measurements on fake tensors."""
+    """Synchronous copies between device and host, for tests and measurements on fake tensors."""
 
     def page(self, num_bytes: int) -> Tensor:
-        """New host memory, (num_bytes,) uint8."""
+        """Allocate a page of host memory, (num_bytes,) uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, pairs: Sequence[Pair]) -> Any:
-        """Copy each source to its target, after all that was computed so far and all copies started before."""
+        """Copy each source to its target, ordered after all computation and copies so far; return a ticket for `wait`.
+        """
         for target, source in pairs:
             target.copy_(source)
 
     def wait(self, ticket: Any) -> None:
-        """Make what is computed from here on wait for the copies that `start` gave this ticket for."""
+        """Make all later computation wait for the copies of this ticket, which `start` returned."""
 
     def drain(self) -> None:
-        """Return once every copy is done."""
+        """Block until every copy is done."""
 
     def trim(self) -> None:
-        """Give the memory of pages that nobody holds any more back to the system."""
+        """Return the memory of unreferenced pages to the system."""
 
 
 class StreamCopies(Copies):
-    """Copies on one side stream of a CUDA device, to and from pinned pages. Both directions share the stream, so a page
-    that was given back can be filled again at once: the copy that reads it comes first. Device tensors belong to the
-    compute stream; whoever frees one waits for its copy there."""
+    """Asynchronous copies on one side stream of a CUDA device, to and from pinned pages. Both directions share the
+    stream, so a returned page can be refilled at once: the copy that reads it comes first. Device tensors belong to the
+    compute stream, which must wait for a tensor's copy (`wait`) before the tensor is freed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -54,7 +55,7 @@ class StreamCopies(Copies):
         self.pinned = True
 
     def page(self, num_bytes: int) -> Tensor:
-        """Pinned memory; pageable memory from the first time that the system refuses."""
+        """Allocate a pinned page; once the system has refused, with a warning, pages are pageable memory."""
         if self.pinned:
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -69,7 +70,7 @@ class StreamCopies(Copies):
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, pairs: Sequence[Pair]) -> tuple[Any, Any]:
-        """The ticket: an event behind the copies, and the stream that was computing."""
+        """Start the copies; the ticket is (an event after them, the current compute stream)."""
         compute = torch.cuda.current_stream(self.device)
         self.side.wait_stream(compute)
         with torch.cuda.stream(self.side):
@@ -92,8 +93,8 @@ class StreamCopies(Copies):
 
 
 class PagePool:
-    """Pages that `take_pages` hands out and `return_pages` takes back. `return_pages` may be called at any moment and
-    from any thread, by the collector of garbage too: it does one append."""
+    """A pool of pages. `return_pages` may be called at any time and from any thread, even by the garbage collector: per
+    page it does one deletion and one append."""
 
     def __init__(self, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
         self.copies, self.page_bytes = copies, page_bytes
@@ -103,36 +104,36 @@ class PagePool:
 
     @property
     def bytes_in_use(self) -> int:
-        """Host bytes of the pages that are handed out."""
+        """The host bytes of the pages in use."""
         return len(self.in_use) * self.page_bytes
 
     def take_pages(self, num_bytes: int) -> list[Tensor]:
-        """Pages for `num_bytes`: free ones first, new ones where those do not suffice."""
+        """Return pages for `num_bytes`: free ones, and new ones if those do not suffice."""
         count = -(-num_bytes // self.page_bytes)
         missing = count - len(self.free)
-        self.free += [self.copies.page(self.page_bytes) for _ in range(missing)]  # where one fails, none is taken
+        self.free += [self.copies.page(self.page_bytes) for _ in range(missing)]  # if one fails, none is taken
         pages = [self.free.pop() for _ in range(count)]
         self.in_use |= {id(page): page for page in pages}
         self.peak_bytes = max(self.peak_bytes, self.bytes_in_use)
         return pages
 
     def return_pages(self, pages: Sequence[Tensor]) -> None:
-        """These pages are free again; copies that were started from or to them come before those of their next use."""
+        """Mark pages as free; copies already started from or to them run before those of their next use."""
         for page in pages:
             del self.in_use[id(page)]
             self.free.append(page)
 
     def pairs(self, pages: Sequence[Tensor], flat: Tensor) -> Iterator[Pair]:
-        """Each page, cut to length, with its part of `flat` (N,), as bytes."""
+        """Yield each page, cut to length, with its part of `flat` (N,), as bytes."""
         for page, part in zip(pages, flat.view(torch.uint8).split(self.page_bytes), strict=True):
             yield page[: len(part)], part
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Return the host memory of all pages, for those who count bytes."""
+        """Return the storages of all pages, for memory counters."""
         return [page.untyped_storage() for page in [*self.free, *self.in_use.values()]]
 
     def release(self) -> None:
-        """Give all free pages back to the system once every copy is done."""
+        """Return all free pages to the system, after every copy is done."""
         self.copies.drain()
         self.free.clear()
         self.copies.trim()
@@ -142,8 +143,8 @@ class PagePool:
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's own limits (version 2)
-TAIL = 4  # layer inputs' worth of what the model saves behind its layers: the final norm in float32, and the head's U
-SPARE = GIB  # pinned memory cannot be swapped out: with less than this left, other programs suffer
+TAIL = 4  # tensors saved after the layers, in units of a layer input: the final norm in float32, and the head's U
+SPARE = GIB  # room left for other programs, since pinned memory cannot be swapped out
 WSL_ADVICE = (
     "this is WSL: its driver pins only a part of the host's memory, and a paged optimizer's states are read only when "
     'the card is idle. If pinning fails, take use_gradient_checkpointing=True in place of "offload", and '
@@ -152,15 +153,16 @@ WSL_ADVICE = (
 
 
 def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Most host bytes that offloading holds for one micro-batch of `tokens`, in whole pages. Each layer's input is
-    tokens * hidden_size elements of `dtype`; four more of them stand for what is saved between the last layer and the
+    """Return the most host bytes that offloading holds for a micro-batch of `tokens`, in whole pages. Each layer input
+    has tokens * hidden_size elements of `dtype`; four more count for the tensors saved between the last layer and the
     loss."""
     layer_input = tokens * hidden_size * dtype.itemsize
     return (num_layers + TAIL) * -(-layer_input // PAGE_BYTES) * PAGE_BYTES
 
 
 def available_host_bytes() -> int | None:
-    """Bytes that can be had without swapping: the system's, or a container's if fewer; None if this is not Linux."""
+    """Return the bytes available without swapping: the system's, or a container's if fewer; None if unknown, as
+    outside Linux."""
     known = [room for room in (system_room(MEMINFO), container_room(CGROUP)) if room is not None]
     return min(known, default=None)
 
@@ -174,7 +176,8 @@ def system_room(meminfo: Path) -> int | None:
 
 
 def container_room(cgroup: Path) -> int | None:
-    """Return how many bytes a control group may still take; the file cache that it can drop counts as room."""
+    """Return the bytes that a control group may still allocate, counting its droppable file cache as free; None if it
+    has no limit."""
     limit, used, details = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.is_file() and used.is_file() and details.is_file()) or limit.read_text().strip() == "max":
         return None
@@ -183,7 +186,7 @@ def container_room(cgroup: Path) -> int | None:
 
 
 def check_host_room(needed_bytes: int) -> None:
-    """Raise MemoryError without room for `needed_bytes`; warn if little would be left or nothing is known."""
+    """Raise MemoryError if the host has no room for `needed_bytes`; warn if little is left or the room is unknown."""
     available = available_host_bytes()
     if available is None:
         logger.warning("cannot tell whether the host has %s for layer inputs", size_text(needed_bytes))
@@ -200,5 +203,5 @@ def check_host_room(needed_bytes: int) -> None:
 
 
 def on_wsl() -> bool:
-    """Return whether this is Linux inside Windows, whose driver pins less memory and shares none while kernels run."""
+    """Return whether this is WSL, whose driver pins less memory and has no managed memory access during kernels."""
     return "microsoft" in platform.uname().release.lower()

@@ -1,6 +1,6 @@
-"""Tensors that a graph keeps for backward, held on the host; at most two of them are on the device as well: on their
-way out until the copy after the next one starts, and on their way back the one in use and the one that is wanted next.
-Where memory is short (`ahead` is False), there is only one.
+"""A store on the host for the tensors that a graph saves for backward. At most two are on the device as well: in
+forward, each one until the second copy after its own starts; in backward, the one in use and the next one. If memory is
+short (`ahead` is False), it is only one.
 """
 
 import itertools
@@ -19,28 +19,28 @@ MAX_RESIDENT = 2
 
 @dataclass(eq=False)
 class Offloaded:
-    """In the graph: where a tensor's bytes are on the host, and how to make it from them. `storage` is not read: while
-    it is held, no other storage can take the identity that `HostStore.seen` knows."""
+    """The graph's reference to an offloaded tensor: its pages on the host, and its size, stride and dtype. `storage` is
+    never read: holding it keeps its identity, which is a key in `HostStore.seen`, from being reused."""
 
-    index: int  # counts up, in the order of forward
+    index: int  # increases in the order of forward
     pages: list[Tensor]
-    span: int  # elements, gaps between strides counted in
+    span: int  # elements, including gaps between strides
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     storage: StorageWeakRef
-    spoiled: bool = False  # written to while it was being copied
+    spoiled: bool = False  # modified while it was being copied
 
 
 @dataclass(eq=False)
 class Resident:
-    """On the device: an offloaded tensor as it was saved (`original`), or as it came back from the host."""
+    """An offloaded tensor that is on the device: as it was saved (`original`), or copied back from the host."""
 
     tensor: Tensor
     ticket: Any  # for the copy that reads or writes it
     original: bool
-    version: int  # that it had when the copy started
-    settled: bool = False  # the computation waits for that copy already
+    version: int  # of the tensor when the copy started
+    settled: bool = False  # the compute stream already waits for that copy
 
     @property
     def touched(self) -> bool:
@@ -48,8 +48,8 @@ class Resident:
 
 
 class HostStore:
-    """Takes tensors in with `put`, in the order of forward, and gives them back with `get`, in any order. What `put`
-    returned is all that keeps a tensor's pages: they are free again once nobody holds it any more."""
+    """A host store: `put` offloads tensors in the order of forward, `get` returns them in any order. A tensor's pages
+    live as long as the object that `put` returned is referenced."""
 
     def __init__(self, device: torch.device, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
         self.device, self.copies, self.pool = device, copies, PagePool(copies, page_bytes)
@@ -57,17 +57,17 @@ class HostStore:
         self.live: weakref.WeakValueDictionary[int, Offloaded] = weakref.WeakValueDictionary()  # by index
         self.seen: weakref.WeakValueDictionary[tuple, Offloaded] = weakref.WeakValueDictionary()  # by content
         self.residents: dict[int, Resident] = {}  # by index
-        self.ahead = True  # the one that is wanted next comes back before it is
+        self.ahead = True  # prefetch the tensor that backward will need next
         self.start_backward()
 
     def start_backward(self) -> None:
-        """A new backward is to come, and it goes downwards."""
-        self.asked: set[int] = set()  # indices that this backward was given
-        self.edge: int | None = None  # the one given last that was not given before
+        """Prepare for a new backward pass, which is expected to go from high to low indices."""
+        self.asked: set[int] = set()  # indices returned in this backward pass
+        self.edge: int | None = None  # the last index returned for the first time
         self.upwards = False
 
     def put(self, tensor: Tensor) -> Offloaded:
-        """Start the copy of `tensor` to the host; one that is there already, unchanged, is not copied again."""
+        """Start the copy of `tensor` to the host; a tensor that is there already, unchanged, is not copied again."""
         storage = StorageWeakRef(tensor.untyped_storage())
         key = (storage.cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor._version)
         packed = self.seen.get(key)
@@ -76,7 +76,7 @@ class HostStore:
         return packed
 
     def get(self, packed: Offloaded) -> Tensor:
-        """The tensor, ready to be computed with on the device; starts the copy of the one wanted next."""
+        """Return the tensor on the device, ready for computation, and start the copy of the next one."""
         tensor = self.recall(packed)
         following = self.following(packed.index) if self.ahead else None
         wanted = {packed.index} if following is None else {packed.index, following.index}
@@ -87,7 +87,7 @@ class HostStore:
         return tensor
 
     def send(self, tensor: Tensor, storage: StorageWeakRef) -> Offloaded:
-        """Start the copy of a tensor to the host; those resident longest go first, so that there is room."""
+        """Start the copy of a tensor to the host; the oldest residents leave the device first, to make room."""
         while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
             self.retire(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
@@ -101,18 +101,18 @@ class HostStore:
         return packed
 
     def recall(self, packed: Offloaded) -> Tensor:
-        """Return the tensor on the device. RuntimeError where it was written to while it was copied."""
+        """Return the tensor on the device. RuntimeError if it was modified while it was being copied."""
         resident = self.residents.get(packed.index)
         self.note_spoiled(packed)
         check_untouched(not packed.spoiled, packed.size)
-        if resident is None or resident.touched:  # a backward may write to what it was given: the host knows better
+        if resident is None or resident.touched:  # backward may write to a returned tensor; the host's copy is right
             resident = self.fetch(packed)
         if not resident.original:
             self.settle(resident)
         return resident.tensor
 
     def fetch(self, packed: Offloaded) -> Resident:
-        """Start the copy back from the host."""
+        """Start the copy of a tensor back from the host."""
         flat = torch.empty(packed.span, dtype=packed.dtype, device=self.device)
         ticket = self.copies.start([(part, page) for page, part in self.pool.pairs(packed.pages, flat)])
         resident = Resident(flat.as_strided(packed.size, packed.stride), ticket, False, flat._version)
@@ -120,9 +120,9 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward probably wants after `index`: the next in its direction not yet given."""
+        """Return the tensor that backward probably needs after `index`: the next in its direction not yet returned."""
         if index in self.asked and self.asked.issuperset(self.live):
-            self.start_backward()  # all over again, on a graph that was kept
+            self.start_backward()  # a second backward pass on a retained graph
         if index not in self.asked:
             self.upwards = self.edge is not None and index > self.edge
             self.edge = index
@@ -134,12 +134,12 @@ class HostStore:
         return self.live.get(max((other for other in waiting if other < self.edge), default=-1))
 
     def note_spoiled(self, packed: Offloaded) -> None:
-        """Remember that the original was written to while it may have been on its way: the host may hold either."""
+        """Record if the original was modified while its copy may have been running: the host may have either value."""
         resident = self.residents.get(packed.index)
         packed.spoiled |= resident is not None and resident.original and resident.touched
 
     def retire(self, index: int) -> None:
-        """Drop a tensor from the device; the host keeps it."""
+        """Drop a tensor from the device; its host copy stays."""
         packed = self.live.get(index)
         if packed is not None:
             self.note_spoiled(packed)
@@ -151,26 +151,26 @@ class HostStore:
             self.settle(resident)
 
     def settle(self, resident: Resident) -> None:
-        """Make the computation wait for the copy that reads or writes a resident, once."""
+        """Make the compute stream wait, once, for the copy that reads or writes a resident."""
         if not resident.settled:
             self.copies.wait(resident.ticket)
             resident.settled = True
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
-        """Give back the pages of a tensor that nobody holds any more."""
+        """Give the pages of a tensor that is no longer referenced back to the pool."""
         self.pool.return_pages(pages)
         self.drop(index)
 
 
 def span(tensor: Tensor) -> int:
-    """Elements of memory from a strided tensor's first to its last, gaps counted in; 0 for an empty one."""
+    """Return the number of elements from a strided tensor's first to its last, including gaps; 0 if it is empty."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def check_untouched(untouched: bool, size: torch.Size) -> None:
-    """RuntimeError, as autograd's own, where a tensor that backward needs was written to after it was saved."""
+    """Raise RuntimeError, like autograd's own, if a tensor that backward needs was modified after it was saved."""
     if not untouched:
         raise RuntimeError(f"a tensor of shape {tuple(size)} that backward needs was modified by an in-place operation "
                            "after it was saved; clone it before that operation")

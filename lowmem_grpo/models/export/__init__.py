@@ -1,1 +1,1 @@
-"""Exporting an adapter as a PEFT folder, a merged model or a GGUF file."""
+"""Export an adapter as a PEFT folder, a merged model or a GGUF file."""

@@ -1,7 +1,7 @@
-"""The frozen weights that are merged with an adapter. They are read one tensor at a time, by rows.
+"""The frozen weights that are merged with an adapter, read one tensor at a time, by rows.
 
-`stored_weights` reads a checkpoint's safetensors files, without loading the model. A weight that a run held in 4 bit or
-in FP8 is first quantized as the loader does it, because the adapter was trained on the quantized values.
+`stored_weights` reads a checkpoint's safetensors files without loading the model. A weight that the run held in 4 bit
+or in FP8 is first quantized like in the loader, because the adapter was trained on the quantized values.
 `live_weights` reads a loaded model, in any layout of its weights.
 """
 
@@ -40,15 +40,15 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PARTS = ".weight."  # a 4-bit weight has `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-            "BOOL": torch.bool}  # safetensors' names; all others are floating point
+            "BOOL": torch.bool}  # safetensors' names; all other dtypes are floating point
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-BLOCK_ROWS = 64  # rows of any width end where a block of NF4 ends
+BLOCK_ROWS = 64  # multiples of this many rows, of any width, end at an NF4 block's end
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> (stop - start, ...)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of a model. `open` returns a reader, which holds no other tensor."""
+    """A tensor of a model. `open` returns a reader of its rows, which keeps no other tensor in memory."""
 
     name: str  # as in a checkpoint
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class Weight:
 
 
 def quantized_rows(weight: QuantizedWeight) -> Rows:
-    """A reader of weights in 4 bits or FP8, in float32."""
+    """Return a reader that dequantizes rows of 4-bit or FP8 weights to float32."""
     def rows(start: int, stop: int) -> Tensor:
         band = torch.empty(stop - start, weight.shape[1], device=weight.device)
         weight.fill(band, row=start)
@@ -72,7 +72,7 @@ def quantized_rows(weight: QuantizedWeight) -> Rows:
 
 
 def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | str) -> Rows:
-    """A reader of a tensor or of a slice of a file. It gives floating values in `dtype`, if there is one."""
+    """Return a reader of a tensor or of a slice of a file, which casts floating-point values to `dtype` if given."""
     def rows(start: int, stop: int) -> Tensor:
         band: Tensor = (tensor[start:stop] if len(shape_of(tensor)) else tensor).to(device)
         return band.to(dtype) if dtype is not None and band.is_floating_point() else band
@@ -89,7 +89,8 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 
 
 def live_weights(model: Any) -> list[Weight]:
-    """Every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones come once."""
+    """Return every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones appear
+    once."""
     weights: list[Weight] = []
     in_fp8 = {id(layer.weight): layer for layer in fp8_linears(model)}
     stacks = {id(stack.weight): stack for stack in expert_stacks(model)}
@@ -106,7 +107,7 @@ def live_weights(model: Any) -> list[Weight]:
 
 
 def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
-    """Yield the matrices of each expert of a stack, under the names that checkpoints have."""
+    """Yield the matrices of each expert of a stack, under their names in checkpoints."""
     path, kind, _ = name.rsplit(".", 2)
     for number in range(stack.experts):
         whole = stack.expert(number)
@@ -130,7 +131,7 @@ def quantized_weight(name: str, weight: QuantizedWeight) -> Weight:
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers, with their paths, that a checkpoint of the model has."""
+    """Yield (path, buffer) for the buffers that a checkpoint of the model contains."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -142,10 +143,10 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu",
                    names: dict[str, str] | None = None) -> list[Weight]:
-    """Every tensor of a stored model, with the values that it has when loaded in `dtype`. Of a checkpoint with images
-    those of its text model, where `names` says how they are called there.
+    """Return every tensor of a stored model, with its values after loading in `dtype`. For a multimodal checkpoint,
+    these are the tensors of its text model, renamed by `names`.
 
-    The linear layers of a checkpoint in 16 or 32 bits have the values that this form (NF4, FP8, ...) gives them.
+    Linear layers of a checkpoint in 16 or 32 bits get the values that they have in this form (NF4, FP8, ...).
     """
     places = tensor_files(folder)
     whole = {name for name in places if name.partition(PARTS)[0] == name}
@@ -173,7 +174,7 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor. OSError if the folder has no safetensors files: pickled weights are never opened."""
+    """Return {tensor: its file}. OSError if the folder lacks safetensors files; pickled weights are never opened."""
     if (folder / INDEX).is_file():
         names: dict[str, str] = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
         if missing := sorted({file for file in names.values() if not (folder / file).is_file()}):
@@ -187,7 +188,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def stored_weight(name: str, file: Path, form: str, dtype: torch.dtype, device: torch.device | str) -> Weight:
-    """A tensor that is stored in 16 or 32 bits; `form` is the one in which loading holds it."""
+    """Return a tensor stored in 16 or 32 bits, with the values that it has when loaded in `form`."""
     part = file_slice(file, name)
     shape = shape_of(part)
     if form == BITS_16:
@@ -205,15 +206,15 @@ def stored_weight(name: str, file: Path, form: str, dtype: torch.dtype, device: 
 
 
 class StoredExperts:
-    """The experts of a checkpoint in 16 or 32 bits, with the values that NF4 gives them. Scales are quantized for all
-    experts of a stack at once, so whole stacks are quantized; those read last, of one layer, are held."""
+    """The experts of a checkpoint in 16 or 32 bits, with the values that they have in NF4. Scales are quantized for all
+    experts of a stack at once, so whole stacks are quantized; the last stacks, those of one layer, are cached."""
 
     def __init__(self, places: dict[str, Path], dtype: torch.dtype, device: torch.device | str) -> None:
         self.places, self.dtype, self.device = places, dtype, device
         self.stack = lru_cache(len(STACKS))(self.quantized)
 
     def weight(self, name: str, path: str, number: int, part: str) -> Weight:
-        """Return one matrix of one expert; reading it quantizes its whole stack."""
+        """Return one matrix of one expert; opening it quantizes its whole stack."""
         shape = shape_of(file_slice(self.places[name], name))
         kind = next(kind for kind, parts in STACKS.items() if part in parts)
         start = STACKS[kind].index(part) * shape[0]
@@ -226,7 +227,7 @@ class StoredExperts:
         return Weight(name, shape, self.dtype, read, BLOCK_ROWS)
 
     def quantized(self, path: str, kind: str) -> FrozenStack:
-        """Read the matrices of all experts of a stack, and quantize them as loading does."""
+        """Read the matrices of all experts of a stack and quantize them like the loader."""
         count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
         names = [[f"{path}.{number}.{part}.weight" for number in range(count)] for part in STACKS[kind]]
         tensors = [[file_slice(self.places[name], name)[:].to(self.device, self.dtype) for name in part]
@@ -235,7 +236,7 @@ class StoredExperts:
 
 
 def stored_in_4bit(name: str, places: dict[str, Path], dtype: torch.dtype, device: torch.device | str) -> Weight:
-    """A tensor that bitsandbytes has quantized; its scales are stored beside it."""
+    """Return a tensor that bitsandbytes quantized to 4 bits, with its scales stored beside it."""
     parts = [other for other in places if other.startswith(f"{name}.")]
     state = next(part for part in parts if STATE in part)
     described = json.loads(bytes(file_slice(places[state], state)[:].tolist()))
@@ -252,7 +253,7 @@ def stored_in_4bit(name: str, places: dict[str, Path], dtype: torch.dtype, devic
 
 def stored_in_fp8(name: str, file: Path, scale: tuple[str, Path], block: tuple[int, int] | None, dtype: torch.dtype,
                   device: torch.device | str) -> Weight:
-    """A tensor that is stored in FP8, with the name and file of its scales."""
+    """Return a tensor stored in FP8; `scale` is the name and file of its scales."""
     shape = shape_of(file_slice(file, name))
 
     def read() -> Rows:
@@ -263,14 +264,15 @@ def stored_in_fp8(name: str, file: Path, scale: tuple[str, Path], block: tuple[i
 
 
 def file_slice(file: Path, name: str) -> Any:
-    """A tensor of a file. It is read when it is sliced (a scalar at once); the file is mapped, not loaded."""
+    """Return a lazy slice of a file's tensor, read when it is indexed (a scalar is read at once); the file is mapped,
+    not loaded."""
     opened = safe_open(file, "pt")
     part = opened.get_slice(name)
     return part if part.get_shape() else opened.get_tensor(name)
 
 
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:
-    """The modules that are quantized, to 4 bit or FP8, when such a model is loaded. An empty model is asked."""
+    """Return the paths of the modules that loading quantizes, to 4 bit or FP8, found on a model on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     AutoHfQuantizer.from_config(nf4(dtype)).preprocess_model(model, device_map=None)

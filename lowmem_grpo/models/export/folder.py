@@ -1,4 +1,4 @@
-"""The folder of an export. It is written under another name, and renamed when it is complete."""
+"""The folder of an export, which is written under a temporary name and renamed when it is complete."""
 
 import json
 import os
@@ -16,7 +16,7 @@ RECORD = "export.json"  # marks a folder as an export; only such a folder is ove
 
 
 class ExportError(ValueError):
-    """An export cannot be made; the message says why, and what to do."""
+    """An export failed or was refused; the message says why, and what to do."""
 
 
 @dataclass
@@ -29,13 +29,13 @@ class Exported:
     base: str | None
     bytes: int = 0
     checks: dict[str, Any] = field(default_factory=dict)
-    address: str | None = None  # on the hub
+    address: str | None = None  # URL of the commit on the hub
 
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
-    """A new folder that becomes `out` at the end, and is deleted after an error. It lies beside `out`, or beside the
-    target if `out` is a link. ExportError if `out` is taken or cannot be made."""
+    """Yield a new folder that becomes `out` at the end, and is deleted after an error. It is created beside `out`, or
+    beside the target if `out` is a link. ExportError if `out` is taken or cannot be written."""
     check_out(out, overwrite, source)
     final = out.resolve()  # a link cannot be renamed over, and stays
     temp = final.parent / f".{final.name}.export-{os.getpid()}"
@@ -52,7 +52,7 @@ def new_folder(out: Path, overwrite: bool, source: Path | None = None) -> Iterat
 
 
 def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
-    """ExportError if something at `out` would be lost."""
+    """Raise ExportError if writing `out` would delete anything but an earlier export with `overwrite`."""
     if out.exists() and not out.is_dir():
         raise ExportError(f"{out} is a file; choose a folder for the export")
     if not out.is_dir() or not any(out.iterdir()):
@@ -68,14 +68,14 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
 
 
 def finish(temp: Path, done: Exported) -> None:
-    """Count the bytes of an export and write its record, which marks the folder as one."""
+    """Count the bytes of an export and write its record, which marks the folder as an export."""
     done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
     record = asdict(done) | {"folder": done.folder.name}
     (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """Raise ExportError if the disk has no room."""
+    """Raise ExportError if the disk has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(f"the export needs {size_text(needed)} and {size_text(free)} are free in "

@@ -1,6 +1,6 @@
-"""Exports an adapter as a PEFT folder, as a merged model in 16 bits, or as a GGUF file.
+"""Export an adapter as a PEFT folder, as a merged model in 16 bits, or as a GGUF file.
 
-Everything is written into a temporary folder, read back and compared. Only then the folder gets its name.
+Everything is written into a temporary folder, read back and compared. Only then does the folder get its name.
 """
 
 import shutil
@@ -40,13 +40,13 @@ from lowmem_grpo.runs.saved_adapter import BASE_FILE, BaseRecord, RunAdapter, ba
 from lowmem_grpo.runs.whole_files import ADAPTER_FILE
 
 FORMATS = ("adapter", "merged", "gguf")
-COMPUTED = ("float32", *DTYPES)  # what a run may have computed in
+COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
 ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md", "generation_config.json")
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """The options of an export. None means: as the adapter's record says."""
+    """The options of an export. None takes the value from the adapter's record."""
 
     base: str | None = None
     load_in_4bit: bool | None = None
@@ -62,8 +62,8 @@ def export(run: Path, kind: str, out: Path, settings: ExportSettings | None = No
     """Export the adapter of `run` (a run, a checkpoint or a saved adapter) as one of FORMATS into `out`. With `repo`,
     push the folder to the hub as well.
 
-    Raises ExportError, RunError, CheckpointError, AdapterError, MergeError, GGUFError, HubError or OSError. `out` is
-    then as it was, except after a failed push: then it holds the complete export.
+    Raises ExportError, RunError, CheckpointError, AdapterError, MergeError, GGUFError, HubError or OSError. After an
+    error `out` is unchanged, except after a failed push: then it holds the complete export.
     """
     settings = settings or ExportSettings()
     check_choices(kind, settings)
@@ -86,7 +86,7 @@ def export(run: Path, kind: str, out: Path, settings: ExportSettings | None = No
 
 
 def check_choices(kind: str, settings: ExportSettings) -> None:
-    """ExportError for an unknown format, dtype or type of GGUF."""
+    """Raise ExportError for an unknown format, dtype or GGUF type."""
     choices = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
              "gguf_type": (settings.gguf_type, gguf.TYPES)}
     for name, (value, allowed) in choices.items():
@@ -95,7 +95,7 @@ def check_choices(kind: str, settings: ExportSettings) -> None:
 
 
 def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
-    """Copy PEFT's own files, and read them back with PEFT."""
+    """Copy the adapter's files and read them back with PEFT. ExportError if the tensors differ."""
     _, tensors = read_adapter(adapter.folder)
     for name in ADAPTER_FILES:
         if (adapter.folder / name).is_file():
@@ -111,7 +111,8 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
 
 
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
-    """Merge a saved adapter into the stored base, without loading a model. Only small ones are loaded, to compare."""
+    """Merge a saved adapter into the stored base without loading the model. Only small models are loaded, to compare
+    logits."""
     pairs = read_pairs(adapter.folder)
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
     name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
@@ -134,7 +135,7 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
 
 def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path,
                 done: Exported) -> None:
-    """Merge into a folder beside the file, and write the GGUF file of it."""
+    """Merge a saved adapter into a temporary folder and convert that to a GGUF file."""
     merged = temp / "merged"
     merged.mkdir()
     export_merged(adapter, settings, merged, done)
@@ -143,7 +144,7 @@ def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.C
 
 def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp: Path | None, overwrite: bool,
               name: str) -> Exported:
-    """Merge a loaded model with its adapter, if it has one, and write a GGUF file of each kind."""
+    """Merge a loaded model with its adapter, if it has one, and write one GGUF file per kind."""
     for kind in kinds:
         check_choices("gguf", ExportSettings(gguf_type=kind))
     converter = gguf.find_converter(llama_cpp, kinds)
@@ -158,7 +159,8 @@ def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp
 
 
 def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], done: Exported) -> None:
-    """A GGUF file of each kind beside a merged model, which is deleted afterwards. ExportError if one lacks weights."""
+    """Write one GGUF file per kind beside a merged model, which is deleted afterwards. ExportError if a file lacks
+    weights."""
     name, wanted = Path(str(done.base)).name.lower() or "model", matrix_elements(merged)
     for kind in kinds:
         content = converter.convert(merged, merged.parent / f"{name}-{kind}.gguf", kind)
@@ -170,7 +172,8 @@ def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], do
 
 
 def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
-    """The record, with what was chosen in its place. ExportError if something that the result depends on is unknown."""
+    """Return the record with the settings applied. ExportError if it lacks the base model or its form, or the recorded
+    dtype is not one of COMPUTED."""
     model = settings.base or record.model
     chosen: Any = record if settings.load_in_4bit is None and not settings.load_in_fp8 else settings
     four_bit, in_fp8 = False if chosen.load_in_fp8 else chosen.load_in_4bit, chosen.load_in_fp8

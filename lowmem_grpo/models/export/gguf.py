@@ -1,4 +1,4 @@
-"""GGUF files: llama.cpp's own converter writes them, and its package `gguf` reads them back."""
+"""GGUF files, which llama.cpp's own converter writes and its package `gguf` reads back."""
 
 import math
 import shutil
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
-DIRECT = ("bf16", "f16", "f32", "q8_0")  # what the converter writes by itself
+DIRECT = ("bf16", "f16", "f32", "q8_0")  # types that the converter itself writes
 TYPES = (*DIRECT, "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0", "q3_k_l", "q3_k_m",
-         "q3_k_s", "q2_k")  # the others are made of a file in bf16, by llama-quantize
+         "q3_k_s", "q2_k")  # all others come from llama-quantize, out of a file in bf16
 ADVICE = (
     "llama.cpp's own converter writes GGUF files: git clone https://github.com/ggml-org/llama.cpp, and name the folder "
     "with --llama-cpp DIR (in Python: llama_cpp=DIR)"
@@ -26,25 +26,25 @@ PACKAGE = "the package gguf, which reads GGUF files, is not installed; pip insta
 
 
 class GGUFError(RuntimeError):
-    """No GGUF file could be made, or it is wrong. The message says why, and what to do."""
+    """A GGUF file could not be written, or is wrong. The message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class GGUFContent:
-    """The tensors of a GGUF file."""
+    """The architecture and the tensor shapes of a GGUF file."""
     architecture: str
-    shapes: dict[str, tuple[int, ...]]  # by tensor, the last dimension first
+    shapes: dict[str, tuple[int, ...]]  # tensor -> shape, last dimension first
 
     @property
     def elements(self) -> int:
-        """The number of elements in all matrices, and in stacks of them, which experts are. Vectors do not count,
-        because the converter adds some."""
+        """The number of elements in all matrices and stacks of matrices (experts). Vectors do not count, because the
+        converter adds some."""
         return sum(math.prod(shape) for shape in self.shapes.values() if len(shape) > 1)
 
 
 @dataclass(frozen=True)
 class Converter:
-    """llama.cpp's programs."""
+    """The programs of llama.cpp that write GGUF files."""
 
     script: Path
     quantizer: Path | None = None  # only for the types that the script does not write
@@ -63,8 +63,8 @@ class Converter:
 
 
 def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Converter:
-    """The programs that make files of these kinds, in a folder of llama.cpp or on the PATH. A GGUFError says how to get
-    what is missing."""
+    """Return the programs for these GGUF types, from a folder of llama.cpp or from the PATH. GGUFError if one is
+    missing, with how to install it."""
     if find_spec("gguf") is None:
         raise GGUFError(PACKAGE)
     folder = llama_cpp.parent if llama_cpp is not None and llama_cpp.name == SCRIPT else llama_cpp
@@ -81,7 +81,7 @@ def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Convert
 
 
 def program(folder: Path | None, name: str, *others: str) -> Path | None:
-    """A program of llama.cpp: in its folder, under one of the names, or on the PATH."""
+    """Return a program of llama.cpp, under one of the names in its folder or from the PATH; None if it is missing."""
     if folder is not None:
         path = next((folder / each for each in (name, *others) if (folder / each).is_file()), None)
         if path is not None or not others:
@@ -104,11 +104,11 @@ def run(words: list[str], out: Path, name: str) -> None:
 
 
 def read_gguf(path: Path) -> GGUFContent:
-    """Names and shapes of the tensors in a GGUF file. Raises GGUFError for a damaged file."""
+    """Return the architecture and tensor shapes of a GGUF file. GGUFError if the file is damaged."""
     from gguf import GGUFReader
 
     class BoundedReader(GGUFReader):
-        """Stops at the end of the file. GGUFReader itself believes the lengths that a damaged file gives."""
+        """A reader that raises EOFError at the end of the file; GGUFReader trusts the lengths in a damaged file."""
 
         def _get(self, offset: int, dtype: Any, count: Any = 1, *order: Any, **named: Any) -> Any:
             values = super()._get(offset, dtype, count, *order, **named)

@@ -1,11 +1,11 @@
-"""Writes a merged model: LoRA's product is added in float32 and rounded once, to 16 bits.
+"""Write a merged model: LoRA's product is added in float32 and rounded once, to 16 bits.
 
 Files are written shard by shard, so memory holds a shard of about a GiB and one tile of float32 rows. Everything is
-read back and compared with W + s B A in float64: each value must be off by at most half a unit of its last place, and
-equal the rounded one; only near a tie float32 may round the other way.
+read back and compared with W + s B A in float64: each value must be off by at most half a unit in its last place, and
+equal the rounded one; only near a tie may float32 round the other way.
 
-If W is a 16-bit number itself (and not between two, as values of NF4 are), an update of less than half a unit is lost.
-The kept share is measured and reported.
+If W is itself a 16-bit number (unlike NF4 values, which lie between two of them), an update of less than half a unit is
+lost. The kept share of the update is measured and reported.
 """
 
 import json
@@ -26,26 +26,26 @@ from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, read_adapter, refuse_
 from lowmem_grpo.runs.whole_files import AdapterError
 
 SHARD_BYTES = 2**30
-TILE_ELEMENTS = 2**23  # in a tile; 32 MiB in float32
+TILE_ELEMENTS = 2**23  # elements in a tile; 32 MiB in float32
 OTHERWISE = 1e-3  # share of elements that float32 may round to the neighbouring value, near a tie
 
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The change of a weight (out, in): scaling * b @ a."""
+    """The LoRA update of a weight (out, in): scaling * b @ a."""
 
     a: Tensor  # (r, in)
     b: Tensor  # (out, r)
     scaling: float
 
     def rows(self, start: int, stop: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return rows `start` to `stop` of the change, (stop - start, in)."""
+        """Return rows `start` to `stop` of the update, (stop - start, in)."""
         b, a = self.b[start:stop].to(device, dtype), self.a.to(device, dtype)
         return (b @ a).mul_(self.scaling)
 
 
 def read_pairs(folder: Path) -> dict[str, LoraPair]:
-    """The pairs of a saved adapter by the name of their module. AdapterError if it is not plain, finite LoRA."""
+    """Return {module: LoRA pair} of a saved adapter. AdapterError if it is not plain, finite LoRA."""
     config, tensors = read_adapter(folder)
     refuse_variants(config, folder, "merged")
     pairs = {}
@@ -64,7 +64,8 @@ def read_pairs(folder: Path) -> dict[str, LoraPair]:
 
 
 def live_pairs(model: Any) -> dict[str, LoraPair]:
-    """The pairs that a PEFT model computes with now. AdapterError if there are none, or a layer has several."""
+    """Return {module: active LoRA pair} of a PEFT model. AdapterError if there are none, or a layer does not have one
+    plain, unmerged pair."""
     pairs = {}
     for path, layer in model.named_modules():
         if not hasattr(layer, "lora_A"):
@@ -81,7 +82,7 @@ def live_pairs(model: Any) -> dict[str, LoraPair]:
 
 
 def checked(pairs: dict[str, LoraPair], where: str) -> dict[str, LoraPair]:
-    """The same pairs. AdapterError if there are none, or one is not finite."""
+    """Return the pairs. AdapterError if there are none, or one is not finite."""
     if not pairs:
         raise AdapterError(f"{where} has no LoRA layer: there is nothing to merge")
     for name, pair in pairs.items():
@@ -92,7 +93,7 @@ def checked(pairs: dict[str, LoraPair], where: str) -> dict[str, LoraPair]:
 
 
 class MergeError(RuntimeError):
-    """A merged model cannot be made, or is wrong; the message says where, and what to do."""
+    """A merged model could not be written, or is wrong; the message says where, and what to do."""
 
 
 @dataclass
@@ -101,20 +102,20 @@ class MergeCheck:
 
     tensors: int = 0
     merged: int = 0
-    worst_rounding: float = 0.0  # largest |error| in half units of the weight's own last place: at most 1
+    worst_rounding: float = 0.0  # largest |error| in half units of the weight's last place: at most 1
     rounded_otherwise: float = 0.0  # largest share of a tensor's elements that float32 and float64 round differently
     gained: float = 0.0  # sum of (merged - W) * update
     norm: float = 0.0  # sum of update ** 2
 
     @property
     def kept(self) -> float:
-        """The part of the adapter's update that rounding to 16 bits leaves in the merged weights."""
+        """The share of the adapter's update that is left in the merged weights after rounding to 16 bits."""
         return self.gained / self.norm if self.norm else 1.0
 
 
 def write_merged(folder: Path, weights: list[Weight], pairs: dict[str, LoraPair], dtype: torch.dtype,
                  shard_bytes: int = SHARD_BYTES) -> int:
-    """Write model*.safetensors and their index into `folder`; returns the bytes of all tensors.
+    """Write model*.safetensors and their index into `folder`; return the bytes of all tensors.
 
     MergeError if a layer of the adapter has no weight, or if a weight overflows.
     """
@@ -131,7 +132,7 @@ def write_merged(folder: Path, weights: list[Weight], pairs: dict[str, LoraPair]
 
 
 def split_of(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> StateDictSplit:
-    """Return the names of the tensors of each file, in order. A tensor that is larger than a shard gets its own."""
+    """Return the tensor names of each file, in order. A tensor larger than a shard gets its own file."""
     return split_state_dict_into_shards_factory(
         {weight.name: weight for weight in weights}, get_storage_size=lambda weight: size_of(weight, dtype),
         filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes,
@@ -139,12 +140,12 @@ def split_of(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> Sta
 
 
 def pair_of(weight: Weight, pairs: dict[str, LoraPair]) -> LoraPair | None:
-    """Return what is added to a tensor; None for a bias."""
+    """Return the LoRA pair that is added to a tensor; None if there is none."""
     return pairs.get(weight.module) if weight.name.endswith(".weight") else None
 
 
 def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
-    """MergeError if a layer of the adapter is not in the model, or has another shape."""
+    """Raise MergeError if a layer of the adapter is not in the model, or has another shape."""
     shapes = {weight.module: weight.shape for weight in weights if weight.name.endswith(".weight")}
     for name, pair in pairs.items():
         wanted = (pair.b.shape[0], pair.a.shape[1])
@@ -155,24 +156,24 @@ def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
 
 
 def size_of(weight: Weight, dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor in the file."""
+    """Return the bytes of a tensor in the written file."""
     return math.prod(weight.shape) * written_dtype(weight, dtype).itemsize
 
 
 def written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in the file: `dtype` for floating point, a weight's own for everything else."""
+    """Return the dtype in the written file: `dtype` for floating point, otherwise the weight's own."""
     return dtype if weight.dtype.is_floating_point else weight.dtype
 
 
 def tiles(weight: Weight) -> Iterator[tuple[int, int]]:
-    """Return the (start, stop) of the rows that are merged at a time."""
+    """Return the (start, stop) rows of each tile, the rows that are merged at a time."""
     rows, width = weight.shape[0], max(1, math.prod(weight.shape[1:]))
     step = max(1, TILE_ELEMENTS // width // weight.step) * weight.step
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def merged_tensor(weight: Weight, pair: LoraPair | None, dtype: torch.dtype) -> Tensor:
-    """The tensor to be written, in host memory. MergeError if it is not finite."""
+    """Return the tensor to be written, in host memory. MergeError if it is not finite."""
     rows = weight.open()
     if not weight.shape:
         return rows(0, 1).to("cpu", written_dtype(weight, dtype))
@@ -188,7 +189,7 @@ def merged_tensor(weight: Weight, pair: LoraPair | None, dtype: torch.dtype) -> 
 
 
 def overflow(name: str, tile: Tensor, dtype: torch.dtype) -> str:
-    """Say why a merged tile is not finite, and what to do."""
+    """Return a message that says why a merged tile is not finite, and what to do."""
     if not tile.isfinite().all():
         return f"{name} is not finite in the base model or with the adapter; use an older checkpoint"
     largest = tile.abs().max().item()
@@ -199,7 +200,7 @@ def overflow(name: str, tile: Tensor, dtype: torch.dtype) -> str:
 
 
 def check_merged(folder: Path, files: dict[str, Path], weights: list[Weight], pairs: dict[str, LoraPair]) -> MergeCheck:
-    """Compare the written files with base and adapter, by rows. MergeError if they differ by more than rounding."""
+    """Compare the written files with base plus adapter, by rows. MergeError if they differ by more than rounding."""
     wanted = {weight.name for weight in weights}
     if files.keys() != wanted:
         odd = sorted(files.keys() ^ wanted)[0]
@@ -209,13 +210,13 @@ def check_merged(folder: Path, files: dict[str, Path], weights: list[Weight], pa
         with safe_open(files[weight.name], "pt") as file:
             if weight.shape:
                 check_tensor(weight, file.get_slice(weight.name), pair_of(weight, pairs), check)
-            else:  # a slice needs a dimension
+            else:  # a scalar cannot be sliced
                 check_same(weight, weight.open()(0, 1), file.get_tensor(weight.name))
     return check
 
 
 def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: MergeCheck) -> None:
-    """Compare one tensor, and add the result to `check`. `written` is a slice of the file."""
+    """Compare one tensor and add the result to `check`. `written` is a slice of the file. MergeError if it differs."""
     rows, otherwise, elements = weight.open(), 0, max(1, math.prod(weight.shape))
     for start, stop in tiles(weight):
         base, read = rows(start, stop), written[start:stop]
@@ -233,13 +234,14 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
 
 
 def check_same(weight: Weight, base: Tensor, read: Tensor) -> None:
-    """MergeError if a tensor to which nothing is added is not the base's, in the dtype that was written."""
+    """Raise MergeError if a tensor without an update does not equal the base's, cast to the written dtype."""
     if not torch.equal(base.to(read.device, read.dtype), read):
         raise MergeError(f"{weight.name} was read back and is not what the base model has")
 
 
 def check_rows(name: str, base: Tensor, read: Tensor, update: Tensor, check: MergeCheck) -> int:
-    """Compare rows of a merged weight in float64. Returns how many elements were rounded the other way."""
+    """Compare rows of a merged weight in float64; return how many elements were rounded the other way. MergeError if
+    one is off by more than rounding."""
     base, values = base.double(), read.double()
     exact = base + update
     worst = worst_rounding(exact, values, read.dtype, base.abs().amax().item())
@@ -252,7 +254,7 @@ def check_rows(name: str, base: Tensor, read: Tensor, update: Tensor, check: Mer
 
 
 def worst_rounding(exact: Tensor, values: Tensor, dtype: torch.dtype, summed: float) -> float:
-    """Largest error of `values`, in half units of their last place; `summed` is the largest |W|."""
+    """Return the largest error of `values`, in half units of their last place; `summed` is the largest |W|."""
     info = torch.finfo(dtype)
     half = info.eps / 2 * (1 + 1e-3) * values.abs() + info.smallest_normal * info.eps / 2 + 1e-6 * summed
     return ((values - exact).abs() / half).max().item()

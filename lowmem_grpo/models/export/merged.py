@@ -1,7 +1,7 @@
-"""Writes the folder of a merged model (weights, config, tokenizer, generation config) and checks it.
+"""Write the folder of a merged model (weights, config, tokenizer, generation config) and check it.
 
-Of small models, logits are compared with those of base and adapter, both in float32: they may differ by a small
-multiple of what 16 bits change anyway, the merged model's own difference between float32 and its dtype.
+For small models, logits are compared with those of base and adapter, both in float32. They may differ by a small
+multiple of the effect of 16-bit rounding, which is the merged model's own difference between float32 and its dtype.
 """
 
 import copy
@@ -30,19 +30,19 @@ from lowmem_grpo.models.pretrained import Pretrained, compute_in, fix_frequencie
 
 logger = logging.getLogger(__name__)
 
-MUCH = 0.9  # share of an update; if rounding keeps less, a warning says so
+MUCH = 0.9  # share of an update; a warning is logged if rounding keeps less
 TEXTS = (
     "Start with 17. Add 8. Subtract 13. What is the result?", "The capital of France is", "def add(a, b):\n    return",
 )
-LARGEST = 2**31  # bytes in float32; of larger models only the weights are compared, not the logits
-ALLOWED = 2.0  # times the difference between float32 and 16 bits: base and adapter may be in 16 bits too
+LARGEST = 2**31  # bytes in float32; for larger models only the weights are compared, not the logits
+ALLOWED = 2.0  # allowed logit difference, in differences between float32 and 16 bits: the base may be in 16 bits too
 Logits = Callable[[Tensor], Tensor]  # ids (1, T) -> (1, T, V)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A merged model to be written: the tensors, what is added to them, and the files beside them."""
+    """A merged model to be written: the base tensors, the LoRA pairs to add, and the contents of the other files."""
 
     weights: list[Weight]
     pairs: dict[str, LoraPair]
@@ -55,7 +55,7 @@ class Merge:
 
 def save_merged(model: Any, out: Path, tokenizer: Any, dtype: str | None, overwrite: bool,
                 name: str | None = None) -> Exported:
-    """Merge a loaded model with its adapter into the folder `out`."""
+    """Merge a loaded model with its adapter and write the folder `out`."""
     merge, done = live_merge(model, tokenizer, dtype), Exported(out, "merged", "a loaded model", name)
     with new_folder(out, overwrite) as temp:
         write_live(model, merge, temp, done)
@@ -64,7 +64,7 @@ def save_merged(model: Any, out: Path, tokenizer: Any, dtype: str | None, overwr
 
 
 def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:
-    """A loaded model and its adapter, if it has one, as a merge."""
+    """Return the merge of a loaded model and its adapter, if it has one."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     weights, wanted = live_weights(model), output_dtype(dtype, base.get_input_embeddings().weight.dtype)
     pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
@@ -73,7 +73,7 @@ def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:
 
 
 def write_live(model: Any, merge: Merge, temp: Path, done: Exported) -> None:
-    """Write the merge of a loaded model into a folder, and compare it with the model."""
+    """Write the merge of a loaded model into a folder, and compare its logits with the model's if it is small."""
     with freed_memory_returned():
         write_folder(merge, temp, done)
         if elements(merge.weights) * 4 <= LARGEST and merge.tokenizer is not None:
@@ -92,7 +92,7 @@ def save_adapter(model: Any, out: Path, tokenizer: Any, overwrite: bool, name: s
 
 
 def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
-    """Write weights, config, tokenizer and generation config. Then check everything except the logits."""
+    """Write weights, config, tokenizer and generation config, then check everything except the logits."""
     check_disk(temp, sum(size_of(weight, merge.dtype) for weight in merge.weights))
     total = write_merged(temp, merge.weights, merge.pairs, merge.dtype)
     config = copy.deepcopy(merge.config)
@@ -118,10 +118,10 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
 
 
 def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported, context: int = 0) -> None:
-    """Load a merged model with transformers, and add root mean squares over all positions and tokens to the checks of
-    the export. MergeError if its logits differ from the adapter's by more than rounding explains.
+    """Load a merged model with transformers, compare its logits with `reference`, and add the root mean squares over
+    all positions and tokens to the export's checks. MergeError if they differ by more than rounding explains.
 
-    `context`: that of a loaded model, whose position embeddings were fixed for it.
+    `context` is the `max_seq_length` for which a loaded model's RoPE frequencies were fixed; 0 for none.
     """
     prompts = [merge.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in TEXTS]
     wanted = [reference(ids).float() for ids in prompts]
@@ -136,7 +136,7 @@ def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Expo
 
 
 def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
-    """The dtype that was asked for, else the one that the model computes in, with bfloat16 in place of float32.
+    """Return the dtype `asked` for, else the model's compute dtype, with bfloat16 in place of float32.
 
     ExportError for a dtype that is not in DTYPES."""
     if asked is not None:
@@ -151,7 +151,7 @@ def elements(weights: list[Weight]) -> int:
 
 
 def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int = 0) -> list[Tensor]:
-    """Return the logits of a stored model, float32, for each of the prompts (1, T)."""
+    """Return the float32 logits (1, T, V) of a stored model for each of the prompts (1, T)."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, device_map={"": device}, trust_remote_code=False
     ).eval()
@@ -171,7 +171,8 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
 
 
 def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str) -> Logits:
-    """Return the logits of plain PEFT in float32. The base is held in `dtype`, FP8 or 4 bit, as in training."""
+    """Return a function for the logits of plain PEFT, computed in float32. The base weights are in `dtype`, FP8 or 4
+    bit, as in training."""
     model, _ = base.load(dtype, device, form)
     adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
@@ -180,7 +181,7 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
 
 
 def in_float32(model: Any) -> Any:
-    """The same model, computing in float32. Weights in 4 bit or FP8 stay as they are: quantizing them again out of
+    """Make the model compute in float32 and return it. Weights in 4 bit or FP8 stay as they are: requantizing them from
     another dtype would change their values."""
     compute_in(model, torch.float32)
     for parameter in model.parameters():
@@ -190,7 +191,7 @@ def in_float32(model: Any) -> Any:
 
 
 def live_logits(model: Any) -> Logits:
-    """Return the logits of a loaded model as it is now. Its training mode is restored afterwards."""
+    """Return a function for the current logits of a loaded model; each call restores the training mode."""
     def logits(ids: Tensor) -> Tensor:
         with evaluating(model), torch.no_grad():
             result: Tensor = model(input_ids=ids).logits
@@ -200,7 +201,7 @@ def live_logits(model: Any) -> Logits:
 
 
 def check_loads(folder: Path, names: set[str]) -> None:
-    """MergeError unless `names` has every parameter of the model that the folder's config describes."""
+    """Raise MergeError unless `names` has every parameter of the model that the folder's config describes."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise MergeError(f"{folder}/config.json still has a quantization_config")
@@ -214,7 +215,7 @@ def check_loads(folder: Path, names: set[str]) -> None:
 
 
 def loaded_name(name: str, model: Any) -> str:
-    """The parameter that a stored tensor becomes a part of: an expert's, that of all experts."""
+    """Return the name of the parameter into which a stored tensor is loaded; all experts of a layer share one."""
     conversions = get_model_conversion_mapping(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]

@@ -1,4 +1,4 @@
-"""A loaded model's calls that make what `lowmem-grpo export` makes, and send it to the hub, under Unsloth's names."""
+"""Methods of a loaded model, under Unsloth's names, that export like `lowmem-grpo export` and upload to the hub."""
 
 import shutil
 import tempfile
@@ -34,7 +34,7 @@ REFUSED: Table = {
 
 
 class Saving:
-    """`save_pretrained_merged`, `save_pretrained_gguf` and the calls that also upload, for a loaded model."""
+    """The methods `save_pretrained_merged`, `save_pretrained_gguf`, and those that also upload, of a loaded model."""
 
     inner: Any
     loaded: Any
@@ -42,11 +42,11 @@ class Saving:
     def save_pretrained_merged(self, save_directory: str | Path, tokenizer: Any = None,
                                save_method: str | None = MERGED_16BIT, dtype: str | None = None,
                                overwrite: bool = False, **options: Any) -> Path:
-        """Write the model with its adapter merged ("merged_16bit"), or only the adapter ("lora"); returns the folder.
+        """Write the model with its adapter merged ("merged_16bit"), or only the adapter ("lora"); return the folder.
 
-        Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Only one tensor
-        is in memory at a time, and each file is read back and compared. The model in memory stays as it is. Raises
-        ExportError for a folder that is not empty (unless it is an earlier export and `overwrite` is True), and
+        Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Shards of about
+        a GiB are written one at a time, and each file is read back and compared. The loaded model does not change.
+        Raises ExportError for a folder that is not empty (unless it is an earlier export and `overwrite` is True), and
         UnsupportedError for other methods and for a `dtype` with "lora", which keeps the adapter's own.
         """
         refuse(options, REFUSED, {"dtype", "overwrite", "save_method"}, "save_pretrained_merged")
@@ -66,11 +66,11 @@ class Saving:
         quantization_method: str | list[str] | None = "fast_quantized", llama_cpp: str | Path | None = None,
         overwrite: bool = False, save_method: str | None = None, first_conversion: str | None = None, **options: Any,
     ) -> Path:
-        """Merge, and write a GGUF file for each `quantization_method` into the folder, as `lowmem-grpo export` does.
+        """Merge the model and write a GGUF file for each `quantization_method` into the folder; return the folder.
 
-        Methods are bf16, f16, f32, q8_0 ("fast_quantized"), and llama.cpp's other types, as q4_k_m, which need its
-        program llama-quantize; "not_quantized" is bf16. `llama_cpp` is a folder of llama.cpp; None looks on the PATH.
-        Raises GGUFError where something is missing, and ExportError as `save_pretrained_merged` does.
+        Methods are bf16 ("not_quantized"), f16, f32, q8_0 ("fast_quantized"), and llama.cpp's other types such as
+        q4_k_m, which need its program llama-quantize. `llama_cpp` is a folder of llama.cpp; None looks on the PATH.
+        Raises GGUFError if a program is missing or fails, and ExportError like `save_pretrained_merged`.
         """
         refuse(options, REFUSED, {"llama_cpp", "overwrite", "quantization_method"}, "save_pretrained_gguf")
         if save_method is not None and method_of(save_method) == LORA:
@@ -86,9 +86,8 @@ class Saving:
     def push_to_hub_merged(self, repo_id: str, tokenizer: Any = None, save_method: str | None = MERGED_16BIT,
                            token: str | bool | None = None, private: bool | None = None,
                            commit_message: str | None = None, api: Any = None, **options: Any) -> str:
-        """`save_pretrained_merged`, and upload the folder to OWNER/NAME; returns the address of the commit. A new
-        repository is private unless `private` is False. After a failed upload the folder stays, and the error names
-        it."""
+        """Call `save_pretrained_merged`, upload the folder to OWNER/NAME and return the commit's URL. A new repository
+        is private unless `private` is False. After a failed upload the folder is kept, and the error names it."""
         method_of(save_method)
         return uploaded(repo_id, lambda folder: self.save_pretrained_merged(folder, tokenizer, save_method, **options),
                         token, private, commit_message, api)
@@ -97,18 +96,18 @@ class Saving:
                          quantization_method: str | list[str] | None = "fast_quantized",
                          token: str | bool | None = None, private: bool | None = None,
                          commit_message: str | None = None, api: Any = None, **options: Any) -> str:
-        """`save_pretrained_gguf`, and upload the folder, as `push_to_hub_merged` does."""
+        """Call `save_pretrained_gguf` and upload the folder like `push_to_hub_merged`."""
         return uploaded(repo_id, lambda folder: self.save_pretrained_gguf(
             folder, tokenizer, quantization_method, **options), token, private, commit_message, api)
 
     def save_pretrained_torchao(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse, with what to do instead."""
+        """Raise UnsupportedError, which says what to do instead."""
         raise UnsupportedError("save_pretrained_torchao is not supported: save_pretrained_merged, and quantize that "
                                "folder with torchao's TorchAoConfig in transformers")
 
 
 def method_of(save_method: str | None) -> str:
-    """One of METHODS; UnsupportedError with advice for Unsloth's others."""
+    """Return the save method under our name; UnsupportedError with advice for Unsloth's other methods."""
     name = MERGED_16BIT if save_method is None else str(save_method).lower().replace(" ", "_")
     if name not in METHODS:
         advice = next((advice for part, advice in ADVICE.items() if part in name), None)
@@ -125,8 +124,8 @@ def gguf_type(method: str | None) -> str:
 
 def uploaded(repo: str, save: Any, token: str | bool | None, private: bool | None, message: str | None,
              api: Any) -> str:
-    """The address of what `save` wrote, on the hub; a name without an owner is the user's own. The folder is deleted
-    after the upload, and only then."""
+    """Call `save` with a temporary folder, upload the folder and return the commit's URL. A name without an owner is
+    the user's own. The folder is kept only if the upload fails."""
     api = api or client(token if isinstance(token, str) and token else None)
     repo = full_name(repo, api=api)
     check_repo(repo)
