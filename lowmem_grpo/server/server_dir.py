@@ -64,7 +64,7 @@ class ServerDir:
             return new_key()
 
     def announce(self, address: Address) -> Path:
-        """Write the address, for its owner's commands, to a file that only the owner can read; return the file's path."""
+        """Write the address to a file that only its owner can read, for the owner's commands; return the path."""
         path = self.folder / ADDRESS
         aside = path.with_suffix(".new")
         with contextlib.suppress(FileNotFoundError):

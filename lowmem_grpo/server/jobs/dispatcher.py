@@ -109,7 +109,7 @@ class Dispatcher:
     """The thread that starts jobs. Its state is on the disk, so that the next server continues where this one ended."""
 
     def __init__(self, queue: JobQueue, recipes: Path | None = None, has_card: bool = False) -> None:
-        """`recipes` is the folder of recipe files that jobs may name. Without a GPU nothing is planned; shares apply."""
+        """`recipes` is the folder of recipe files that jobs may name. Without a GPU only shares limit jobs."""
         self.queue, self.recipes, self.has_card = queue, recipes and recipes.resolve(), has_card
         self.planning: Planning | None = None
         self.plans: dict[int, tuple[JobPlan, float]] = {}  # by waiting job: its plan, and when it was made
