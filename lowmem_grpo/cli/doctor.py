@@ -53,6 +53,7 @@ def card_lines(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def section(title: str, facts: dict[str, Any]) -> list[str]:
+    """Return a title and one wrapped line per fact, with an empty line after them."""
     lines = [title]
     for name, value in facts.items():
         start = f"  {UNITS.get(name, name):<{LABEL}}"

@@ -154,6 +154,7 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
 
 
 def guesses(recipe: "NewRecipe") -> list[str]:
+    """Return lines on the guessed columns and kind of answers, and the options that change them."""
     from lowmem_grpo.recipes.new_recipe import KINDS as ABOUT
 
     columns, others, lines = recipe.columns, ", ".join(recipe.others[:12]), []

@@ -121,8 +121,8 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 
 
 def check_exam(name: str, source: str | None = None, plays: bool = False) -> None:
-    """Raise ValueError for a recipe without EXAM, or, if `source` is given, whose exam takes no source, or, if `plays`,
-    without episodes, as far as the file shows it, which is parsed and not run."""
+    """Raise ValueError for a recipe without EXAM; with `source`, if its exam takes none; with `plays`, if it has no
+    episodes. The file is parsed, not run, so the recipe itself checks the rest."""
     tree = recipe_tree(name)
     if not may_have(tree, "EXAM"):
         raise ValueError(NO_EXAM.format(name))

@@ -82,11 +82,13 @@ def play(
 
 
 def preset_of(recipe: str) -> Preset:
+    """Return the recipe's preset for this machine, or the tiny model if it has no presets."""
     presets = getattr(find_recipe(recipe), "PRESETS", {})
     return choose("auto", presets)[1] if presets else Preset("tiny", CONTEXT, 16, 32)
 
 
 def patient() -> dict[str, float]:
+    """Return time limits that leave a person time to think."""
     return {"environment_timeout": PATIENCE, "episode_timeout": PATIENCE}
 
 
@@ -127,6 +129,7 @@ def say(who: str, text: str) -> None:
 
 
 def ended(who: str, rollout: Rollout, right: bool | None) -> str:
+    """Return a line on the result of an episode: verdict, turns, reward and ending."""
     paid = sum(turn.reward or 0.0 for turn in rollout.turns)
     verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"

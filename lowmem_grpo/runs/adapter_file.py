@@ -97,10 +97,12 @@ def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
 
 
 def rank_of(config: LoraConfig, layer: str) -> int:
+    """Return the LoRA rank of a layer."""
     return int(of_pattern(config.rank_pattern, layer, config.r))
 
 
 def scaling_of(config: LoraConfig, layer: str) -> float:
+    """Return the LoRA scaling of a layer: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     rank, alpha = rank_of(config, layer), of_pattern(config.alpha_pattern, layer, config.lora_alpha)
     return float(alpha / (math.sqrt(rank) if config.use_rslora else rank))
 

@@ -76,7 +76,7 @@ def mismatch(line: Line, kept: list[float]) -> str | None:
 
 
 def entropy_collapse(line: Line, kept: list[float]) -> str | None:
-    """Report if the entropy is almost zero; `kept` holds the entropies of the first steps."""
+    """Report if the entropy has collapsed; `kept` holds the entropies of the first steps."""
     entropy = number(line, "entropy")
     if entropy is None:
         return None

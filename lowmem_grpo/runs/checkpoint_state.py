@@ -95,6 +95,7 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
+    """Return an optimizer's class name and the number of parameters in each group."""
     return type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
 
 

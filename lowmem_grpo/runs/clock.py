@@ -49,5 +49,6 @@ class Clock:
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the steps that have it."""
     names = sorted({name for step in steps for name in step})
     return {name: fmean(step[name] for step in steps if name in step) for name in names}

@@ -32,6 +32,7 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 
 def mistakes(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the errors and warnings, without the notes."""
     return [finding for finding in findings if finding.severity != "note"]
 
 

@@ -71,4 +71,5 @@ def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[
 
 
 def best_of(group: RolloutGroup) -> Rollout:
+    """Return the rollout with the highest reward."""
     return max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))

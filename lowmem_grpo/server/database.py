@@ -35,6 +35,7 @@ class Database:
                           "made; what it held is then not known") from error
 
     def add(self, tables: Sequence[str]) -> None:
+        """Create the tables of these statements."""
         with self.write() as connection:
             for statement in tables:
                 connection.execute(statement)
@@ -68,6 +69,7 @@ class Database:
             return connection.execute(statement, values).rowcount
 
     def undo(self) -> None:
+        """Roll back the open transaction, if there is one."""
         if self.connection.in_transaction:
             self.connection.execute("ROLLBACK")
 

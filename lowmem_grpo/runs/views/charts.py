@@ -206,6 +206,7 @@ def baselines(summary: Record) -> dict[str, float]:
 
 
 def deciding(completions: list[Record], summary: Record) -> list[str]:
+    """Return the reward functions that tell right from wrong: the summary's, or all that paid only 0 and 1."""
     paid: dict[str, set[float]] = {}
     for line in completions:
         for name, value in (line.get("rewards") or {}).items():

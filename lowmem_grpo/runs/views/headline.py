@@ -82,6 +82,7 @@ def span(test: Measured | None) -> str:
 
 
 def paired(summary: Record) -> list[str]:
+    """Return the line on the paired difference; [] if it was not measured."""
     if not (change := summary.get("difference")):
         return []
     low, high = change["interval"]
@@ -91,6 +92,7 @@ def paired(summary: Record) -> list[str]:
 
 
 def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
+    """Return the tiles of the page: values by label."""
     last, machine = rows[-1] if rows else {}, summary.get("machine") or {}
     step, steps = reached(rows, summary)
     # during a run the summary has the value of an earlier start, or 0

@@ -7,7 +7,7 @@ from typing import Any
 
 Record = dict[str, Any]
 
-LONGEST, SHORTEST = 4000, 80  # characters of a text; those of an episode are cut further, at least to SHORTEST
+LONGEST, SHORTEST = 4000, 80  # characters of a text; those of an episode are cut further, down to SHORTEST
 TEXTS = 3  # an episode may have as many characters as this many texts
 MOST_TURNS, MOST_OF_A_TURN = 40, 20  # turns of an episode; calls and replies of a turn
 MOST_REWARDS, LONGEST_NAME = 64, 200

@@ -192,6 +192,7 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
 
 
 def lasted(job: dict[str, Any]) -> float:
+    """Return the seconds that a job has run, or, while it waits, has waited."""
     until = job["ended"] or time.time()
     began = job["began"] if job["began"] and job["state"] != "waiting" else job["came"]
     return max(0.0, float(until - began))

@@ -49,6 +49,7 @@ class Planning:
                                         stderr=subprocess.DEVNULL)
 
     def result(self) -> JobPlan | None:
+        """Return the plan; None while the process runs, and an empty plan if it failed."""
         if self.process.poll() is None:
             return None
         lines = self.process.communicate()[0].strip().splitlines()
@@ -144,6 +145,7 @@ class Dispatcher:
             self.start_run(job)
 
     def check_run(self, job: Job) -> None:
+        """Record the end or loss of a live job, and pass on a request to stop."""
         folder = self.queue.folder_of(job)
         if job.state == STOPPING:
             keeper.ask_to_stop(folder)
@@ -155,6 +157,7 @@ class Dispatcher:
             self.record_loss(job)
 
     def record_end(self, job: Job, code: int, why: str | None) -> None:
+        """Record the end of a run with exit status `code`; `why` it was told to stop, or None if it was not."""
         if why is not None:
             limit = f"its time limit of {time_text(job.time_limit or 0.0)} was over"
             cause = limit if why == keeper.BY_TIME else "stopped as asked"
@@ -226,6 +229,7 @@ class Dispatcher:
         logger.info("job %d (%s) begins", job.id, job.recipe)
 
     def arguments_of(self, job: Job) -> list[str]:
+        """Return a job's recipe and options, with those that the queue sets itself."""
         run = self.queue.run_of(job)
         recipe = str(self.recipes / job.recipe) if self.recipes and job.recipe.endswith(".py") else job.recipe
         own = [f"output_dir={run}"]

@@ -42,6 +42,7 @@ class Keeper:
         os.close(lock)  # the run holds it
 
     def wait(self) -> None:
+        """Wait for the run to end, stop it when asked or at its time limit, and write ENDED."""
         limit = time.monotonic() + (self.order["time_limit"] or float("inf"))
         while (code := self.run.poll()) is None:
             now = time.monotonic()

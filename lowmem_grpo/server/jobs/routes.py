@@ -89,6 +89,7 @@ async def json_of(request: Request) -> Any:
 
 
 def piece_of(log: Path, offset: int) -> bytes:
+    """Return up to PIECE bytes of a log from `offset` on; empty if there is no log yet."""
     if not log.is_file():
         return b""
     with open(log, "rb") as file:

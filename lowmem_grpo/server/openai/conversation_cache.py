@@ -187,6 +187,7 @@ class ConversationCache:
             return opening.dialect.read(turn.completion_ids, turn.text)
 
     def next_key(self) -> int:
+        """Return a key for a new conversation of the engine."""
         with self.lock:
             return next(self.keys)
 

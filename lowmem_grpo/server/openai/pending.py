@@ -72,7 +72,7 @@ class TokenTexts:
 
 
 class PendingCompletions:
-    """The completions of one request, submitted to the worker when this is made."""
+    """The completions of one request; the constructor submits them to the worker."""
 
     prefix, whole, piece = "", "", ""  # the id's prefix; `object` of a reply and of a chunk
 

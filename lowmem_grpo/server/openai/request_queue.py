@@ -65,7 +65,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.lines: dict[tuple[object, ...] | None, deque[Any]] = {}  # never empty queues, in the order of service
+        self.lines: dict[tuple[object, ...] | None, deque[Any]] = {}  # non-empty queues, the next to serve first
         self.closed = False
 
     def add(self, item: Call | WorkerTask) -> None:
@@ -130,6 +130,7 @@ class RequestQueue:
                 return
 
     def drain(self, batch_key: tuple[object, ...]) -> list[Call]:
+        """Remove and return all calls of a `batch_key`."""
         with self.changed:
             return list(self.lines.pop(batch_key, ()))
 
@@ -181,6 +182,7 @@ class EngineSession:
         self.back, self.since = 0, time.monotonic()  # calls finished since the engine took calls, and when
 
     def meet(self, engine: Engine) -> None:
+        """Set the engine, whose free slots bound the calls that are taken."""
         self.engine = engine
 
     def next_requests(self, busy: bool) -> list[Request]:

@@ -116,7 +116,7 @@ class OpenSessions:
         self.open.pop(name, None)
 
     def find(self, name: str | None) -> Session | None:
-        """Return the session of this name; None for None. ChatError if it is unknown, closed or full."""
+        """Return the session of this name; None if `name` is None. ChatError if it is unknown, closed or full."""
         if name is None:
             return None
         session = self.open.get(name)

@@ -81,6 +81,7 @@ class Page:
         return answer
 
     async def leave(self, request: Request) -> Response:
+        """Sign out."""
         await form_fields(request)
         self.sign_in.leave(request.cookies)
         answer = RedirectResponse("/", 303)
@@ -151,6 +152,7 @@ class Page:
         return RedirectResponse(f"/{query_of(name)}", 303)
 
     def export(self, user: User, name: str) -> Response:
+        """Return a run's adapter as a zip. LookupError if the run has not begun."""
         place = self.source.folder(user, name)
         if place is None:
             raise LookupError(f"the run {name!r} has not begun")

@@ -252,6 +252,7 @@ class RunFollower:
                             json_file(self.path / SUMMARY))
 
     def note(self) -> str:
+        """Return a text on what the page leaves out: unread, merged, skipped and damaged records."""
         said = []
         if self.reading:
             share = self.metrics.place / max(1, self.metrics.size)
