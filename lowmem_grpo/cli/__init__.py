@@ -1,1 +1,1 @@
-"""The commands of `lowmem-grpo`, one file each. Each imports heavy libraries only when it runs."""
+"""The commands of `lowmem-grpo`. A command imports heavy libraries only when it runs."""

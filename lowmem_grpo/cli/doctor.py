@@ -1,4 +1,4 @@
-"""`lowmem-grpo doctor`: what this machine has, what a run will use, and what is missing."""
+"""`lowmem-grpo doctor`: reports this machine's libraries, card, memory and disk, and what is missing."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import size_text
 
 WIDTH = 100
-LABEL = 22  # characters of a line's name
+LABEL = 22  # width of the labels in characters
 UNITS = {"total_bytes": "memory", "free_bytes": "free memory", "available_bytes": "memory available",
          "disk_free_bytes": "disk free here", "model_cache_free_bytes": "disk free there", "count": "cards",
          "model_cache": "models are kept in", "capability": "compute capability", "bf16": "bfloat16"}
@@ -25,7 +25,7 @@ def doctor(as_json: bool) -> None:
     The exit status is 1 if training is not possible at all, else 0."""
     from lowmem_grpo.trainer.preflight.doctor import examine
 
-    logging.disable(logging.WARNING)  # hides warnings of libraries that load: the report says what is wrong
+    logging.disable(logging.WARNING)  # hide warnings of imported libraries: the report says what is wrong
     try:
         checkup = examine()
     finally:
@@ -36,7 +36,7 @@ def doctor(as_json: bool) -> None:
 
 
 def report(checkup: Any) -> list[str]:
-    """The checkup in lines of plain text, since the library that draws tables may be broken."""
+    """Return the checkup as lines of plain text, since the library that draws tables may be broken."""
     lines = section("Versions", checkup.versions) + section("Card", card_lines(checkup.card))
     lines += section("Host", {name: value for name, value in checkup.host.items() if value is not None})
     lines += section("A run will use", checkup.used)
@@ -53,6 +53,7 @@ def card_lines(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def section(title: str, facts: dict[str, Any]) -> list[str]:
+    """Return a title and one wrapped line per fact, with an empty line after them."""
     lines = [title]
     for name, value in facts.items():
         start = f"  {UNITS.get(name, name):<{LABEL}}"

@@ -1,4 +1,4 @@
-"""`lowmem-grpo eval`: how often a model answers right, and what an adapter changes."""
+"""`lowmem-grpo eval`: measures the accuracy of a model, and how an adapter changes it."""
 
 import json
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to test: a base model, and the adapter on it."""
+    """A model to test: a base model, with or without an adapter."""
 
     model: str
     adapter: Path | None
     load_in_4bit: bool
-    out: Path  # where results go without --out
+    out: Path  # default of --out
     note: str = ""
     revision: str | None = None  # the base model's, on the hub
-    load_in_fp8: bool | str = False  # as it was in training
+    load_in_fp8: bool | str = False  # as in training
 
     def load(self, engine: str, context: int) -> tuple[Any, Any]:
-        """Return the model, and what makes it answer with its adapter (None without one)."""
+        """Load and return the model, and the LoRA request for its adapter (None without one)."""
         from torch import cuda
 
         from lowmem_grpo.cli.playing import load
@@ -82,12 +82,12 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         from lowmem_grpo.rewards.by_name import refuse_unknown
         from lowmem_grpo.runs.files import check_place
 
-        SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # refuses what cannot be drawn
+        SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # raises for invalid values
         if chosen["recipe"]:
             check_exam(chosen["recipe"], chosen["dataset"])
         for name in chosen["rewards"]:
             refuse_unknown(name)
-        form_of_weights(chosen["load_in_4bit"], False, chosen["load_in_fp8"])  # refuses both
+        form_of_weights(chosen["load_in_4bit"], False, chosen["load_in_fp8"])  # raises if both are set
         if not chosen["recipe"]:
             check_data(chosen["dataset"])
             if is_file_name(chosen["dataset"]):
@@ -117,7 +117,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
 
 
 def check_source(chosen: dict[str, Any]) -> None:
-    """click.UsageError unless it is clear what is asked and what is right."""
+    """Raise click.UsageError unless the options name the problems and the function that judges answers."""
     if not chosen["recipe"] and not chosen["dataset"]:
         raise click.UsageError("name the problems: --recipe NAME, or --dataset FILE with --reward NAME")
     if not chosen["recipe"] and not chosen["rewards"]:
@@ -129,7 +129,7 @@ def check_source(chosen: dict[str, Any]) -> None:
 
 
 def refuse_beside_recipe() -> None:
-    """click.UsageError for an option that says how --dataset is read, where a recipe reads it in its own way."""
+    """Raise click.UsageError for options of --dataset beside --recipe, which reads data in its own way."""
     for name in ("split", "prompt_column"):
         if was_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} has no effect beside --recipe, which reads splits and "
@@ -138,8 +138,8 @@ def refuse_beside_recipe() -> None:
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
-    """Return the model and adapter that TARGET and --adapter mean, held as asked, else as the record says, with the
-    record's revision where it is of this very model."""
+    """Return the model and adapter given by TARGET and --adapter. Quantization is as asked, else as in the adapter's
+    record; the revision is the record's, if the record is of the same model."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
@@ -188,7 +188,7 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokens_of_run(subject: Candidate) -> int | None:
-    """Return the length of the longest answer in the run that left the adapter; None if it is not known. It is said."""
+    """Return max_completion_length of the run that saved the adapter, and print it; None if unknown."""
     if subject.adapter is None:
         return None
     from lowmem_grpo.runs.saved_adapter import read_summary
@@ -202,7 +202,7 @@ def tokens_of_run(subject: Candidate) -> int | None:
 
 
 def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int, Any]:
-    """Rows, the functions that judge, tokens of an answer, and how one of several turns is played."""
+    """Return rows, reward functions (the first decides), most tokens of an answer, and the `Play` of episodes."""
     from lowmem_grpo.rewards.by_name import find_function
     from lowmem_grpo.rollout.assessment import rows_of
 

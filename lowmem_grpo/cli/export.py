@@ -1,4 +1,4 @@
-"""`lowmem-grpo export`: make an adapter, a merged model or a GGUF file from a run."""
+"""`lowmem-grpo export`: exports an adapter, a merged model or a GGUF file from a run."""
 
 import re
 from pathlib import Path
@@ -37,8 +37,8 @@ def export(
 ) -> None:
     """Export the adapter of RUN, which is the folder of a run, of a checkpoint, or of a saved adapter.
 
-    The export is loaded back and compared before its folder gets its name. A model is merged one tensor at a time, so
-    this needs no card, and no memory for the whole model."""
+    The export is loaded back and compared before its folder gets its final name. A model is merged one tensor at a
+    time, so this needs no card, and no memory for the whole model."""
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
     with plain_errors():
@@ -56,7 +56,7 @@ def check_asked(
     run: Path, kind: str, out: Path, unfinished: bool, overwrite: bool, repo: str | None, device: str | None,
     base: str | None, llama_cpp: Path | None, gguf_type: str, **_: Any,
 ) -> None:
-    """Refuse, before a heavy library is loaded, what an export would refuse; its errors are those of `export`."""
+    """Raise the errors that `export` would raise for these options, before a heavy library is loaded."""
     from lowmem_grpo.cli.options import check_adapter, check_model
     from lowmem_grpo.models.card_check import driver_version
     from lowmem_grpo.models.export.folder import check_out

@@ -33,7 +33,7 @@ def generate(
 ) -> None:
     """Answer PROMPT as a chat message, with the base model or with a saved adapter.
 
-    With --recipe, an episode is played and shown turn by turn."""
+    With --recipe, the model plays an episode, which is shown turn by turn."""
     check_asked(prompt, recipe, you, sampling["samples"], as_json)
     with plain_errors():
         from lowmem_grpo.cli.options import check_adapter, check_exam, check_model
@@ -48,7 +48,7 @@ def generate(
         check_model(model)
         check_adapter(adapter)
         form = {"load_in_4bit": load_in_4bit, "load_in_fp8": load_in_fp8}
-        form_of_weights(load_in_16bit=False, **form)  # refuses both
+        form_of_weights(load_in_16bit=False, **form)  # raises if both are set
     quiet()
     with plain_errors():
         if recipe:
@@ -60,7 +60,7 @@ def generate(
 
 
 def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
-    """Raise click.UsageError unless it is clear what to do."""
+    """Raise click.UsageError for options that contradict each other."""
     if (prompt is None) == (recipe is None):
         raise click.UsageError("give a PROMPT to answer, or --recipe NAME to play an episode" +
                                ("" if prompt is None else "; not both"))

@@ -1,4 +1,4 @@
-"""`lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`: what a server's queue is told, and what it says."""
+"""`lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`: commands for the job queue of a server."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from lowmem_grpo.runs.views.terminal import plain_errors
 if TYPE_CHECKING:
     from lowmem_grpo.server.server_dir import ServerClient
 
-EVERY = 1.0  # seconds between looks at a log
+EVERY = 1.0  # seconds between polls of a log
 SERVER = click.option(
     "--server", type=click.Path(path_type=Path), default=Path("~/.lowmem-grpo/server.json"), show_default=True,
     help="The file that `lowmem-grpo serve` writes, or its folder.")
@@ -31,7 +31,7 @@ OVER = ("done", "failed", "stopped", "cancelled")
 def submit(
     recipe: str, options: tuple[str, ...], server: Path, priority: int, time_limit: str | None, share: float
 ) -> None:
-    """Submit RECIPE with options as `lowmem-grpo run` takes them: key=value or --key value."""
+    """Submit RECIPE, with options as for `lowmem-grpo run`: key=value or --key value."""
     with plain_errors():
         from lowmem_grpo.server.jobs.queue import JobRequest, seconds_of
 
@@ -65,11 +65,11 @@ def jobs(number: int | None, server: Path, as_json: bool) -> None:
 @SERVER
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over; the exit status is 0 if it is done.")
 def logs(number: int, server: Path, follow: bool) -> None:
-    """Print what job NUMBER has written."""
+    """Print the output of job NUMBER."""
     with plain_errors():
         at, offset, said = remote(server), 0, ""
         while True:
-            job = at.get(f"/jobs/{number}")  # before the log: what an ended job wrote is then all there
+            job = at.get(f"/jobs/{number}")  # before the log, so that the log of an ended job is complete
             while piece := at.ask(f"/jobs/{number}/log?from={offset}"):
                 offset += len(piece)
                 sys.stdout.buffer.write(piece)
@@ -89,7 +89,7 @@ def logs(number: int, server: Path, follow: bool) -> None:
 @click.argument("number", type=int)
 @SERVER
 def cancel(number: int, server: Path) -> None:
-    """Take job NUMBER back if it waits. One that runs finishes its step and saves, so that it can be resumed."""
+    """Take job NUMBER out of the queue. A running job finishes its step and saves, so that it can be resumed."""
     with plain_errors():
         job = remote(server).post(f"/jobs/{number}/cancel", {})
         click.echo(f"job {number}: {job['why']}")
@@ -100,7 +100,7 @@ def cancel(number: int, server: Path) -> None:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @SERVER
 def resume(number: int, options: tuple[str, ...], server: Path) -> None:
-    """Let job NUMBER wait again, to go on from its last checkpoint; OPTIONS such as max_steps=500 are added."""
+    """Requeue job NUMBER, to continue from its last checkpoint; OPTIONS such as max_steps=500 are added."""
     with plain_errors():
         job = remote(server).post(f"/jobs/{number}/resume", {"options": list(options)})
         click.echo(f"job {number}: {job['state']}")

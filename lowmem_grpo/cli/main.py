@@ -1,4 +1,4 @@
-"""The command `lowmem-grpo`: a group of the commands in commands/. Importing it loads no heavy library."""
+"""The command `lowmem-grpo`: the group of all commands. Importing it loads no heavy library."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ from lowmem_grpo.cli.serve import serve, watch
 
 
 class InOrder(click.Group):
-    """Help lists the commands in the order in which they were added."""
+    """A group whose help lists the commands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -28,7 +28,7 @@ class InOrder(click.Group):
 @click.version_option(__version__, prog_name="lowmem-grpo")
 def main() -> None:
     """Fine-tune language models with GRPO on one GPU, or try it on a CPU with the embedded tiny model."""
-    for stream in (sys.stdout, sys.stderr):  # text that the terminal's encoding lacks must not end a command
+    for stream in (sys.stdout, sys.stderr):  # characters that the encoding lacks must not end a command
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 

@@ -1,4 +1,4 @@
-"""`lowmem-grpo new`: write a commented recipe for your own data, without asking questions."""
+"""`lowmem-grpo new`: writes a commented recipe for the user's data, without asking questions."""
 
 import errno
 import json
@@ -22,11 +22,11 @@ from lowmem_grpo.runs.views.terminal import plain_errors
 if TYPE_CHECKING:
     from lowmem_grpo.recipes.new_recipe import NewRecipe
 
-LOOKED = 1000  # rows that are looked at
+LOOKED = 1000  # most rows that are inspected
 LONGEST = 100  # characters of a name
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 UNWRITABLE = "nothing can be written to {}: {}; choose another folder with --out FOLDER"
-EXAMPLES = 256  # rows that are written where there is no data yet
+EXAMPLES = 256  # example rows that are written without --data
 KINDS = ("number", "marked", "choice", "text", "math", "code", "json", "long")  # new_recipe.KINDS, without imports
 ABOUT_DATA = ("data", "prompt_column", "answer_column", "answers")
 
@@ -46,8 +46,8 @@ ABOUT_DATA = ("data", "prompt_column", "answer_column", "answers")
 def new(name: str, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> None:
     """Write NAME.py, a short commented recipe for your own data, ready for `lowmem-grpo run ./NAME.py`.
 
-    It looks at the columns and the first rows of --data, and says what it takes for questions and answers. With --agent
-    there is an environment in the place of data, which you change into your own."""
+    It reads the columns and the first rows of --data, and says which columns it takes as questions and answers. With
+    --agent, the recipe has an environment in place of data, which you change into your own."""
     with plain_errors():
         check_name(name, out)
         check_place(out / f"{name}.py", overwrite)
@@ -56,7 +56,7 @@ def new(name: str, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> No
 
 
 def check_name(name: str, out: Path) -> None:
-    """Raise ValueError for what cannot be the name of a Python module, or would hide another one."""
+    """Raise ValueError for a name that is not valid for a Python module, or would hide another module."""
     plain = re.sub(r"\W", "_", Path(name).name.removesuffix(".py"))
     if not name.isidentifier() or len(name) > LONGEST:
         fix = f"; write {plain}" if plain.isidentifier() and len(plain) <= LONGEST else ""
@@ -75,14 +75,14 @@ def check_name(name: str, out: Path) -> None:
 
 
 def is_installed(name: str, out: Path) -> bool:
-    """Return whether an import finds another module of that name than one in the recipe's folder."""
+    """Return whether a module of that name is importable from outside the recipe's folder."""
     spec = None if keyword.iskeyword(name) else find_spec(name)
     places = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or []) if spec else []
     return any(not Path(place).resolve().is_relative_to(out.resolve()) for place in places)
 
 
 def check_place(recipe: Path, overwrite: bool) -> None:
-    """Raise ValueError where the recipe cannot be written."""
+    """Raise ValueError if the recipe cannot be written."""
     if recipe.parent.exists() and not recipe.parent.is_dir():
         raise ValueError(f"--out {recipe.parent} is no folder")
     if free_bytes(recipe.parent) == 0:
@@ -92,7 +92,7 @@ def check_place(recipe: Path, overwrite: bool) -> None:
 
 
 def write_agent(name: str, out: Path, **chosen: Any) -> list[str]:
-    """Write a recipe with an environment; return what to tell. ValueError for options that are about data."""
+    """Write a recipe with an environment; return the lines to print. ValueError for data options."""
     if option := next((option for option in ABOUT_DATA if chosen[option]), ""):
         raise ValueError(f"--agent writes an environment that makes its own tasks, so --{option.replace('_', '-')} has "
                          "nothing to say; leave it out. Rows can be tasks, too: give them as Lesson(train=...) in the "
@@ -107,7 +107,7 @@ def write_agent(name: str, out: Path, **chosen: Any) -> list[str]:
 
 
 def write_example(name: str, out: Path, **chosen: Any) -> list[str]:
-    """Write a recipe, and rows that the embedded model can learn; return what to tell. ValueError for data options."""
+    """Write a recipe and rows that the tiny model can learn; return the lines to print. ValueError for data options."""
     if option := next((option for option in ABOUT_DATA if chosen[option]), ""):
         raise ValueError(f"--{option.replace('_', '-')} is about --data FILE, which is not given")
     from lowmem_grpo.data.layouts import Columns
@@ -125,7 +125,7 @@ def write_example(name: str, out: Path, **chosen: Any) -> list[str]:
 
 
 def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -> list[str]:
-    """Write a recipe for the user's data; return what to tell. OSError and ValueError say what is wrong with it."""
+    """Write a recipe for the user's data; return the lines to print. OSError or ValueError for unusable data."""
     is_file = is_file_name(data)
     if is_file:
         refuse_unreadable(Path(data))
@@ -145,7 +145,7 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
         if is_file:
             raise
         told = [f"{data} could not be looked at: {error}"]
-    from lowmem_grpo.recipes.new_recipe import recipe_for  # imports torch, so after what a file's rows may be wrong in
+    from lowmem_grpo.recipes.new_recipe import recipe_for  # imports torch, so only after the checks of the file
 
     named = chosen["prompt_column"], chosen["answer_column"], chosen["answers"]
     recipe = recipe_for(name, out, data, rows, *named, split)
@@ -153,6 +153,7 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
 
 
 def guesses(recipe: "NewRecipe") -> list[str]:
+    """Return lines on the guessed columns and kind of answers, and the options that change them."""
     from lowmem_grpo.recipes.new_recipe import KINDS as ABOUT
 
     columns, others, lines = recipe.columns, ", ".join(recipe.others[:12]), []
@@ -178,7 +179,7 @@ def guesses(recipe: "NewRecipe") -> list[str]:
 
 
 def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[str]:
-    """Write a recipe, and the example rows before it; return what to tell: the file, `told`, and what to do next."""
+    """Write a recipe and its example `rows`; return the lines to print: the file, `told`, and the next commands."""
     path, text = recipe.folder / f"{recipe.name}.py", recipe.text()
     save(path, text, rows)
     start, how_long = command_name(path), ", a minute on a CPU" if recipe.kind == "example" else ""
@@ -189,7 +190,7 @@ def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[s
 
 
 def save(recipe: Path, text: str, rows: str = "") -> None:
-    """Write example rows and the recipe. ValueError where the folder does not take them."""
+    """Write the example rows and the recipe. ValueError if the folder cannot be written to."""
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         if rows:

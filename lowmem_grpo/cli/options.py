@@ -1,4 +1,4 @@
-"""What a command line asks for, checked before a heavy library is imported; recipes are read, and not run."""
+"""Checks of command line options before a heavy library is imported; recipes are parsed, not run."""
 
 import ast
 import textwrap
@@ -24,22 +24,22 @@ from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import check_value
 
 WIDTH, QUOTE = 100, "'"
-PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings")  # arguments of a Preset
+PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings")  # parameters of Preset, in order
 OWN_PROBLEMS = "the recipe {!r} makes its own problems; leave --dataset out, or --recipe"
 NO_EPISODES = ("the recipe {!r} has no episodes: one completion is the whole answer. Ask a question with lowmem-grpo "
                "generate \"...\", or measure with lowmem-grpo eval")
-OPTIONS_OF_EXAM = 5  # the place from which on `takes_source` and `play` can stand without their names
+OPTIONS_OF_EXAM = 5  # with this many positional arguments, `takes_source` and `play` may be among them
 FOOT = "Every field of GRPOConfig can be set too: learning_rate=1e-5, max_steps=50, num_generations=16, ..."
-Option = tuple[str, str, str, str]  # name, type, default, what it is
+Option = tuple[str, str, str, str]  # name, type, default, description
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
 TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 
 
 def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Refuse what `fill`, the recipe and its trainer would refuse, and return the run's settings, as far as the
-    recipe's file writes them out: it is read, and not run. ValueError, OSError or click.UsageError. The rest is left to
-    the recipe."""
-    from lowmem_grpo.recipes.options import RecipeOptions, fill  # which bring pydantic
+    """Raise the errors that `fill`, the recipe and its trainer would raise, and return the run's settings, as far as
+    literals in the recipe's file show them: the file is parsed, not run. ValueError, OSError or click.UsageError. The
+    recipe itself checks the rest."""
+    from lowmem_grpo.recipes.options import RecipeOptions, fill  # these import pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
     tree = recipe_tree(name)
@@ -58,9 +58,9 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     if presets and asked.gpu != "auto" and size_of(asked.gpu) not in presets:
         raise ValueError(f"gpu is {asked.gpu!r}; allowed are auto, {', '.join(presets)}")
     if asked.engine != "auto":
-        asked.fast_inference  # noqa: B018  (refuses an unknown engine)
-    asked.checkpointing  # noqa: B018  (refuses an unknown mode)
-    form_of_weights(asked.load_in_4bit, False, asked.load_in_fp8)  # refuses both
+        asked.fast_inference  # noqa: B018  (raises for an unknown engine)
+    asked.checkpointing  # noqa: B018  (raises for an unknown mode)
+    form_of_weights(asked.load_in_4bit, False, asked.load_in_fp8)  # raises if both are set
     EngineSettings(kv_cache_dtype=asked.kv_cache_dtype).check_for(asked.engine)
     if asked.engine == VLLM:
         refuse_absent()
@@ -76,8 +76,8 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -> None:
-    """Raise ValueError for weights of other reward functions than these, if there are some, and where some that are
-    `plain` functions are called too late for what is asked for."""
+    """Raise ValueError if reward_weights do not match the reward functions `names`, or if train_while_sampling is set
+    and some of them are `plain` functions, which are called too late for it."""
     if names:
         check_weights(settings.get("reward_weights"), names)
     mode, late = settings.get("train_while_sampling"), [name for name in names if name in plain]
@@ -86,7 +86,7 @@ def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -
 
 
 def check_run_folder(settings: dict[str, Any]) -> None:
-    """Raise RecordError or OSError where a run would find another one in its folder, or could not write there."""
+    """Raise RecordError if the run's folder holds another run, OSError if it cannot be written to."""
     if "output_dir" not in settings:
         return
     folder = Path(settings["output_dir"])
@@ -96,14 +96,14 @@ def check_run_folder(settings: dict[str, Any]) -> None:
 
 
 def check_model(name: str | None) -> None:
-    """OSError for a path that leads to no model, and for a name that the hub does not give."""
+    """Raise OSError for a path without a model, or a name that the hub does not provide."""
     if name is not None:
         find(name)
 
 
 def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
-    """OSError for a data file that is missing, empty or broken, and for a name that the hub does not give (ValueError
-    where it says that there is none). ValueError for a file without these columns."""
+    """Raise OSError for a missing, empty or broken data file, or a name that the hub does not provide; ValueError for a
+    name that the hub does not know, or a file without these columns."""
     if source is None:
         return
     if is_file_name(source):
@@ -114,14 +114,14 @@ def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
 
 
 def check_adapter(path: Path | None, unfinished: bool = True) -> None:
-    """Raise RunError, CheckpointError or AdapterError for a path that leads to no adapter of ours."""
+    """Raise RunError, CheckpointError or AdapterError for a path without a LoRA adapter."""
     if path is not None:
         adapter_settings(find_adapter(path, unfinished).folder)
 
 
 def check_exam(name: str, source: str | None = None, plays: bool = False) -> None:
-    """Raise ValueError for a recipe that has no EXAM, for one that takes no problems from a `source`, and where it is
-    to be played, for one without episodes, as far as its file tells: it is read, and not run."""
+    """Raise ValueError for a recipe without EXAM; with `source`, if its exam takes none; with `plays`, if it has no
+    episodes. The file is parsed, not run, so the recipe itself checks the rest."""
     tree = recipe_tree(name)
     if not may_have(tree, "EXAM"):
         raise ValueError(NO_EXAM.format(name))
@@ -134,7 +134,7 @@ def check_exam(name: str, source: str | None = None, plays: bool = False) -> Non
             raise ValueError(NO_EPISODES.format(name))
 
 
-# The options and presets of a recipe, from its file
+# The options and presets of a recipe, parsed from its file
 
 
 def file_of(recipe: str) -> Path:
@@ -142,7 +142,7 @@ def file_of(recipe: str) -> Path:
 
 
 def recipe_tree(name: str) -> ast.Module:
-    """The syntax tree of a recipe's file. ValueError where there is none; of a mistake in it, Python shows the line."""
+    """Return the syntax tree of a recipe's file. ValueError if there is none; SyntaxError shows the faulty line."""
     if problem := unknown_recipe(name):
         raise ValueError(problem)
     path = recipe_path(name) if is_recipe_file(name) else file_of(name)
@@ -156,7 +156,7 @@ def recipe_tree(name: str) -> ast.Module:
 
 
 def recipe_help(path: Path) -> str:
-    """A recipe's docstring, options and presets as text. ValueError for a file that cannot be read."""
+    """Return a recipe's docstring, options and presets as text. ValueError for a file that cannot be read."""
     tree, common = parsed(path), parsed(file_of("options"))
     own = list(options_of(tree, named(tree, "OPTIONS")))
     names = {option[0] for option in own}
@@ -169,7 +169,7 @@ def recipe_help(path: Path) -> str:
 
 
 def parsed(path: Path) -> ast.Module:
-    """The file's syntax tree. ValueError for a file that cannot be read."""
+    """Return a file's syntax tree. ValueError if it cannot be read or parsed."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, SyntaxError, ValueError) as error:
@@ -177,27 +177,27 @@ def parsed(path: Path) -> ast.Module:
 
 
 def named(tree: ast.Module, name: str) -> str:
-    """The source of what a file assigns to `name` at its top level; empty if it assigns nothing."""
+    """Return the source text of the value assigned to `name` at the top level; empty if there is none."""
     value = assigned(tree, name)
     return "" if value is None else ast.unparse(value)
 
 
 def assigned(tree: ast.Module, name: str) -> ast.expr | None:
-    """Return what a file assigns to `name` at its top level, with or without a type; None if it assigns nothing."""
+    """Return the last value assigned to `name` at the top level, with or without annotation; None if there is none."""
     values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)
               and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) == name]
     return values[-1] if values else None
 
 
 def may_have(tree: ast.Module, name: str) -> bool:
-    """Return whether a file assigns, reads or imports a name anywhere."""
+    """Return whether a file mentions `name` anywhere, or has an import of it or of *."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
     return not names.isdisjoint({name, "*"})
 
 
 def literal(node: ast.expr | None) -> Any:
-    """Return the value that an expression writes out; None where it does not."""
+    """Return the value of a literal expression; None for any other."""
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError):
@@ -205,7 +205,7 @@ def literal(node: ast.expr | None) -> Any:
 
 
 def options_of(tree: ast.Module, owner: str) -> Iterator[Option]:
-    """The fields of a dataclass, each with the text below it. Fields of its base classes come first."""
+    """Yield the fields of a dataclass with their attribute docstrings, those of its base classes first."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and owner != "RecipeOptions":
             yield from imported(node, owner)
@@ -221,7 +221,7 @@ def options_of(tree: ast.Module, owner: str) -> Iterator[Option]:
 
 
 def imported(node: ast.ImportFrom, owner: str) -> Iterator[Option]:
-    """The fields of a class that a `from ... import` takes from a file of the package."""
+    """Yield the fields of the class `owner` if the import takes it from a file of this package."""
     inside = (node.module or "").split(".")
     path = Path(recipes.__path__[0]).parents[1].joinpath(*inside).with_suffix(".py")
     for name in node.names:
@@ -236,7 +236,7 @@ def text_of(node: ast.stmt | None) -> str:
 
 
 def listed(title: str, options: list[Option]) -> str:
-    """A title, and a paragraph for each option; empty if there are no options."""
+    """Return a title and a paragraph for each option; empty if there are no options."""
     paragraphs = [
         textwrap.fill(f"{name}={default}" + (f"  {text}" if text else f"  ({kind})"), columns(WIDTH),
                       initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
@@ -246,7 +246,7 @@ def listed(title: str, options: list[Option]) -> str:
 
 
 def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
-    """Return the arguments of each preset that the file itself writes out, by its size."""
+    """Return the arguments of each preset that is a literal call in PRESETS, by card size."""
     value = assigned(tree, "PRESETS")
     pairs = zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ()
     return {str(key.value): dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value
@@ -255,7 +255,7 @@ def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
 
 
 def written_presets(tree: ast.Module) -> dict[str, Any]:
-    """Return the presets that the file writes out, by size; none unless each is written out whole."""
+    """Return the presets by card size if all their arguments are literals; else none."""
     from lowmem_grpo.recipes.presets import Preset
 
     read = {size: {name: literal(value) for name, value in values.items()}
@@ -265,7 +265,7 @@ def written_presets(tree: ast.Module) -> dict[str, Any]:
 
 
 def rewards_of(tree: ast.Module) -> list[str]:
-    """Return the reward functions that the file's only Lesson writes out as a list; else none."""
+    """Return the names of the reward functions if the file's only Lesson gets them as a literal list; else none."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Lesson"]
     values = [value for call in calls for value in (*call.args[2:3], *(word.value for word in call.keywords
                                                                        if word.arg == "rewards"))]
@@ -277,7 +277,7 @@ def rewards_of(tree: ast.Module) -> list[str]:
 
 
 def preset_line(size: str, arguments: dict[str, ast.expr]) -> str:
-    """A preset's size, model, context and LoRA, and the settings that it changes."""
+    """Return a line with a preset's size, model, context, LoRA and changed settings."""
     shown = dict(arguments)
     settings = shown.pop("settings", None)
     if isinstance(settings, ast.Dict):

@@ -1,4 +1,4 @@
-"""`lowmem-grpo plan`: what a run will hold in memory and how long a step will take, before there is a card."""
+"""`lowmem-grpo plan`: predicts the memory and step time of a run, without a card."""
 
 import json
 import math
@@ -100,7 +100,7 @@ def plan(
 
 
 def stored_in_fp8(config: Any) -> bool:
-    """Return whether a checkpoint keeps its weights in FP8; ValueError for another form that is refused."""
+    """Return whether a checkpoint stores its weights in FP8; ValueError for an unsupported quantization."""
     if config.get("quantization_config") if isinstance(config, dict) else hasattr(config, "quantization_config"):
         from lowmem_grpo.models.stored_form import stored_form
 

@@ -1,5 +1,5 @@
-"""The model that `lowmem-grpo eval` and `generate` sample from; an episode of a recipe that it plays on the terminal,
-and a person before it or against it."""
+"""Loads the model of `lowmem-grpo eval` and `generate`, and plays an episode of a recipe on the terminal, with a person
+who plays first or against the model."""
 
 import json
 import random
@@ -30,14 +30,14 @@ COLOURS = {"model": "cyan", "you": "green"}
 
 
 def adapter_and_base(adapter: Path | None) -> tuple[Path | None, str | None]:
-    """Return the folder of an adapter, given as that of a run or a checkpoint too, and the model it was trained on."""
+    """Return the folder of the adapter in a run, checkpoint or adapter folder, and the name of its base model."""
     folder = None if adapter is None else find_adapter(adapter, unfinished=True).folder
     return folder, None if folder is None else base_of_adapter(folder).model
 
 
 def load(model: str, adapter: Path | None, context: int, **options: Any) -> tuple[Any, Any]:
-    """Return the model, and what makes it answer with an adapter (None without one), which is checked before anything
-    is loaded. `options` are those of FastLanguageModel.from_pretrained."""
+    """Load and return the model, and the LoRA request for its adapter (None without one). The adapter is checked before
+    the model is loaded. `options` are those of FastLanguageModel.from_pretrained."""
     layers, tokenizer = (None, None) if adapter is None else (layers_of(read_adapter(adapter)[1]),
                                                               tokenizer_beside(adapter))
     bare, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, **options)
@@ -53,7 +53,7 @@ def play(
     recipe: str, you: str | None, model: str | None, adapter: Path | None, form: dict[str, bool],
     params: SamplingParams, longest: int | None, as_json: bool,
 ) -> None:
-    """Play one episode of the recipe's held-out tasks; `longest` is its most tokens, None for the recipe's."""
+    """Play one episode of a held-out task; `longest` bounds the episode's tokens (None: the recipe's bound)."""
     exam = find_exam(recipe)
     played = exam.play
     if played is None:
@@ -82,16 +82,18 @@ def play(
 
 
 def preset_of(recipe: str) -> Preset:
+    """Return the recipe's preset for this machine, or the tiny model if it has no presets."""
     presets = getattr(find_recipe(recipe), "PRESETS", {})
     return choose("auto", presets)[1] if presets else Preset("tiny", CONTEXT, 16, 32)
 
 
 def patient() -> dict[str, float]:
+    """Return time limits that leave a person time to think."""
     return {"environment_timeout": PATIENCE, "episode_timeout": PATIENCE}
 
 
 def against(played: Play, recipe: str) -> Play:
-    """The same with a person as the opponent, where the environment has a seat for one."""
+    """Return `played` with a person as the environment's `opponent`. ValueError if it has no such attribute."""
     factory = played.environment
     if not callable(factory) or not hasattr(factory(), "opponent"):
         raise ValueError(f"in {recipe!r} nobody plays against the model: its environment has no attribute `opponent` "
@@ -106,13 +108,13 @@ def against(played: Play, recipe: str) -> Play:
 
 
 def answer_to(told: str) -> str:
-    """Ask the person for an answer to what the opponent sees."""
+    """Show the person what the opponent sees, and return the typed answer."""
     say("environment", told)
     return ask()
 
 
 def ask() -> str:
-    """A line of the terminal. The end of the input stops the command, also in the thread of an environment."""
+    """Read a line from the terminal. The end of the input stops the command, also from an environment's thread."""
     try:
         return input(click.style("you> ", fg=COLOURS["you"], bold=True))
     except EOFError:
@@ -127,6 +129,7 @@ def say(who: str, text: str) -> None:
 
 
 def ended(who: str, rollout: Rollout, right: bool | None) -> str:
+    """Return a line on the result of an episode: verdict, turns, reward and ending."""
     paid = sum(turn.reward or 0.0 for turn in rollout.turns)
     verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"

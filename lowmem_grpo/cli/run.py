@@ -1,4 +1,4 @@
-"""`lowmem-grpo run`: run a recipe or a recipe file, list them, or show the options of one; `report`."""
+"""`lowmem-grpo run`: runs a recipe or recipe file, lists recipes, or shows a recipe's options; `report`."""
 
 import sys
 import textwrap
@@ -52,14 +52,14 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
 
         take_card()
         settings = check_recipe(recipe, options)
-        if this_place().leads:  # the first of several ranks writes, and the others may come when it has begun
+        if this_place().leads:  # the first rank writes; later ranks may find its folder in use
             check_run_folder(settings)
             place = f", records in {settings['output_dir']}" if "output_dir" in settings else ""
             click.echo(fitting(f"recipe {recipe}{place}; loading torch and other libraries ...", sys.stderr), err=True)
     quiet()
     with plain_errors():
         module = find_recipe(recipe)
-        leave_busy_cores(before)  # libraries were loaded meanwhile, which takes seconds
+        leave_busy_cores(before)  # `before` was measured seconds ago, before the imports
         run_module(module, list(options), recipe)
 
 

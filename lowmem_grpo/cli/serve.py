@@ -1,4 +1,4 @@
-"""`lowmem-grpo serve`: one card as a service; `watch`: the live page of runs that were started elsewhere."""
+"""`lowmem-grpo serve`: serves one card over HTTP; `watch`: serves a live page of runs that were started elsewhere."""
 
 from collections import defaultdict
 from functools import partial
@@ -41,10 +41,10 @@ def serve(
     port: int, host: str, folder: Path, key_file: Path | None, limits: str, model: str | None, max_seq_length: int,
     load_in_4bit: bool | None, load_in_fp8: bool, engine: str, offload_embedding: bool, recipes: Path | None,
 ) -> None:
-    """Serve this card: recipes that are submitted wait here, and run when it is free.
+    """Serve this card: submitted recipes wait in a queue, and run when the card is free.
 
-    It prints its address, and keeps the key of whoever starts it in the folder, where `lowmem-grpo submit` finds both.
-    Jobs that run go on when the server ends, and the next one finds them."""
+    It prints its address and key, and keeps both in the folder, where `lowmem-grpo submit` finds them. Running jobs
+    continue when the server ends, and the next server finds them."""
     with plain_errors():
         one_process("the server")
         check_loading(load_in_4bit, load_in_fp8, engine, model)
@@ -58,7 +58,7 @@ def serve(
             from lowmem_grpo.server.page.page import Beside, page_app
             from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, open_socket
 
-            if model is not None:  # torch comes with it, for which a queue has no use
+            if model is not None:  # imports torch, which a queue alone does not need
                 from lowmem_grpo.server.tinker.serving import serve_model
         except ImportError as error:
             raise ImportError(f"{LACKING.format('serve')} ({error})") from error
@@ -100,7 +100,7 @@ def serve(
 
 
 def client_name(model: str) -> str:
-    """Return what clients of the Tinker protocol are to be told of a model."""
+    """Return the line that tells users of Tinker clients the model's name."""
     name = public_name(model)
     folder = (" (its name for clients of the Tinker protocol, who find its tokenizer there; recipes of tinker-cookbook "
               "do not know it, and need renderer_name=role_colon, or that of its family)")
@@ -108,7 +108,7 @@ def client_name(model: str) -> str:
 
 
 def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, model: str | None = None) -> None:
-    """Raise ValueError for a model that is not served so, and OSError for one that there is not. Nothing is loaded."""
+    """Raise ValueError for unsupported options of a served model, OSError for an unknown model. Nothing is loaded."""
     if model is not None and (Path(model) / "adapter_config.json").is_file():
         raise ValueError(f"--model {model} is an adapter, and clients train adapters of their own on a whole model: "
                          f"lowmem-grpo export {model} --out FOLDER merges it with its base, then serve that FOLDER")
@@ -123,7 +123,7 @@ def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, mod
 
 
 def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
-    """ValueError for what the recipe would refuse. A file must be in the folder `recipes`."""
+    """Raise ValueError for options that the recipe would refuse, or a recipe file that is not in `recipes`."""
     from lowmem_grpo.cli.options import check_recipe
     from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
@@ -145,7 +145,7 @@ def listed(recipes: Path) -> str:
 
 
 def visible_name(host: str) -> str:
-    """Return the name under which this machine's own programs reach an address that listens."""
+    """Return the name under which programs on this machine reach a listening address."""
     return "127.0.0.1" if host == "0.0.0.0" else host
 
 
@@ -160,10 +160,10 @@ def address_of(host: str, listening: socket) -> str:
 @click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
               help="Who else may look, a line NAME KEY each.")
 def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
-    """Serve a page of the runs in RUNS_DIR and below it, which moves while they write.
+    """Serve a live page of the runs in RUNS_DIR and the folders below it.
 
-    It reads their files and nothing else, so they may run anywhere that writes there. The link that is printed works
-    once; the key signs further browsers in."""
+    It only reads their files, so the runs may be on any machine that writes there. The printed link works once; the
+    key signs further browsers in."""
     with plain_errors():
         try:
             from lowmem_grpo.server.page.page import Page, page_app

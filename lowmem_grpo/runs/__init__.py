@@ -1,1 +1,1 @@
-"""What a run is and leaves on disk: state, records, checkpoints, alarms."""
+"""A run's state and its files on disk: records, checkpoints, adapters, alarms."""

@@ -1,5 +1,5 @@
-"""How sure a measured accuracy is: Wilson intervals, pass@k, and the difference of two models on the same prompts. Of P
-prompts with n answers each, an interval counts prompts, and further answers only as far as they differ."""
+"""Confidence intervals of a measured accuracy: Wilson intervals, pass@k, and the paired difference of two models. For P
+prompts with n answers each, the sample size is P, and more only as far as answers to the same prompt differ."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Z_95 = 1.959964  # the normal distribution's 97.5% quantile
-# Whether an answer is right before and after, in the order in which examples are shown; the last is unknown.
+# (right before, right after) in the order in which examples are shown; None is unknown
 KINDS = ((False, True), (True, False), (False, False), (True, True), (None, None))
 
 
 def wilson_interval(accuracy: float, problems: float) -> tuple[float, float]:
-    """The 95% Wilson score interval of a share measured on so many problems (Wilson, 1927); 0 to 1 below one."""
+    """Return the 95% Wilson score interval of an accuracy on `problems` problems (Wilson, 1927); (0, 1) below one."""
     if problems < 1:
         return 0.0, 1.0
     spread = Z_95**2 / problems
@@ -22,15 +22,15 @@ def wilson_interval(accuracy: float, problems: float) -> tuple[float, float]:
 
 
 def accuracy_interval(right: Sequence[int], samples: int) -> tuple[float, tuple[float, float]]:
-    """Share of right answers and its 95% interval; `right` (P,) counts those of each prompt, out of `samples`."""
+    """Return the accuracy and its 95% interval; `right` (P,) counts each prompt's right answers out of `samples`."""
     shares = [count / samples for count in right]
     mean = sum(shares) / len(shares)
     return mean, wilson_interval(mean, independent_answers(shares, samples))
 
 
 def independent_answers(shares: Sequence[float], samples: int) -> float:
-    """Return how many independent answers would tell as much as these (Kish's effective size): P if all answers to a
-    prompt agree, up to P * samples if they differ as much as answers to different prompts."""
+    """Return the effective number of independent answers (Kish's effective sample size): P if all answers to a prompt
+    agree, up to P * samples if they differ as much as answers to different prompts."""
     prompts = len(shares)
     mean = sum(shares) / prompts
     if samples == 1 or prompts == 1:
@@ -41,7 +41,7 @@ def independent_answers(shares: Sequence[float], samples: int) -> float:
 
 
 def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k answers to a prompt is right: the mean over prompts of
+    """Return the unbiased estimate of the chance that one of k answers to a prompt is right: the mean over prompts of
     1 - C(n - c, k) / C(n, k) for c right answers of n (Chen et al. 2021, arXiv 2107.03374)."""
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs k from 1 to the {samples} answers of a prompt; take more of them")
@@ -50,9 +50,9 @@ def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
 
 
 def paired_difference(before: Sequence[int], after: Sequence[int], samples: int) -> tuple[float, tuple[float, float]]:
-    """Difference of the accuracies on the same prompts, and its 95% interval. Two prompts are added: half a success for
-    each side, and one without a difference (Agresti and Min, 2005). This keeps the interval from vanishing when all
-    prompts agree."""
+    """Return the difference of the accuracies on the same prompts, and its 95% interval. Two prompts are added: half a
+    success for each side, and one without a difference (Agresti and Min, 2005). This keeps the interval from vanishing
+    when all prompts agree."""
     differences = [(new - old) / samples for old, new in zip(before, after, strict=True)]
     count = len(differences) + 2
     center = sum(differences) / count
@@ -62,26 +62,26 @@ def paired_difference(before: Sequence[int], after: Sequence[int], samples: int)
 
 
 def powers_of_two(samples: int) -> list[int]:
-    """1, 2, 4 ... up to `samples`, which is the last."""
+    """Return 1, 2, 4 ... below `samples`, and `samples` itself."""
     powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]
     return [*powers, samples]
 
 
 @dataclass
 class Answers:
-    """n answers to each of P prompts."""
+    """The judged answers of one model: n to each of P prompts."""
 
     texts: list[list[str]]  # (P, n)
     right: list[list[bool]]  # (P, n)
-    unjudged: int  # answers that could not be judged; they count as wrong
+    unjudged: int  # answers that could not be judged, counted as wrong
     tokens: int
     cut_off: int  # answers that ended at max_tokens
-    metrics: dict[str, float]  # mean of each further reward function
-    episodes: dict[str, float] = field(default_factory=dict)  # agents' turns, ends by reason, calls of tools
+    metrics: dict[str, float]  # mean of each other reward function
+    episodes: dict[str, float] = field(default_factory=dict)  # of agents: turns, endings by reason, tool calls
 
     @classmethod
     def joined(cls, parts: Sequence["Answers"]) -> "Answers":
-        """The answers to all prompts, of answers to some of them; means count each part by its prompts."""
+        """Concatenate parts with the answers to some prompts each; means are weighted by the number of prompts."""
         sizes = [len(part.texts) for part in parts]
 
         def means(each: list[dict[str, float]]) -> dict[str, float]:
@@ -97,7 +97,7 @@ class Answers:
 
     @property
     def counts(self) -> list[int]:
-        """Right answers of each prompt (P,)."""
+        """The number of right answers to each prompt (P,)."""
         return [sum(row) for row in self.right]
 
     @property
@@ -106,7 +106,7 @@ class Answers:
 
 
 def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
-    """The numbers of one model."""
+    """Return one model's results as plain values: accuracy with interval, pass@k for `ks`, mean tokens and others."""
     samples = len(answers.right[0])
     share, interval = accuracy_interval(answers.counts, samples)
     total = samples * len(answers.right)
@@ -118,7 +118,7 @@ def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
 
 
 def compared(base: Answers, adapter: Answers) -> dict[str, Any]:
-    """Return what the adapter changes on the same prompts."""
+    """Return the change from base to adapter on the same prompts: accuracy, and prompts that got better or worse."""
     samples = len(base.right[0])
     change, interval = paired_difference(base.counts, adapter.counts, samples)
     pairs = list(zip(base.counts, adapter.counts, strict=True))
@@ -127,7 +127,7 @@ def compared(base: Answers, adapter: Answers) -> dict[str, Any]:
 
 
 def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> list[dict[str, Any]]:
-    """Every row with its answers, in plain values."""
+    """Return each row's plain values, with each model's answers under the model's name."""
     return [
         {name: value for name, value in row.items() if isinstance(value, str | int | float | list | bool | None)} | {
             model: [{"text": text, "right": right} for text, right in zip(
@@ -139,7 +139,7 @@ def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> l
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Return which `shown` of the pairs (right before, right after) to show: some of each kind, then changed ones."""
+    """Return indices of up to `shown` pairs (right before, right after): some of each kind, then changed ones first."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

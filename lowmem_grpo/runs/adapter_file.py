@@ -1,4 +1,4 @@
-"""The tensors of a saved LoRA adapter, and whether they are whole, finite and made for the model that loads them."""
+"""Loads a saved LoRA adapter, and checks that it is complete, finite and fits the model."""
 
 import math
 import re
@@ -18,15 +18,15 @@ from lowmem_grpo.config.unsupported import is_off
 from lowmem_grpo.runs.saved_adapter import adapter_settings
 from lowmem_grpo.runs.whole_files import ADAPTER_FILE, AdapterError, check_adapter_folder
 
-PREFIX = "base_model.model."  # PEFT puts this before the names of a model's modules
+PREFIX = "base_model.model."  # PEFT's prefix of module names
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIDES = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal")  # that leave the base's weights alone
-ANY = frozenset((  # settings that may have any value; where no reason stands beside them, what they say is done
+STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal")  # leave the base weights unchanged
+ANY = frozenset((  # settings that may have any value; those without a comment are applied
     "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "use_dora",
     "exclude_modules", "layers_to_transform", "layers_pattern", "lora_bias", "peft_type", "base_model_name_or_path",
-    "task_type", "inference_mode", "auto_mapping", "peft_version", "revision", "runtime_config",  # words about it
-    "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # how it was begun
+    "task_type", "inference_mode", "auto_mapping", "peft_version", "revision", "runtime_config",  # metadata
+    "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # only used at initialization
     "fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying",  # no effect on LoRA on linear layers
 ))
 MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()), save "
@@ -34,8 +34,8 @@ MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Return (PEFT's settings, the tensors) of plain, finite LoRA on linear layers; AdapterError for another adapter.
-    """
+    """Return the PEFT config and the tensors of an adapter. AdapterError unless it is finite LoRA on linear layers
+    only. """
     check_adapter_folder(folder)
     try:
         config = lora_config(adapter_settings(folder), folder)
@@ -59,7 +59,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
 
 
 def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
-    """Return adapter_config.json as PEFT reads it; AdapterError names the first setting that is not loaded here."""
+    """Return adapter_config.json as a LoraConfig; AdapterError names the first unsupported setting."""
     start = settings.get("init_lora_weights", True)
     if not starts_plainly(start):
         raise AdapterError(
@@ -73,40 +73,42 @@ def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
         usual = LoraConfig()
         known = {name: value for name, value in settings.items() if hasattr(usual, name) and name != "runtime_config"}
         config = LoraConfig(**known)
-        check_target_module_exists(config, "")  # that its names or patterns can be read
+        check_target_module_exists(config, "")  # raises for invalid names or patterns
     except (TypeError, ValueError, re.error) as error:
         raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error}") from error
     return config
 
 
 def starts_plainly(start: Any) -> bool:
-    """Return whether PEFT begins an adapter so without a change of the base's weights."""
+    """Return whether an `init_lora_weights` value leaves the base weights unchanged."""
     return str(start).lower() in STARTS
 
 
 def beyond_lora(settings: Mapping[str, Any]) -> str | None:
-    """Return the first setting that asks for more than LoRA on linear layers; None where there is none."""
+    """Return the first setting that asks for more than LoRA on linear layers; None if there is none."""
     usual = LoraConfig()
     return next((name for name, value in settings.items() if not (
         name in ANY or name == "init_lora_weights" or is_off(value) or value == getattr(usual, name, None))), None)
 
 
 def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
-    """The value that `rank_pattern` or `alpha_pattern` gives a layer, else the usual one."""
+    """Return a layer's value in `rank_pattern` or `alpha_pattern`, else `usual`."""
     return (pattern or {}).get(get_pattern_key(list(pattern or ()), layer.removeprefix(PREFIX)), usual)
 
 
 def rank_of(config: LoraConfig, layer: str) -> int:
+    """Return the LoRA rank of a layer."""
     return int(of_pattern(config.rank_pattern, layer, config.r))
 
 
 def scaling_of(config: LoraConfig, layer: str) -> float:
+    """Return the LoRA scaling of a layer: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     rank, alpha = rank_of(config, layer), of_pattern(config.alpha_pattern, layer, config.lora_alpha)
     return float(alpha / (math.sqrt(rank) if config.use_rslora else rank))
 
 
 def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each layer by what follows its name, as `lora_A.weight`."""
+    """Group tensors by layer, then by the rest of the name, such as `lora_A.weight`."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.partition(".lora_")
@@ -115,7 +117,7 @@ def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def check_for(model: nn.Module, folder: Path) -> None:
-    """AdapterError unless the adapter in `folder` is whole LoRA that fits the layers with LoRA in `model`."""
+    """Raise AdapterError unless the adapter in `folder` is complete and fits the LoRA layers of `model`."""
     config, tensors = read_adapter(folder)
     saved = layers_of(tensors)
     held = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -133,7 +135,7 @@ def check_for(model: nn.Module, folder: Path) -> None:
 
 
 def linear_layers(model: nn.Module) -> Iterator[str]:
-    """The paths of a model's linear layers, with LoRA or without."""
+    """Yield the paths of a model's linear layers, with or without LoRA."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") or (isinstance(module, nn.Linear) and ".lora_" not in name
                                          and not name.endswith(".base_layer")):
@@ -141,14 +143,14 @@ def linear_layers(model: nn.Module) -> Iterator[str]:
 
 
 def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
-    """AdapterError where more than plain LoRA is computed, which only sampling can do; `done` says what was asked."""
+    """Raise AdapterError for DoRA or LoRA biases, which only sampling supports; `done` names what was asked."""
     if name := next((name for name in ("use_dora", "lora_bias") if getattr(config, name)), None):
         raise AdapterError(f"the adapter in {folder} has {name}=True, and only plain LoRA is {done} here. To sample "
                            f"with it, pass model.load_lora(FOLDER) to fast_generate; else {MERGE}")
 
 
 def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int) -> Iterator[str]:
-    """Return what is wrong with the tensors of a layer, which has this rank by the settings."""
+    """Yield the faults of a layer's tensors; `rank` is the layer's rank by the settings."""
     a, b, magnitude = (parts.get(name) for name in SIDES.values())
     if a is None or b is None:
         yield f"has no {SIDES['A' if a is None else 'B']}; the file is not whole: use an older checkpoint"

@@ -1,6 +1,6 @@
-"""Alarms read a step's metrics, and say when a run goes wrong, what that means and what to do. One warns (and sets
-`alarms/NAME` = 1) once its condition has held for `patience` steps in a row. A metric that is missing or NaN counts for
-nothing."""
+"""Alarms on a step's metrics: warnings that say what goes wrong in a run, what it means and what to do. An alarm warns
+(and sets `alarms/NAME` = 1) when its condition has held for `patience` steps in a row. Steps whose metric is missing or
+NaN are skipped."""
 
 import logging
 import math
@@ -18,21 +18,21 @@ Line = Mapping[str, Any]
 Condition = Callable[[Line, list[float]], str | None]
 """(line, what the alarm keeps between steps) -> what is wrong, "" if nothing is, None if it was not measured."""
 
-MISMATCH_K3 = 0.01  # mean k3 between sampler and trainer; a correction is in effect from 0.001 on
-EFFECTIVE_SAMPLES = 0.5  # share of the samples that the mismatch leaves
+MISMATCH_K3 = 0.01  # mean k3 between sampler and trainer; from 0.001 a correction has an effect
+EFFECTIVE_SAMPLES = 0.5  # effective sample size under the mismatch, as a share
 CLIPPED = 0.3  # share of tokens (of sequences, at the sequence level) without gradient
 KL = 1.0  # nats per token
-ENTROPY_SHARE, ENTROPY_FLOOR, FIRST_STEPS = 0.01, 1e-3, 5  # a share of the mean over the first steps; nats per token
-SPIKE, NORMS_KEPT, NORMS_NEEDED = 10.0, 50, 10  # times the median of the last norms, if there are enough
+ENTROPY_SHARE, ENTROPY_FLOOR, FIRST_STEPS = 0.01, 1e-3, 5  # share of the mean of the first steps; nats per token
+SPIKE, NORMS_KEPT, NORMS_NEEDED = 10.0, 50, 10  # factor of the median of the last norms, if there are enough
 CONSTANT_STEPS = 20
-MANY_ENDS = 0.5  # share of the episodes that end for one reason, or of the calls of tools that fail
-MANY_PREEMPTED = 0.5  # preemptions for each of the sequences that are decoded together
-MANY_FAILURES = 0.1  # share of the episodes that an environment failed
+MANY_ENDS = 0.5  # share of the episodes with one ending, or of failed tool calls
+MANY_PREEMPTED = 0.5  # preemptions per sequence of the decode batch
+MANY_FAILURES = 0.1  # share of the episodes in which an environment failed
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One alarm, as the code uses it and as the documentation shows it."""
+    """One alarm: its condition, and the texts for warnings and for the documentation."""
 
     name: str
     title: str
@@ -41,17 +41,17 @@ class Alarm:
     condition: Condition
     means: str
     fix: str
-    repeats: bool = False  # it warns again after each `patience` steps
+    repeats: bool = False  # whether it warns again every `patience` steps
 
 
 def number(line: Line, name: str) -> float | None:
-    """A metric; None if it is missing or not finite."""
+    """Return a metric; None if it is missing or not finite."""
     value = line.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def outside(wrong: Callable[[float], bool], *names: str) -> Condition:
-    """The condition that one of these metrics is wrong."""
+    """Return a condition that holds if `wrong` is true for any of these metrics."""
 
     def condition(line: Line, kept: list[float]) -> str | None:
         measured = {name: value for name in names if (value := number(line, name)) is not None}
@@ -62,7 +62,7 @@ def outside(wrong: Callable[[float], bool], *names: str) -> Condition:
 
 
 def no_signal(line: Line, kept: list[float]) -> str | None:
-    """Return whether the rewards differ in no group."""
+    """Report if no group has differing rewards."""
     groups = number(line, "groups/with_signal")
     if groups is None or groups:
         return None if groups is None else ""
@@ -76,7 +76,7 @@ def mismatch(line: Line, kept: list[float]) -> str | None:
 
 
 def entropy_collapse(line: Line, kept: list[float]) -> str | None:
-    """Return whether almost no entropy is left; `kept` holds that of the first steps."""
+    """Report if the entropy has collapsed; `kept` holds the entropies of the first steps."""
     entropy = number(line, "entropy")
     if entropy is None:
         return None
@@ -87,7 +87,7 @@ def entropy_collapse(line: Line, kept: list[float]) -> str | None:
 
 
 def gradient_spike(line: Line, kept: list[float]) -> str | None:
-    """Return whether the gradient's norm is far above the median of the earlier ones, which are `kept`."""
+    """Report if the gradient norm is far above the median of the earlier norms in `kept`."""
     norm = number(line, "grad_norm")
     if not norm:  # 0: a step without gradient
         return None
@@ -97,7 +97,7 @@ def gradient_spike(line: Line, kept: list[float]) -> str | None:
 
 
 def preempted(line: Line, kept: list[float]) -> str | None:
-    """Return whether sequences often have to leave the engine."""
+    """Report if sequences are often preempted for lack of KV cache."""
     times, together = number(line, "sampling/preemptions"), number(line, "sampling/most_together")
     if times is None or not together:
         return None
@@ -106,7 +106,7 @@ def preempted(line: Line, kept: list[float]) -> str | None:
 
 
 def constant(name: str, line: Line, kept: list[float]) -> str | None:
-    """Return whether a function's rewards are all the same, in a step and across steps; `kept`: the last value."""
+    """Report if a reward function is constant within and across steps; `kept` holds the last value."""
     mean, std = number(line, f"rewards/{name}/mean"), number(line, f"rewards/{name}/std")
     if mean is None or std is None:
         return None
@@ -211,7 +211,7 @@ ALARMS = (
     Alarm(
         "constant_reward", "a reward function is constant",
         "rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS,
-        partial(constant, "NAME"),  # `Alarms.expanded` puts the name of each reward function there
+        partial(constant, "NAME"),  # `Alarms.expanded` replaces NAME by each reward function's name
         "so the model learns nothing from it",
         "if every completion is right, leave the function out or ask for more; if not, check that it reads what it "
         "should: its columns, and the format of the completions",
@@ -220,7 +220,7 @@ ALARMS = (
 
 
 class Alarms:
-    """Watches the lines of a run. It keeps its memory in the trainer's state, so checkpoints hold it."""
+    """The alarms of a run. Their memory is in the trainer's state, so checkpoints save it."""
 
     def __init__(self, state: TrainerState, nothing_to_learn_steps: int) -> None:
         self.state = state
@@ -228,11 +228,11 @@ class Alarms:
         self.alarms = [replace(alarm, patience=patience.get(alarm.name, alarm.patience)) for alarm in ALARMS]
 
     def watch(self, line: Line) -> dict[str, float]:
-        """Warn of what has been wrong for long enough; returns `alarms/NAME` for each alarm that warned."""
+        """Check a step's line and log the due warnings; return `alarms/NAME` = 1 for each alarm that warned."""
         return {f"alarms/{alarm.name}": 1.0 for key, alarm in self.expanded(line) if self.fires(key, alarm, line)}
 
     def expanded(self, line: Line) -> Iterator[tuple[str, Alarm]]:
-        """Each alarm with the key of its memory; the alarm on constant rewards comes once for each function."""
+        """Yield each alarm with the key of its memory; `constant_reward` comes once per reward function."""
         for alarm in self.alarms:
             if alarm.name != "constant_reward":
                 yield alarm.name, alarm
@@ -243,7 +243,7 @@ class Alarms:
                     yield f"{alarm.name}/{name}", replace(alarm, condition=partial(constant, name))
 
     def fires(self, key: str, alarm: Alarm, line: Line) -> bool:
-        """Show a line to one alarm; returns whether it warned."""
+        """Check a line with one alarm; return whether it warned."""
         memory = self.state.alarms.setdefault(key, {"steps": 0, "kept": []})
         wrong = alarm.condition(line, memory["kept"])
         if wrong is None:

@@ -1,15 +1,15 @@
-"""Saved training state, only as safetensors and JSON: no pickle is read or written.
+"""Checkpoints of the training state, in safetensors and JSON only: no pickle is read or written.
 
     checkpoint-{step}/
         adapter_model.safetensors, adapter_config.json    the adapter; plain peft loads the folder
         optimizer.safetensors    tensors of the optimizer's (and scheduler's) state, as `state.3.exp_avg`
-        reference.safetensors    the adapter that the KL term compares with, where there is one
+        reference.safetensors    the reference adapter of the KL term, if there is one
         rng.safetensors          torch's random state: `cpu`, and `cuda.0` and so on
         state.json               the caller's state, the remaining optimizer and scheduler state, other random states
         manifest.json            size and sha256 of each other file
 
-A checkpoint is written beside its final place, flushed to disk and renamed. So a folder named checkpoint-{step} is
-whole, whenever the process dies. Names that begin with `.checkpoint-` are unfinished.
+A checkpoint is written to a temporary folder, flushed to disk and renamed, so a folder named checkpoint-{step} is
+complete whenever the process dies. Names that begin with `.checkpoint-` are unfinished.
 """
 
 import json
@@ -48,9 +48,9 @@ def save_checkpoint(
     run_dir: Path, step: int, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any],
     reference: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write `run_dir/checkpoint-{step}`, in place of one that is there already, and return it. `state` must be plain
-    JSON values; `reference` is the adapter that the KL term compares with. Raises CheckpointError if the disk refuses;
-    older checkpoints stay."""
+    """Write `run_dir/checkpoint-{step}`, replacing an existing one, and return its path. `state` must be plain JSON
+    values; `reference` is the reference adapter of the KL term. Raises CheckpointError if the disk refuses; older
+    checkpoints stay."""
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
     tensors: dict[str, Tensor] = {}
@@ -73,7 +73,7 @@ def save_checkpoint(
 
 
 def save_adapter(folder: Path, save: Callable[[Path], None]) -> None:
-    """Have `save` write an adapter, in place of one that is there already; CheckpointError if the disk refuses."""
+    """Let `save` write an adapter, and swap it in for an existing one; CheckpointError if the disk refuses."""
     temp, free = folder.with_name(f".{folder.name}.tmp-{os.getpid()}"), free_bytes(folder)
     try:
         with removed_after(temp):
@@ -88,7 +88,7 @@ def save_adapter(folder: Path, save: Callable[[Path], None]) -> None:
 
 
 def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Restore, in place, what `save_checkpoint` was given and the random states; return `state`. It checks first."""
+    """Verify a checkpoint, restore adapter, optimizer, scheduler and random states in place, and return `state`."""
     verify(folder)
     with trusted(folder):
         content = json_object((folder / "state.json").read_bytes())
@@ -108,8 +108,8 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
 
 @contextmanager
 def trusted(folder: Path, *own: type[Exception]) -> Iterator[None]:
-    """Inside, whatever content of the wrong kind leads to becomes a CheckpointError, but for errors that are `own`. No
-    sum tells such files from good ones, for whoever altered them may have renewed the sums."""
+    """Turn errors from malformed content inside the block into CheckpointError, except the types in `own`. Checksums do
+    not catch such files, since whoever altered them may have updated the checksums too."""
     kept: tuple[type[Exception], ...] = (CheckpointError, *own)
     try:
         yield
@@ -121,7 +121,7 @@ def trusted(folder: Path, *own: type[Exception]) -> Iterator[None]:
 
 
 def load_weights(folder: Path, model: PeftModel) -> None:
-    """Give the adapter the weights of a checkpoint, and nothing else; CheckpointError where they are not good."""
+    """Load only the adapter weights of a checkpoint; CheckpointError if the checkpoint is damaged or does not fit."""
     verify(folder)
     adapter, held = load_file(folder / ADAPTER_FILE), adapter_tensors(model)
     check_adapter(folder, adapter, held)
@@ -130,7 +130,7 @@ def load_weights(folder: Path, model: PeftModel) -> None:
 
 
 def load_reference(folder: Path, model: PeftModel) -> dict[str, Tensor]:
-    """The adapter that the KL term of the saved run compared with; empty where that was the base model."""
+    """Return the reference adapter of the saved run's KL term; empty if the reference was the base model."""
     if not (folder / REFERENCE_FILE).is_file():
         return {}
     kept = load_tensors(folder / REFERENCE_FILE)
@@ -139,7 +139,7 @@ def load_reference(folder: Path, model: PeftModel) -> dict[str, Tensor]:
 
 
 def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> None:
-    """Raise CheckpointError unless this version and this optimizer can take over the saved state."""
+    """Raise MismatchError unless the checkpoint's format and optimizer match those of this run."""
     if content["format"] != FORMAT:
         raise MismatchError(f"{folder} has checkpoint format {content['format']}; this version reads only {FORMAT}")
     saved, mine = content["optimizer"], checkpoint_state.optimizer_shape(optimizer)
@@ -150,7 +150,7 @@ def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> N
 
 
 def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor]) -> None:
-    """Raise CheckpointError at the first tensor whose name, shape or dtype differs between file and model."""
+    """Raise MismatchError at the first tensor whose name, shape or dtype differs between file and model."""
     for name in sorted(saved.keys() | held.keys()):
         there, here = (f"{list(t[name].shape)} {t[name].dtype}" if name in t else "absent" for t in (saved, held))
         if there != here:
@@ -158,7 +158,7 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
-    """Delete all but the newest `keep_last` checkpoints (None keeps all), those in `keep` and the last good one."""
+    """Delete all checkpoints but the newest `keep_last` (None: all), those in `keep`, and the last good one."""
     folders = list_checkpoints(run_dir)
     kept = {path.resolve() for path in keep}
     old = [] if keep_last is None else folders[: max(len(folders) - keep_last, 0)]
@@ -174,7 +174,7 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
 
 
 def clean_leftovers(run_dir: Path) -> list[Path]:
-    """Remove or put back, and return, what a killed process left half written; call it before a first save."""
+    """Remove, or rename back, and return the temporary folders of killed processes; call it before the first save."""
     leftovers = sorted([*run_dir.glob(".checkpoint-*"), *run_dir.glob(f".{FINAL}.*")])
     for path in leftovers:
         name, _, kind = path.name[1:].partition(".")
@@ -193,10 +193,10 @@ def write_files(
 ) -> None:
     """Fill the new folder `temp` and flush it to disk, the manifest last."""
     temp.mkdir(parents=True)
-    # "auto" would ask the model hub about the vocabulary at each save; the embeddings are frozen anyway
+    # the default "auto" asks the hub about the vocabulary at each save; the embeddings are frozen anyway
     model.save_pretrained(str(temp), selected_adapters=[checkpoint_state.ADAPTER], save_embedding_layers=False)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(copies, temp / "optimizer.safetensors")  # copies, as no two tensors of a file may share memory
+    save_file(copies, temp / "optimizer.safetensors")  # copies, since tensors of a file may not share memory
     save_file(checkpoint_state.random_tensors(), temp / "rng.safetensors")
     if reference:
         save_file(reference, temp / REFERENCE_FILE)

@@ -1,7 +1,7 @@
-"""Turns training state into tensors and plain JSON, and back, without pickle.
+"""Converts training state to tensors and plain JSON, and back, without pickle.
 
-Optimizer, scheduler and random states are nested dicts, lists and tuples with tensors among them. `encode` puts the
-tensors aside under their path (`state.3.exp_avg`) and leaves JSON; `decode` is its inverse.
+Optimizer, scheduler and random states are nested dicts, lists and tuples that contain tensors. `encode` moves the
+tensors out under their path (`state.3.exp_avg`) and returns JSON; `decode` is its inverse.
 """
 
 import importlib.metadata
@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 FORMAT = 1
-ADAPTER = "default"  # the name peft gives the only adapter, and the one it saves at the top of the folder
+ADAPTER = "default"  # peft's default name, whose adapter it saves at the top level of the folder
 
 
 def collect(
     optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """The content of state.json; tensors met on the way are put into `tensors`."""
+    """Return the content of state.json, and put the tensors of the state into `tensors`."""
     kind, sizes = optimizer_shape(optimizer)
     return {
         "format": FORMAT,
@@ -47,13 +47,13 @@ def version(package: str) -> str:
 
 
 def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
-    """The adapter's parameters themselves (not copies), under the names of the saved file."""
+    """Return the adapter's parameters (not copies), under their names in the saved file."""
     held: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return held
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Copies of the tensors in a file: `load_file` may map them to the file, which is deleted later."""
+    """Return copies of a file's tensors: `load_file` may memory-map the file, which may be deleted later."""
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
@@ -65,7 +65,7 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return JSON for `value`: tensors go to `tensors` under their path `name`; a scheduler's functions are left out.
+    """Return `value` as JSON: tensors go to `tensors` under their path `name`; functions (of a scheduler) are dropped.
     """
     if torch.is_tensor(value):
         tensors[name] = value
@@ -95,11 +95,12 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
+    """Return an optimizer's class name and the number of parameters in each group."""
     return type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
-    """Load the state in its saved dtypes, not the parameters'; fused steps are the settings' to choose."""
+    """Load the state in its saved dtypes, not the parameters' dtypes; `fused` and `foreach` stay as in the settings."""
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         group.update({name: own[name] for name in ("fused", "foreach") if name in own})
     optimizer.load_state_dict(state)
@@ -113,7 +114,7 @@ def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[s
 
 
 def page(optimizer: Any) -> None:
-    """Move a paged bitsandbytes optimizer's moments back to paged memory, which loading takes them out of."""
+    """Move a paged bitsandbytes optimizer's moments back to paged memory after a load."""
     for parameter, held in optimizer.state.items():
         for name in {"state1", "state2"} & held.keys():
             buffer = optimizer.get_state_buffer(parameter, dtype=held[name].dtype)
@@ -122,7 +123,7 @@ def page(optimizer: Any) -> None:
 
 
 def restore_random(state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Set the random states of Python, numpy and torch (of those GPUs that are here)."""
+    """Set the random states of Python, numpy, torch and the GPUs that exist here."""
     random.setstate(decode(state["python"], {}))
     np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(tensors["cpu"])

@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step, and means over steps."""
+"""`Clock`: the seconds of each phase of a step; `mean_of`: means over steps."""
 
 import time
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from lowmem_grpo.memory.peaks import PhasePeaks
 
 
 class Clock:
-    """Seconds spent in each phase since `restart`; all other time is idle. `peaks` measures the memory of each phase
-    other than "reward"."""
+    """A stopwatch of the phases of a step since `restart`; all other time is idle. `peaks` measures the peak memory of
+    each phase other than "reward"."""
 
     def __init__(self, peaks: PhasePeaks | None = None) -> None:
         self.peaks = peaks
@@ -19,13 +19,13 @@ class Clock:
     def restart(self) -> None:
         self.started = time.perf_counter()
         self.seconds = {"generate": 0.0, "reward": 0.0, "train": 0.0}
-        self.reward_hidden = 0.0  # seconds of rewards while other groups were sampled; they count as "generate"
-        self.train_hidden: float | None = None  # seconds of training beside sampling; they count as "generate"
-        self.tools: float | None = None  # seconds with nothing to decode while tools worked; None: no tools
+        self.reward_hidden = 0.0  # reward seconds during sampling, counted as "generate"
+        self.train_hidden: float | None = None  # training seconds during sampling, counted as "generate"
+        self.tools: float | None = None  # seconds with nothing to decode while tools ran; None without tools
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, time and memory count as this phase's."""
+        """Count the time and memory of the block as this phase's."""
         began = time.perf_counter()
         try:
             with nullcontext() if self.peaks is None or name == "reward" else self.peaks.phase(name):
@@ -34,12 +34,12 @@ class Clock:
             self.seconds[name] += time.perf_counter() - began
 
     def moved_to_train(self, seconds: float) -> None:
-        """So many seconds in the phase "generate" were spent on training."""
+        """Move seconds from the phase "generate" to "train"."""
         self.seconds["train"] += seconds
         self.seconds["generate"] -= seconds
 
     def metrics(self) -> dict[str, float]:
-        """Step time in seconds, the share of each phase, and the share of reward time that was hidden by sampling."""
+        """Return the step time in seconds, and as shares of it each phase and the time hidden by sampling."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
         beside = {"time/tools": self.tools, "time/train_hidden": self.train_hidden}
@@ -49,5 +49,6 @@ class Clock:
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the steps that have it."""
     names = sorted({name for step in steps for name in step})
     return {name: fmean(step[name] for step in steps if name in step) for name in names}

@@ -1,4 +1,4 @@
-"""Files and folders of a run on the disk: a folder is whole or absent, and what a disk refuses is said in words."""
+"""File operations of a run: folders are swapped in atomically, and disk errors are explained with advice."""
 
 import errno
 import os
@@ -26,8 +26,8 @@ def existing(path: Path) -> Path:
 
 
 def place_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | None:
-    """Return what keeps a folder from being written to, and what to do. Nothing is written to find out; `option` is
-    what names the folder."""
+    """Return (fault, advice) if a folder cannot be written to, else None. This writes nothing; `option` is the name of
+    the folder's option."""
     place = existing(folder)
     if not place.is_dir():
         return f"{option} is {str(folder)!r}, and {place} is a file", f"choose another {option}"
@@ -38,13 +38,13 @@ def place_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | N
 
 
 def check_place(folder: Path, option: str) -> None:
-    """Raise OSError where a folder that `option` names could not be written to."""
+    """Raise OSError if the folder given by `option` cannot be written to."""
     if fault := place_fault(folder, option):
         raise OSError("; ".join(fault))
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the free bytes on the disk of a path, which need not exist yet; None where the disk does not say."""
+    """Return the free bytes on the disk of a path, which need not exist yet; None if unknown."""
     try:
         return shutil.disk_usage(existing(path)).free
     except OSError:
@@ -52,7 +52,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def number_of(error: Exception) -> int | None:
-    """Return the system's number of an error; safetensors has it only in its text."""
+    """Return an error's errno, which a safetensors error has only in its text."""
     if isinstance(error, OSError):
         return error.errno
     match = re.search(r"os error (\d+)", str(error))
@@ -60,14 +60,14 @@ def number_of(error: Exception) -> int | None:
 
 
 def refused(path: Path, error: Exception, needed: int, free: int | None) -> str:
-    """Return what to tell a user whose disk refused `needed` bytes at `path`, when `free` were free before."""
+    """Return the message for a disk that refused `needed` bytes at `path`; `free` bytes were free before."""
     number = number_of(error)
     words = str(error) if number is None else os.strerror(number)
     return f"{path} was not written: {words}; {advice(number, needed, free)}"
 
 
 def advice(number: int | None, needed: int, free: int | None) -> str:
-    """Return what to do. A disk can be full although it has room: by a quota, or because it can hold no more files."""
+    """Return advice for an errno. ENOSPC with enough free bytes means a quota, or no free inodes."""
     if number != errno.ENOSPC:
         return ADVICE.get(number or 0, "mend that, or choose another output_dir")
     if free is None or free < needed:
@@ -77,7 +77,7 @@ def advice(number: int | None, needed: int, free: int | None) -> str:
 
 
 def swap_in(temp: Path, folder: Path) -> None:
-    """Give `temp` its final name. A checkpoint that already has this name is moved aside, and back on a failure."""
+    """Rename `temp` to `folder`. An existing folder is moved aside first, and moved back on failure."""
     aside = aside_of(folder)
     remove(aside)
     if folder.exists():
@@ -98,7 +98,7 @@ def aside_of(folder: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, or a file or link of its name, if it is there."""
+    """Delete a folder, file or symlink, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -107,7 +107,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def removed_after(temp: Path) -> Iterator[None]:
-    """Remove `temp` before (an earlier process may have left it) and afterwards, whatever happens inside."""
+    """Remove `temp` before the block (an earlier process may have left it) and after it, also on errors."""
     remove(temp)
     try:
         yield
@@ -116,7 +116,7 @@ def removed_after(temp: Path) -> Iterator[None]:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Fsync a file, or a folder's directory entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

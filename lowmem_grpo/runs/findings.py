@@ -1,21 +1,21 @@
-"""Findings: what is wrong and what to do, as checks, judges, alarms and the doctor say it (who has no torch)."""
+"""`Finding`: a problem and its fix, as reported by checks, judges, alarms and the doctor. No torch is needed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from logging import Logger
 
-SEVERITIES = ("error", "warning", "note")  # it fails or learns nothing; it is probably a mistake; it is good to know
+SEVERITIES = ("error", "warning", "note")  # the run fails or learns nothing; probably a mistake; for information
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, and what to do about it. `str` gives it as one line."""
+    """A problem and what to do about it. `str` returns one line."""
 
     severity: str  # one of SEVERITIES
-    about: str  # a reward function, a judge or an alarm; empty where it is about the run as a whole
+    about: str  # a reward function, judge or alarm; empty for the run as a whole
     problem: str
     fix: str
-    kind: str = ""  # a short name by which the same trouble is recognised when it comes again
+    kind: str = ""  # a short name that identifies the same problem when it recurs
 
     def __str__(self) -> str:
         about = f"{self.about}: " if self.about else ""
@@ -32,10 +32,11 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 
 def mistakes(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the errors and warnings, without the notes."""
     return [finding for finding in findings if finding.severity != "note"]
 
 
 def warn(logger: Logger, where: str, findings: Iterable[Finding]) -> None:
-    """Log one warning for each mistake, which begins with `where` it was seen."""
+    """Log a warning for each error and warning, prefixed by `where`."""
     for finding in mistakes(findings):
         logger.warning("%s: %s", where, finding)

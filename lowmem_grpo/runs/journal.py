@@ -1,4 +1,4 @@
-"""What a run writes down after each step, and its alarms."""
+"""`Journal`: records a step's completions, checks the alarms, and collects metrics for the log."""
 
 import logging
 from typing import Any
@@ -12,24 +12,24 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-# A log line holds the last value of these, and of everything else the mean over the steps since the last line.
+# A log line has the last value of these metrics, and the mean of all others since the last line.
 LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skipped_rows", "memory/peak_bytes",
         "memory/reserved_bytes", "memory/kv_bytes", "memory/oom_train", "memory/oom_generate", "learning_rate",
         "nonfinite/steps")
 
 
 class Journal:
-    """Gives one line to log every `logging_steps`, and at the last step; completions are written at each step."""
+    """The journal of a run: one line to log every `logging_steps` and at the last step; completions at each step."""
 
     def __init__(
         self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True
     ) -> None:
-        """`settings` are the run's own; `prints` is False in a process that shows nothing."""
+        """`settings` are the run's; `prints` is False in a process without output."""
         self.state, self.records, self.settings, self.alarms = state, records, settings, alarms
         self.show_samples = prints and getattr(settings, "log_completions", False)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Take one step's line, and the groups whose completions are recorded; returns the line to log, if one is due.
+        """Record one step's line, and the completions of `groups`; return the line to log, if one is due.
         """
         if self.alarms is not None:
             line |= self.alarms.watch(line)
@@ -48,7 +48,7 @@ class Journal:
         return logged
 
     def flush(self) -> dict[str, Any] | None:
-        """Return the line to log of the steps since the last one; None where there are none."""
+        """Return the log line for the steps since the last one; None if there are none."""
         if not self.state.unlogged:
             return None
         last = self.state.unlogged[-1]
@@ -64,11 +64,12 @@ class Journal:
 
 
 def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
-    """Return which completions to print: `count` of them, or the best one of each prompt, or of the first one."""
+    """Return completions to print: the first `count`; if `unique`, each prompt's best; else the first prompt's best."""
     each = [(group, best_of(group)) for group in groups] if unique or count is None else [
         (group, rollout) for group in groups for rollout in group.rollouts]
     return each[: count or (None if unique else 1)]
 
 
 def best_of(group: RolloutGroup) -> Rollout:
+    """Return the rollout with the highest reward."""
     return max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))

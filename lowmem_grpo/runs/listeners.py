@@ -1,16 +1,16 @@
-"""The listeners of a run, which transformers calls callbacks: those written for its Trainer work here unchanged.
+"""The listeners of a run, which transformers calls callbacks: callbacks written for its Trainer work here unchanged.
 
 Each hook is called as `hook(args, state, control, model=, processing_class=, optimizer=, lr_scheduler=, ...)`, where
 
     on_init_end                              at the end of the trainer's constructor
     on_train_begin, on_train_end
-    on_epoch_begin, on_epoch_end             where the rows begin anew; on_epoch_end also at the end
+    on_epoch_begin, on_epoch_end             around each pass over the rows; on_epoch_end also at the run's end
     on_step_begin, on_step_end               around one update: sampling and its optimizer steps
     on_pre_optimizer_step, on_optimizer_step before and after each optimizer step
     on_log (logs=), on_evaluate (metrics=), on_save
     on_push_begin                            before an upload to the hub
 
-What a listener sets in `control` is done at the end of the step.
+Requests that a listener sets in `control` are done at the end of the step.
 """
 
 import logging
@@ -28,16 +28,16 @@ NEVER = {  # hooks of transformers that are not called here
     "on_prediction_step": "an evaluation has no steps; use on_evaluate",
     "on_predict": "there is no predict; use on_evaluate",
 }
-REFUSED = {  # modules of classes that need what only their own trainer has
+REFUSED = {  # modules whose classes need parts of their own trainer
     "transformers.integrations": "use report_to for wandb, tensorboard and trackio",
     "trl": "it needs the parts of TRL's trainer; log_completions, report_to and records show what happens",
 }
-PROGRESS = "RichProgressCallback"  # TRL's bar, and the metrics in a table
-FLOW = "DefaultFlowCallback"  # transformers' own: it sets in `control` what the loop itself decides here
+PROGRESS = "RichProgressCallback"  # TRL's progress bar and table of metrics
+FLOW = "DefaultFlowCallback"  # sets requests in `control` that the loop decides here
 
 
 class Callbacks:
-    """Calls every listener that has a method for an event, in order."""
+    """The listeners, called in order for each event for which they have a method."""
 
     def __init__(self, listeners: Iterable[Any] = ()) -> None:
         self.listeners: list[Any] = []
@@ -51,12 +51,12 @@ class Callbacks:
             if method is None:
                 continue
             returned = method(args, state, control, **kwargs)
-            if returned is not None and returned is not control:  # a listener may also return a control of its own
+            if returned is not None and returned is not control:  # a listener may return another control object
                 for name in vars(control):
                     setattr(control, name, getattr(returned, name, getattr(control, name)))
 
     def add(self, listener: Any) -> None:
-        """Add a listener, or one of a class. TypeError for what has no hook; hooks that are never called are named."""
+        """Add a listener (an object or a class). TypeError if it has no hook; warns of hooks that are never called."""
         made = listener() if isinstance(listener, type) else listener
         kind = type(made)
         if kind.__name__ == PROGRESS and kind.__module__.startswith("trl."):
@@ -75,7 +75,7 @@ class Callbacks:
         self.listeners.append(made)
 
     def pop(self, which: Any) -> Any:
-        """Remove and return a listener, given as it is or by its class; None where there is none."""
+        """Remove and return a listener, given as object or class; None if there is none."""
         for place, listener in enumerate(self.listeners):
             if listener is which or (isinstance(which, type) and type(listener) is which):
                 return self.listeners.pop(place)
@@ -83,6 +83,6 @@ class Callbacks:
 
 
 def own_method(kind: type, name: str) -> bool:
-    """Return whether a class defines a hook itself; transformers' own does nothing."""
+    """Return whether a class overrides a hook; transformers' default does nothing."""
     home = next((cls for cls in kind.__mro__ if name in vars(cls)), None)
     return home is not None and not home.__module__.startswith("transformers.")

@@ -1,5 +1,5 @@
-"""One owner of a run's folder: a second process would repeat lines and break checkpoints. The owner holds an flock on a
-file, which names it; the system gives the lock back when the process ends, however it ends."""
+"""The lock of a run's folder, since a second process would repeat lines and break checkpoints. The owner holds an flock
+on a file that names it; the kernel releases the lock when the process ends, however it ends."""
 
 import errno
 import json
@@ -24,18 +24,18 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 FILE, OWNER_BYTES = ".owner.json", 4096
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without them
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without locks
 
 
 class RunInUseError(RecordError):
-    """Another process writes into the folder of a run; the message says which one, and what to do."""
+    """Raised if another process owns the run's folder; the message names it, and says what to do."""
 
 
 @contextmanager
 def owned(run_dir: Path) -> Iterator[None]:
-    """Inside, this process owns the folder, which is made if need be. RunInUseError where another process does. Where
-    the file system has no locks, the file decides: an owner on this machine is looked for among its processes, and one
-    on another machine is believed to be alive."""
+    """Own the folder inside the block, and create it if missing. RunInUseError if another process owns it. If the file
+    system has no locks, the file's content decides: an owner on this machine is checked by its pid, and an owner on
+    another machine is assumed to be alive."""
     path = run_dir / FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -48,16 +48,16 @@ def owned(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         HELD.discard(file)
-        with suppress(OSError):  # on a disk that turned read-only the file stays, and its lock is gone all the same
+        with suppress(OSError):  # on a disk that turned read-only; the lock is released anyway
             path.unlink()
         os.close(file)
 
 
-HELD: set[int] = set()  # open files of this process's locks
+HELD: set[int] = set()  # file descriptors of this process's locks
 
 
 def close_in_child() -> None:
-    """A forked process inherits the open file, and with it the lock, which it would hold after its parent's end."""
+    """Close inherited lock files in a forked child, which would keep the locks after the parent's end."""
     for file in HELD:
         os.close(file)
     HELD.clear()
@@ -68,7 +68,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def locked(path: Path) -> int:
-    """The open file at `path`, locked."""
+    """Open and lock the file at `path`, and return its descriptor."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -78,7 +78,7 @@ def locked(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # its owner removed it in the meantime
+        os.close(file)  # its former owner removed it meanwhile
 
 
 def take(file: int, path: Path) -> None:
@@ -101,7 +101,7 @@ def take(file: int, path: Path) -> None:
 
 
 def is_at(file: int, path: Path) -> bool:
-    """Return whether the open file is still the one with this name."""
+    """Return whether the open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -117,17 +117,17 @@ def is_alive(owner: dict[str, Any]) -> bool:
     try:
         number = int(owner["pid"])
         if number < 1:
-            return False  # which stands for a group of processes
+            return False  # kill would address a process group
         os.kill(number, 0)
     except (ProcessLookupError, KeyError, ValueError, TypeError, OverflowError):
         return False
     except PermissionError:
-        return True  # another user's
+        return True  # a process of another user
     return True
 
 
 def boot() -> str:
-    """Return the id of this boot of the machine; empty where the system does not say."""
+    """Return the id of the machine's current boot; empty if the system has none."""
     return BOOT.read_text().strip() if BOOT.is_file() else ""
 
 
@@ -139,7 +139,7 @@ def write_owner(file: int) -> None:
 
 
 def read_owner(file: int) -> dict[str, Any]:
-    """Who the file names; empty if it names nobody."""
+    """Return the owner that the file names; empty if there is none."""
     try:
         owner = json.loads(os.pread(file, OWNER_BYTES, 0))
     except (ValueError, RecursionError):
@@ -153,7 +153,7 @@ def refusal(path: Path, owner: dict[str, Any]) -> str:
 
 
 def said(owner: dict[str, Any]) -> str:
-    """An owner in words."""
+    """Return a description of an owner."""
     if not owner:
         return "a process that has not said its name"
     here = "" if owner.get("host") == socket.gethostname() else f" on {owner.get('host')}"

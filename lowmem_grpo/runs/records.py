@@ -1,5 +1,5 @@
-"""The run's records on disk: metrics.jsonl, completions.jsonl and summary.json, whole lines only. Runs before it are
-whole folders `earlier/1`, `earlier/2` ...; nothing here deletes them."""
+"""The run's records on disk: metrics.jsonl, completions.jsonl and summary.json, in whole lines. Earlier runs in the
+same directory are moved to `earlier/1`, `earlier/2` ..., and never deleted."""
 
 import json
 import logging
@@ -15,29 +15,29 @@ from lowmem_grpo.runs.files import flush, free_bytes, refused
 from lowmem_grpo.runs.trajectory import content_text, episode_fields
 
 if TYPE_CHECKING:
-    from lowmem_grpo.types import RolloutGroup  # which needs torch: a report is written without it
+    from lowmem_grpo.types import RolloutGroup  # needs torch, which reports do without
 
 logger = logging.getLogger(__name__)
 METRICS, COMPLETIONS, SUMMARY, REPORT = "metrics.jsonl", "completions.jsonl", "summary.json", "report.html"
 FINAL, NONFINITE, EARLIER = "adapter", "nonfinite.jsonl", "earlier"
-OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, "tensorboard", METRICS, SUMMARY)  # beside its checkpoints
+OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, "tensorboard", METRICS, SUMMARY)  # besides its checkpoints
 
 
 class RecordError(RuntimeError):
-    """A record cannot be read or written, or would overwrite another run; the message says what to do."""
+    """Raised if a record cannot be read or written, or would overwrite another run; the message says what to do."""
 
 
 class RunRecords:
-    """Append-only records in a run directory."""
+    """The append-only records in a run directory."""
 
     writes = True  # whether this process writes the files of the run
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.lines: Counter[str] = Counter()  # how many this run wrote into each file, or read there
+        self.lines: Counter[str] = Counter()  # lines of each file that this run wrote or kept
 
     def start_run(self) -> Path | None:
-        """Move what the directory holds of another run into a folder of `earlier`, which is returned."""
+        """Move the files of a previous run into a new folder in `earlier`, and return it; None if there are none."""
         self.lines.clear()
         earlier = self.run_dir / EARLIER
         moving = earlier / ".moving"
@@ -58,7 +58,7 @@ class RunRecords:
         return sorted(path.name for path in self.run_dir.glob("checkpoint-*"))
 
     def refuse_another_run(self) -> None:
-        """RecordError if the directory holds a run."""
+        """Raise RecordError if the directory holds a run."""
         held = [name for name in (METRICS, COMPLETIONS, SUMMARY) if (self.run_dir / name).exists()]
         held += self.checkpoints()
         if held:
@@ -67,8 +67,8 @@ class RunRecords:
                               "one (overwrite_output_dir=true)")
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`, and a half-written last line: they will be made again. RecordError,
-        before anything is dropped, for a damaged line among those that are kept."""
+        """Drop the lines after `step`, which will be written again, and an unfinished last line. RecordError, before
+        anything is dropped, for a damaged line among the kept ones."""
         held = {name: kept_lines(self.run_dir / name, step) for name in (METRICS, COMPLETIONS)
                 if os.path.lexists(self.run_dir / name)}
         for name, kept in held.items():
@@ -76,12 +76,12 @@ class RunRecords:
             self.lines[name] = len(kept)
 
     def missing(self, written: dict[str, int]) -> list[str]:
-        """Return which of the lines that a checkpoint knows are missing in a file."""
+        """Return a message for each file with fewer lines than `written`, the counts in a checkpoint."""
         return [f"{self.run_dir / name} has {self.lines[name]} of the {count} lines that it had"
                 for name, count in written.items() if self.lines[name] < count]
 
     def flush(self) -> None:
-        """Wait until the lines are on the disk: a checkpoint must not outlive them."""
+        """Fsync the records before a checkpoint, which must not survive a power cut without its lines."""
         for name in (METRICS, COMPLETIONS):
             if (self.run_dir / name).exists():
                 flush(self.run_dir / name)
@@ -96,7 +96,7 @@ class RunRecords:
         replace_text(self.run_dir / SUMMARY, json.dumps(finite(self.known() | summary), indent=2) + "\n")
 
     def known(self) -> dict[str, Any]:
-        """Return the content of summary.json; a broken one is kept under another name, and stops no run."""
+        """Return the content of summary.json; a broken file is renamed with a warning, and does not stop the run."""
         path = self.run_dir / SUMMARY
         if not os.path.lexists(path):
             return {}
@@ -105,12 +105,12 @@ class RunRecords:
         except (OSError, ValueError) as error:
             broken = path.with_name(f"{SUMMARY}.broken-{os.getpid()}")
             logger.warning("%s cannot be read (%s); it is now %s, and a new one is begun", path, error, broken.name)
-            with suppress(OSError):  # then writing the new one says what is wrong with the disk
+            with suppress(OSError):  # if the disk is at fault, writing the new file reports it
                 os.rename(path, broken)
             return {}
 
     def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
-        """Append whole lines; if the disk is full, the file is cut back to its last whole line."""
+        """Append lines; if the disk refuses, cut the file back to its former length and raise RecordError."""
         path, texts = self.run_dir / name, [to_line(line) for line in lines]
         text, free = "".join(texts).encode(), free_bytes(path)
         length = path.stat().st_size if path.exists() else 0
@@ -128,7 +128,7 @@ class RunRecords:
 
 
 class NoRecords(RunRecords):
-    """The records of a process that writes nothing: another one writes them."""
+    """The records of a process that writes none, because another process does."""
 
     writes = False
 
@@ -145,7 +145,7 @@ class NoRecords(RunRecords):
 
 
 def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> RecordError:
-    """The error for `needed` bytes that could not be written to `path`, when `free` were free before."""
+    """Return the error for `needed` bytes that could not be written to `path`; `free` bytes were free before."""
     return RecordError(f"{refused(path, error, needed, free)}. What was written before is whole; afterwards go on with "
                        "trainer.train(resume_from_checkpoint=True)")
 
@@ -165,7 +165,7 @@ def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, 
 
 
 def prompt_text(prompt: Any) -> str:
-    """Return a prompt as a text: of a chat with several messages, with the role above each."""
+    """Return a prompt as text; a chat of several messages has the role above each message."""
     if not isinstance(prompt, list):
         return "" if prompt is None else str(prompt)
     if len(prompt) == 1:
@@ -174,7 +174,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file, without an unfinished last line; ValueError for a line that is no record."""
+    """Return the records of a file, without an unfinished last line; ValueError for a damaged line."""
     records = []
     *complete, last = path.read_bytes().split(b"\n")
     for number, line in enumerate([*complete, last], start=1):
@@ -189,7 +189,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records up to a step, whatever damage follows them; RecordError for a damaged line before."""
+    """Return the records up to `step`, ignoring damage after them; RecordError for a damaged line before."""
     kept: list[dict[str, Any]] = []
     damage = ""
     try:
@@ -210,7 +210,7 @@ def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def step_record(line: bytes) -> dict[str, Any]:
-    """A line's record; ValueError says in words that go on from the line's number why it is none."""
+    """Parse a line; the message of a ValueError continues "FILE, line N"."""
     try:
         record = json_object(line)
     except ValueError as error:
@@ -221,7 +221,7 @@ def step_record(line: bytes) -> dict[str, Any]:
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """The object that a JSON text holds, NaN and infinity as None; ValueError for anything else."""
+    """Parse a JSON object, with NaN and infinity as None; ValueError for anything else."""
     try:
         value = json.loads(text, parse_constant=lambda _: None)
     except RecursionError as error:
@@ -232,13 +232,13 @@ def json_object(text: bytes) -> dict[str, Any]:
 
 
 def to_line(record: dict[str, Any]) -> str:
-    """One line of JSON, NaN and infinities as null, a question mark for each lone surrogate (no UTF-8 has it)."""
+    """Return a line of JSON, with NaN and infinity as null, and lone surrogates, which UTF-8 lacks, as "?"."""
     line = json.dumps(finite(record), ensure_ascii=False) + "\n"
     return line.encode(errors="replace").decode()
 
 
 def finite(value: Any) -> Any:
-    """The same value with NaN and infinities as null, which JSON can hold."""
+    """Return `value` as JSON values, with NaN and infinity as None, and unknown types as text."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -249,7 +249,7 @@ def finite(value: Any) -> Any:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write aside, then rename: a reader never sees half a file, nor does one after a power cut."""
+    """Write a file atomically: to a temporary file, fsynced and then renamed. RecordError if the disk refuses."""
     aside, free = path.with_name(f".{path.name}.tmp"), free_bytes(path)
     try:
         aside.write_text(text, "utf-8")

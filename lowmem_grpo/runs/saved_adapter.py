@@ -1,4 +1,4 @@
-"""Saved adapters: which one a path means (a run's, a checkpoint's, or a folder's), and on which base it was trained."""
+"""Finds the saved adapter in a run, a checkpoint or an adapter folder, and checks the base that it was trained on."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,20 +14,20 @@ BASE_FILE = "base_model.json"  # beside the adapter
 
 
 class RunError(ValueError):
-    """A path leads to nothing that can be used; the message says what is there, and what to do."""
+    """Raised for a path without a usable adapter; the message says what is there, and what to do."""
 
 
 @dataclass(frozen=True)
 class RunAdapter:
-    """A saved adapter, and where it comes from."""
+    """A saved adapter and a description of its origin."""
 
     folder: Path
-    note: str  # in words, for people
+    note: str  # describes the adapter for users
 
 
 def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
-    """The adapter that `path` means. RunError for a path to nothing, and for a run that never finished unless
-    `unfinished` allows its last good checkpoint; CheckpointError for files that are not whole."""
+    """Return the adapter in a run, checkpoint or adapter folder. RunError if there is none, or if the run never
+    finished and `unfinished` does not allow its last good checkpoint; CheckpointError for damaged files."""
     if not path.exists():
         raise RunError(f"there is no {path}; give the folder of a run, of a checkpoint or of a saved adapter")
     if not path.is_dir():
@@ -42,7 +42,7 @@ def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
 
 
 def of_run(run_dir: Path, unfinished: bool) -> RunAdapter:
-    """The final adapter of a run directory, or its last good checkpoint."""
+    """Return the final adapter of a run directory, or with `unfinished` its last good checkpoint."""
     summary = read_summary(run_dir)
     good, broken = whole_files.last_good(run_dir)
     if not summary and good is None and not broken:
@@ -63,7 +63,7 @@ def of_run(run_dir: Path, unfinished: bool) -> RunAdapter:
 
 
 def final_adapter(run_dir: Path, good: Path | None) -> RunAdapter:
-    """Return the adapter that a finished run has left."""
+    """Return a finished run's final adapter, or its checkpoint `good` if that is gone."""
     try:
         check_adapter_folder(run_dir / FINAL)
     except CheckpointError:
@@ -74,7 +74,7 @@ def final_adapter(run_dir: Path, good: Path | None) -> RunAdapter:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json of a run; empty if there is none."""
+    """Return summary.json of a run; empty if there is none. RunError if it is not JSON."""
     path = run_dir / SUMMARY
     if not path.is_file():
         return {}
@@ -95,14 +95,14 @@ class BaseRecord:
     load_in_fp8: bool | str | None = None  # "block" for scales by block
 
     def write(self, folder: Path) -> None:
-        """Put it beside the adapter; a folder is named by its whole path."""
+        """Write the record into the adapter's folder; a local model gets its absolute path."""
         local = self.model is not None and Path(self.model).is_dir()
         fields = asdict(self) | ({"model": str(Path(str(self.model)).absolute())} if local else {})
         (folder / BASE_FILE).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
 
 
 def base_of_adapter(folder: Path) -> BaseRecord:
-    """Return the record of an adapter's base, or only the name that PEFT keeps; ValueError for a broken one."""
+    """Return the record of an adapter's base, or else PEFT's name of it; ValueError for a broken record."""
     own = folder / BASE_FILE
     if own.is_file():
         try:
@@ -114,7 +114,7 @@ def base_of_adapter(folder: Path) -> BaseRecord:
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
-    """Return adapter_config.json. AdapterError for one that cannot be read, or is of another kind than LoRA."""
+    """Return adapter_config.json. AdapterError if it cannot be read, or is not of type LoRA."""
     path = folder / "adapter_config.json"
     try:
         settings = json.loads(path.read_text("utf-8"))
@@ -128,11 +128,11 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # the same weights, stored in 4 bit
+BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # mark 4-bit copies of the same weights
 
 
 def check_base(folder: Path, name: str, revision: str | None) -> None:
-    """AdapterError if the adapter was trained on another base than the model `name`, as far as its record tells."""
+    """Raise AdapterError if the adapter's record names another base than the model `name` at `revision`."""
     record = base_of_adapter(folder)
     if record.model is None:
         return
@@ -146,14 +146,14 @@ def check_base(folder: Path, name: str, revision: str | None) -> None:
 
 
 def same_model(model: str, other: str) -> bool:
-    """Return whether two names or folders mean the same weights: one folder, or one last name (a fork in 4 bit)."""
+    """Return whether two names or folders mean the same weights: the same folder, or equal `plain_name`."""
     if Path(model).is_dir() and Path(other).is_dir() and Path(model).resolve() == Path(other).resolve():
         return True
     return plain_name(model) == plain_name(other)
 
 
 def plain_name(model: str) -> str:
-    """The last part of a name or path, without owner, and without what says that the weights are stored in 4 bit."""
+    """Return the last part of a model name or path, in lower case, without `BASE_SUFFIXES`."""
     snapshot = next((part for part in Path(model).parts if part.startswith("models--")), model)  # in the hub's cache
     name = snapshot.replace("--", "/").rstrip("/").rpartition("/")[2].lower()
     for suffix in BASE_SUFFIXES:

@@ -1,4 +1,4 @@
-"""The state of a run, what its listeners and Ctrl-C may ask of it, and where it ended, under transformers' names."""
+"""The state, control and output of a run, under transformers' names; `Interrupt`: its signal handling."""
 
 import math
 import os
@@ -12,28 +12,28 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-OF_STEPS = ("loss", "grad_norm", "learning_rate")  # in a line of the log, and not in the summary
+OF_STEPS = ("loss", "grad_norm", "learning_rate")  # in log lines, but not in the summary
 
 
 @dataclass
 class TrainerState:
-    """The position of the run; reward functions get it as `trainer_state`."""
+    """The progress of the run; reward functions get it as `trainer_state`."""
 
     global_step: int = 0  # optimizer steps
     max_steps: int = 0
-    policy_version: int = 0  # how often the adapter changed
+    policy_version: int = 0  # number of updates of the adapter
     epoch: float = 0.0
     num_tokens: int = 0  # prompt and completion tokens seen in rollouts
     elapsed: float = 0.0  # seconds of training, over all resumes
     nonfinite_steps: int = 0  # skipped for NaN or infinity
     nonfinite_in_a_row: int = 0
     alarms: dict[str, Any] = field(default_factory=dict)  # what each alarm remembers
-    best_metric: float | None = None  # highest mean reward at a save, or of what metric_for_best_model names
+    best_metric: float | None = None  # best mean reward at a save, or value of metric_for_best_model
     best_model_checkpoint: str | None = None
-    best_global_step: int | None = None  # when the best evaluation was, where one says which checkpoint is the best
-    unlogged: list[dict[str, Any]] = field(default_factory=list)  # lines of the steps since the last logged one
+    best_global_step: int | None = None  # step of the best evaluation, if evaluations decide
+    unlogged: list[dict[str, Any]] = field(default_factory=list)  # lines of the steps since the last log line
     log_history: list[dict[str, Any]] = field(default_factory=list)
-    # What transformers' callbacks also ask for; there is one process.
+    # Read by transformers' callbacks; there is one process.
     is_world_process_zero = is_local_process_zero = True
     is_hyper_param_search, trial_name, trial_params, total_flos = False, None, None, 0.0
 
@@ -45,7 +45,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """Requests of listeners."""
+    """The requests that listeners make."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -54,14 +54,14 @@ class TrainerControl:
     should_epoch_stop: bool = False
 
     def taken(self) -> "TrainerControl":
-        """A copy; what holds for one step alone is no longer asked for."""
+        """Return a copy, and clear the requests that hold for one step only."""
         asked = replace(self)
         self.should_save = self.should_log = self.should_evaluate = False
         return asked
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's kind and message, with the notes that say what to do."""
+    """Return an error's type and message, with its notes, which say what to do."""
     return "\n".join([f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])])
 
 
@@ -75,14 +75,14 @@ class TrainOutput:
 
     @property
     def training_loss(self) -> float:
-        """The mean loss of this call's steps; 0.0 where it made none."""
+        """The mean loss of this call's steps; 0.0 without steps."""
         return float(self.metrics["train_loss"])
 
 
 def summary(state: TrainerState, losses: list[float], samples: int, seconds: float, parameters: int) -> dict[str, Any]:
-    """Return the last line of a run's log: transformers' figures, and what the last step's line measured. `losses` are
-    those of the steps that this call of `train` made, on so many `samples`. As in transformers, total_flos is 6 for
-    each token and each of the `parameters` that are no embedding, over all calls."""
+    """Return the last line of a run's log: transformers' summary and the last step's metrics. `losses` are those of the
+    steps of this call of `train`, on `samples` samples. As in transformers, total_flos is 6 * tokens * `parameters`,
+    which exclude embeddings, over all calls."""
     state.total_flos = 6.0 * state.num_tokens * parameters
     last: dict[str, Any] = next((line for line in reversed(state.log_history) if losses and "loss" in line), {})
     known = [loss for loss in losses if math.isfinite(loss)]
@@ -92,7 +92,7 @@ def summary(state: TrainerState, losses: list[float], samples: int, seconds: flo
 
 
 def speed(prefix: str, seconds: float, samples: int, steps: int) -> dict[str, float]:
-    """Return how long something took, and its samples and steps a second, under transformers' names."""
+    """Return the runtime in seconds, and samples and steps per second, under transformers' names."""
     rates = {"samples": samples / seconds, "steps": steps / seconds} if seconds else {}
     return {f"{prefix}_runtime": seconds, **{f"{prefix}_{name}_per_second": rate for name, rate in rates.items()}}
 
@@ -101,8 +101,8 @@ STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Interrupt:
-    """Ctrl-C, SIGTERM (a scheduler) and SIGHUP (a closed terminal) stop the run after its step; a second Ctrl-C stops
-    it at once. A signal that was ignored before, as SIGHUP is under nohup, stays so."""
+    """The signal handler of a run: Ctrl-C, SIGTERM (a scheduler) and SIGHUP (a closed terminal) stop it after its step;
+    a second Ctrl-C stops it at once. Other signals that were ignored before, as SIGHUP under nohup, stay ignored."""
 
     def __init__(self) -> None:
         self.got: int | None = None  # the first signal
@@ -113,7 +113,7 @@ class Interrupt:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Handle signals inside. Only the main thread can: Python allows no handlers in others."""
+        """Handle signals inside the block. No effect outside the main thread, where Python allows no handlers."""
         self.got = None
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -135,14 +135,14 @@ class Interrupt:
         if self.got is not None:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            return  # tools such as `timeout` send the same signal twice
+            return  # tools such as `timeout` send a signal twice
         self.got = number
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         again = " Once more stops at once, without saving." if number == signal.SIGINT else ""
         print(f"\n{name}: finishing this step, then saving.{again}", flush=True)
 
     def pass_on(self) -> None:
-        """Let a signal other than Ctrl-C have the effect that it has without us: by default it ends the process."""
+        """Raise the received signal again, unless it was Ctrl-C; by default this ends the process."""
         if self.got not in (None, signal.SIGINT):
             for stream in (sys.stdout, sys.stderr):
                 with suppress(OSError, ValueError):
@@ -156,7 +156,7 @@ class Interrupt:
 
 
 def leave_the_terminal() -> None:
-    """A terminal that was closed refuses all that is written to it: write nowhere instead."""
+    """Redirect the standard streams to /dev/null, since writes to a closed terminal fail."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         with suppress(OSError):

@@ -1,12 +1,12 @@
-"""An episode in completions.jsonl, turn by turn, and as a text that people read."""
+"""Episodes as records in completions.jsonl, turn by turn, and as readable transcripts."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.types import Message, Rollout, Turn  # which needs torch: a report is written without it
+    from lowmem_grpo.types import Message, Rollout, Turn  # needs torch, which reports do without
 
-ENDINGS = {  # why an episode ends, in words
+ENDINGS = {  # descriptions of the endings of an episode
     "done": "the environment, or the code that plays, said that it is over",
     "answer": "a turn without a call of a tool",
     "max_turns": "no more turns are allowed",
@@ -19,7 +19,7 @@ ENDINGS = {  # why an episode ends, in words
 
 
 def episode_fields(rollout: "Rollout") -> dict[str, Any]:
-    """Return the fields of a line that only an episode has; `sampled_tokens` counts what the policy drew."""
+    """Return the fields of an episode's line; `sampled_tokens` counts the tokens that the policy sampled."""
     values = {"ending": rollout.ending, "num_turns": len(rollout.turns),
              "sampled_tokens": None if rollout.trained is None else rollout.num_trained,
              "sequences": sequences(rollout), "turns": turn_records(rollout)}
@@ -27,19 +27,19 @@ def episode_fields(rollout: "Rollout") -> dict[str, Any]:
 
 
 def sequences(rollout: "Rollout") -> int | None:
-    """Return how many sequences an episode is, if the template rewrote the history; None for one."""
-    starts = {0, *(split.start for split in rollout.splits)}  # one at 0 has only another prompt than the group
+    """Return the number of sequences of an episode whose history the template rewrote; None for one."""
+    starts = {0, *(split.start for split in rollout.splits)}  # a split at 0 only has another prompt than the group
     return len(starts) if len(starts) > 1 else None
 
 
 def turn_records(rollout: "Rollout") -> list[dict[str, Any]]:
-    """A record for each turn; what is 0, empty or unknown is left out."""
+    """Return a record for each turn; fields that are 0, empty or unknown are left out."""
     new = [new_context(*pair, bool(rollout.splits)) for pair in pairwise(rollout.turns)]
     return [turn_record(turn, each) for turn, each in zip(rollout.turns, [{}, *new], strict=False)]
 
 
 def new_context(before: "Turn", turn: "Turn", split: bool) -> dict[str, Any]:
-    """Return how many tokens came between two turns, or how many a rewritten history's new prompt has."""
+    """Return the number of tokens between two turns, or, if the history was rewritten, of the whole new prompt."""
     held = len(before.prompt_ids) + len(before.completion_ids)
     if split and turn.prompt_ids[:held] != before.prompt_ids + before.completion_ids:
         return {"context": len(turn.prompt_ids), "rewritten": True}
@@ -47,7 +47,7 @@ def new_context(before: "Turn", turn: "Turn", split: bool) -> dict[str, Any]:
 
 
 def turn_record(turn: "Turn", new: dict[str, Any]) -> dict[str, Any]:
-    """A turn: the text and the tokens that were sampled, what was read from them, what came back, and its reward."""
+    """Return a turn's record: the sampled text and its tokens, tool calls, replies, and reward."""
     calls = [call.get("function", call) for call in turn.message.get("tool_calls") or []]
     values = new | {"prompt_tokens": len(turn.prompt_ids), "cached": turn.cached_tokens, "failures": turn.failures,
                     "seconds": round(turn.seconds, 3), "cut_off": turn.finish_reason == "length",
@@ -64,7 +64,7 @@ def reply_record(reply: "Message") -> dict[str, Any]:
 
 
 def content_text(message: "Message") -> str:
-    """A message's content as a text; of content in blocks the texts, and the kinds of the others."""
+    """Return a message's content as text; a block that is not text is shown by its type, such as [image]."""
     content = message.get("content") or ""
     if not isinstance(content, list):
         return str(content)
@@ -77,7 +77,7 @@ def speaker(reply: dict[str, Any]) -> str:
 
 
 def transcript(turns: list[dict[str, Any]]) -> str:
-    """The records of an episode's turns as a text: who said what, and what was paid."""
+    """Return a readable transcript of an episode's turn records, with speakers and rewards."""
     parts = []
     for number, turn in enumerate(turns, start=1):
         paid = f", reward {turn['reward']:g}" if "reward" in turn else ""

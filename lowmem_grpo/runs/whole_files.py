@@ -1,4 +1,4 @@
-"""Which checkpoints and adapters on the disk are whole: every file is there, as it was written. No torch is needed."""
+"""Checks that checkpoints and adapters on the disk are complete and unaltered. No torch is needed."""
 
 import hashlib
 import re
@@ -12,19 +12,19 @@ FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safe
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or trusted; the message says which file and what to do."""
+    """Raised if a checkpoint cannot be written, read or trusted; the message names the file, and says what to do."""
 
 
 class MismatchError(CheckpointError):
-    """A good checkpoint of another adapter, optimizer or format than the run's."""
+    """Raised for a good checkpoint with another adapter, optimizer or format than the run's."""
 
 
 class AdapterError(ValueError):
-    """A saved adapter cannot be used; the message says why, and what to do."""
+    """Raised if a saved adapter cannot be used; the message says why, and what to do."""
 
 
 def verify(folder: Path) -> None:
-    """Raise CheckpointError, naming the file, unless each file is there as it was written."""
+    """Raise CheckpointError, naming the file, unless every file matches the manifest."""
     try:
         check_files(folder)
     except OSError as error:
@@ -33,7 +33,7 @@ def verify(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """`verify` on a disk that can be read."""
+    """Do the checks of `verify`; raises OSError if the disk cannot be read."""
     check_adapter_folder(folder)
     for name, expected in read_manifest(folder).items():
         path = folder / name
@@ -48,7 +48,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_adapter_folder(folder: Path) -> None:
-    """Raise CheckpointError unless the folder holds an adapter in safetensors; pickled weights are never opened."""
+    """Raise CheckpointError unless the folder holds an adapter in safetensors; pickled weights are never read."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     if not (folder / ADAPTER_FILE).is_file() and (folder / "adapter_model.bin").exists():
@@ -67,7 +67,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def last_good(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and what is wrong with each newer one."""
+    """Return the newest checkpoint that verifies (None: none), and the errors of newer ones."""
     problems: list[str] = []
     for folder in reversed(list_checkpoints(run_dir)):
         try:
@@ -85,7 +85,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The expected size and sha256 of each file; raises CheckpointError if the manifest itself is unusable."""
+    """Return the expected size and sha256 of each file; CheckpointError if the manifest is unusable."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {folder} is not a whole checkpoint")

@@ -1,1 +1,1 @@
-"""Servers: OpenAI's interface and Tinker's over the trainer's own engine, jobs, and the live page."""
+"""Servers: the OpenAI and Tinker APIs over the trainer's own engine, the job queue, and the live page."""

@@ -1,4 +1,4 @@
-"""Bodies of requests, as pydantic checks them, and what it finds in words."""
+"""Pydantic models for request bodies, and readable messages for their validation errors."""
 
 import json
 from typing import Annotated, Any
@@ -10,13 +10,13 @@ Positive = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Body(BaseModel):
-    """Fields that are not named by a kind of body are left out, so that a newer client can be read."""
+    """The base of request bodies. Unknown fields are ignored, so that newer clients are accepted."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
 def json_of(body: bytes) -> dict[str, Any]:
-    """Return a body as a JSON object. ValueError where it is none."""
+    """Parse a body as a JSON object. ValueError if it is not one."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -33,7 +33,7 @@ def shown(value: Any) -> str:
 
 
 def words_of(errors: ValidationError, kind: type[Body]) -> str:
-    """Say the first finding: the field, what it is, and what it may be."""
+    """Describe the first validation error: the field, its value, and the allowed values."""
     error: Any = errors.errors(include_url=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     match error["type"]:

@@ -1,4 +1,4 @@
-"""`Database`: what a server must know after it was killed, in one SQLite file."""
+"""`Database`: the server state that survives a kill, in one SQLite file."""
 
 import sqlite3
 import threading
@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-WAITS = 30.0  # seconds for another process that writes
+WAITS = 30.0  # seconds to wait for another process that writes
 Row = dict[str, Any]
 
 
 class Database:
-    """A file with a write-ahead log: what `write` has left behind outlives the process. One thread at a time uses it.
-    `tables` are statements that may be run again (`CREATE TABLE IF NOT EXISTS`)."""
+    """An SQLite file with a write-ahead log: a transaction that `write` committed survives the process. A lock lets one
+    thread use it at a time. `tables` are statements that can run repeatedly (`CREATE TABLE IF NOT EXISTS`)."""
 
     def __init__(self, path: Path, tables: Sequence[str] = ()) -> None:
-        """Open or make the file, which only its owner may read. OSError where that is refused, or it is no database."""
+        """Open or create the file, readable by its owner only. OSError if that fails or the file is not a database."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         self.path, self.lock = path, threading.RLock()
-        # autocommit: a transaction is begun and ended here, and nowhere by itself
+        # autocommit: only `write` begins and ends transactions, never sqlite3 itself
         self.connection = sqlite3.connect(path, timeout=WAITS, isolation_level=None, check_same_thread=False)
         self.connection.row_factory = sqlite3.Row
         self.waits: bool | None = None
@@ -35,20 +35,21 @@ class Database:
                           "made; what it held is then not known") from error
 
     def add(self, tables: Sequence[str]) -> None:
+        """Create the tables of these statements."""
         with self.write() as connection:
             for statement in tables:
                 connection.execute(statement)
 
     def wait_for_disk(self, waits: bool) -> None:
-        """Set whether commits wait for the disk, from here on."""
+        """Set whether later commits wait until the data is on the disk."""
         if waits != self.waits:
             self.connection.execute(f"PRAGMA synchronous={'FULL' if waits else 'NORMAL'}")
             self.waits = waits
 
     @contextmanager
     def write(self, waits: bool = True) -> Iterator[sqlite3.Connection]:
-        """Run a transaction inside: all of it, or nothing after an error. OSError where the disk refuses it. Without
-        `waits` it outlives a kill, but not the end of power, until the next one that waits for the disk."""
+        """Run the block as one transaction, rolled back on any error. OSError if the disk refuses it. Without `waits`
+        the transaction survives a kill, but a power cut only after the next commit that waits for the disk."""
         with self.lock:
             try:
                 self.wait_for_disk(waits)
@@ -68,6 +69,7 @@ class Database:
             return connection.execute(statement, values).rowcount
 
     def undo(self) -> None:
+        """Roll back the open transaction, if there is one."""
         if self.connection.in_transaction:
             self.connection.execute("ROLLBACK")
 

@@ -1,17 +1,17 @@
-"""How much an endpoint takes from its clients, and what it says to those whose request is not answered."""
+"""`Limits`: the bounds of an endpoint; `ChatError`: the error reply of a request that is not answered."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowmem_grpo.utils import COUNT, MIB, POSITIVE, Rule, at_least, check_ranges
 
-NO_RETRY = {"x-should-retry": "false"}  # which OpenAI's clients obey
-CLOSED = 503  # the status of an endpoint that ends
-KINDS = {429: "rate_limit_error"}  # by status; others: the caller's below 500, the server's above
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
+CLOSED = 503  # the status of an endpoint that is closing
+KINDS = {429: "rate_limit_error"}  # by status; below 500, others are the caller's errors, and from 500 the server's
 
 
 class ChatError(Exception):
-    """Why a request is not answered: the HTTP status, what is wrong and what to do, the field, a word for programs."""
+    """An error reply: the HTTP status, a message with advice, the wrong field, and a machine-readable code."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None,
@@ -28,7 +28,7 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of an endpoint. What goes beyond one is refused, with a message that names it."""
+    """The bounds of an endpoint. A request beyond one is refused with a message that names the limit."""
 
     body_bytes: int = 8 * MIB
     """Bytes of a request's body."""

@@ -1,4 +1,4 @@
-"""An HTTP server: the gate that every request passes, the application, and the server, until Ctrl-C or SIGTERM."""
+"""The HTTP server: the gate that checks every request, the application, and a server until Ctrl-C or SIGTERM."""
 
 import errno
 import signal
@@ -16,24 +16,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lowmem_grpo.server.errors import CLOSED, NO_RETRY, ChatError, Limits
 
 LOOPBACK = "127.0.0.1"
-HOSTS = (LOOPBACK, "localhost")  # whatever name else a page gives this machine, it is not asked for here
+HOSTS = (LOOPBACK, "localhost")  # others are refused, so that a web page cannot reach it by DNS rebinding
 WITHOUT_KEY = "/health"
-CLOSE_CONNECTION = {"Connection": "close"}  # what is left of a body is not read
-READ_AHEAD = 64 * 1024  # bytes of headers that the server holds at most, whatever `Limits` say
-CLOSE = 5.0  # seconds in which replies are ended
-IDLE = 60  # seconds after which a connection without requests is ended: longer than most steps of training
-BACKLOG = 2048  # connections that wait to be taken
+CLOSE_CONNECTION = {"Connection": "close"}  # the rest of the body is not read
+READ_AHEAD = 64 * 1024  # most bytes of headers that uvicorn buffers, whatever `Limits` says
+CLOSE = 5.0  # seconds that running replies get to finish
+IDLE = 60  # seconds until an idle connection is closed: longer than most training steps
+BACKLOG = 2048  # connections that wait to be accepted
 
 
 class Gate:
-    """Starlette's middlewares for host and body answer with a text of their own (400, 413), and a body that is too
-    large only once it is asked for; this one answers in OpenAI's form and before a byte of the body is read."""
+    """The middleware that checks headers, host, key and body size. Starlette's own answers in plain text (400, 413) and
+    checks the size while it reads; this one answers in OpenAI's format, before it reads a byte of the body."""
 
     def __init__(
         self, app: ASGIApp, holds: Callable[[str], object], limits: Limits, hosts: Sequence[str] | None = HOSTS,
     ) -> None:
-        """`holds` says who has a key, which routes read as `request.scope["holder"]`: nobody (false) is refused.
-        `hosts` are the names that a request may ask for; None takes any."""
+        """`holds` maps a key to its holder, which routes read as `request.scope["holder"]`; a false value is refused.
+        `hosts` are the allowed names in the Host header; None allows any."""
         self.app, self.holds, self.limits, self.hosts = app, holds, limits, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,14 +46,14 @@ class Gate:
             await self.app(scope, self.bounded(receive), send)
 
     def check(self, scope: Scope) -> None:
-        """Raise ChatError for a request that goes no further."""
+        """Raise ChatError if a request's headers, host, key or declared body size are refused."""
         headers = Headers(scope=scope)
         size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in headers.raw)
         if size > self.limits.header_bytes:
             raise ChatError(431, f"the request's line and headers have {size} bytes; at most "
                                  f"{self.limits.header_bytes} are taken (header_bytes of Limits)", None,
                             "headers_too_large", CLOSE_CONNECTION)
-        name, _, port = (host := headers.get("host", "")).partition(":")  # any port: a tunnel may lead here
+        name, _, port = (host := headers.get("host", "")).partition(":")  # any port, for SSH tunnels
         if self.hosts is not None and not (name.lower() in self.hosts and (port or "0").isdigit()):
             raise ChatError(421, f"the request is for the host {host!r}; this endpoint is {' or '.join(self.hosts)}, "
                                  "on this machine only: use its base_url", None, "wrong_host", CLOSE_CONNECTION)
@@ -69,7 +69,7 @@ class Gate:
             raise self.too_large(f"{int(length)} bytes")
 
     def bounded(self, receive: Receive) -> Receive:
-        """Return `receive`, which raises ChatError as soon as the body is larger than it may be."""
+        """Wrap `receive` so that it raises ChatError as soon as the body exceeds its limit."""
         read = 0
 
         async def counted() -> Message:
@@ -97,8 +97,8 @@ def make_server_app(
     routers: Mapping[str, APIRouter], holds: Callable[[str], object], limits: Limits, everywhere: bool = False,
     routes: str = "",
 ) -> ASGIApp:
-    """Return an application with routers by their prefixes, behind the gate, which asks `holds` for who has a key.
-    `everywhere` takes requests for any name of this machine, not only for loopback. `routes` says which there are."""
+    """Return an application of `routers` by prefix, behind a `Gate` that looks keys up with `holds`. `everywhere`
+    accepts any Host header, not only loopback names. `routes` is the list of routes in the message of a 404."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for prefix, router in routers.items():
         app.include_router(router, prefix=prefix)
@@ -118,7 +118,7 @@ def make_server_app(
         return as_response(ChatError(error.status_code, f"there is no {request.method} {request.url.path}; there are "
                                                         f"{routes}", None, code, dict(error.headers or {})))
 
-    @app.exception_handler(Exception)  # its client is told nothing of our inside
+    @app.exception_handler(Exception)  # clients see no internals
     async def fail(request: Request, error: Exception) -> Response:
         return as_response(ChatError(500, f"the request failed here ({type(error).__name__}); the program's log says "
                                           "more", None, "internal_error", CLOSE_CONNECTION))
@@ -131,8 +131,8 @@ def is_loopback(host: str) -> bool:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; OSError says what to do where the port cannot be had."""
-    # asyncio knows TCP by the last word: else a reply's head waits 40 ms for an acknowledgement before its body is sent
+    """Return a listening socket. OSError, with advice, if the port is not available."""
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it a reply's body waits 40 ms for an ACK
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -147,7 +147,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def made_for(app: ASGIApp) -> uvicorn.Server:
-    """Return a server for an application that answers until Ctrl-C or SIGTERM, and writes no log of its own."""
+    """Return a server that runs an application until Ctrl-C or SIGTERM, and writes no log."""
     return uvicorn.Server(uvicorn.Config(
         app, http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
         server_header=False, h11_max_incomplete_event_size=READ_AHEAD, timeout_graceful_shutdown=int(CLOSE),
@@ -157,11 +157,11 @@ def made_for(app: ASGIApp) -> uvicorn.Server:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM (of systemd, Docker or Slurm) and SIGHUP (of a terminal that closes) leave the block as an error
-    does, so that all that is open is closed; then the process ends with 143, as after SIGTERM. A second one, as tools
-    such as `timeout` send it, does not disturb the closing. SIGHUP that was ignored before (nohup) stays so.
+    """Turn SIGTERM (systemd, Docker, Slurm) and SIGHUP (a closed terminal) into SystemExit inside the block, so that
+    cleanup runs and the process ends with status 143. A second signal, as `timeout` sends it, does not interrupt the
+    cleanup. SIGHUP stays ignored if it was (nohup).
 
-    A server that runs inside takes SIGTERM itself, ends its replies, and then sends it again."""
+    A uvicorn server inside the block handles SIGTERM itself, finishes its replies, and raises it again."""
     came: list[int] = []
 
     def end(number: int, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a server: its database, what it saves, and where it is reached; `ServerClient`: requests to it."""
+"""`ServerDir`: a server's folder with its database, jobs and address; `ServerClient`: requests to a server."""
 
 import contextlib
 import http.client
@@ -23,21 +23,21 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a server, and the key of who started it."""
+    """The URL of a server, and its owner's key."""
 
     url: str
     key: str
 
 
 class ServerDir:
-    """One server at a time has it."""
+    """The folder of a server, locked so that one server at a time uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser()
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Database]:
-        """Inside, this process has the folder, which is made if need be. OSError where another server has it."""
+        """Create the folder if missing, lock it, and yield its database. OSError if another server holds the lock."""
         check_place(self.folder, "--folder")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
@@ -57,14 +57,14 @@ class ServerDir:
         return self.folder / JOBS
 
     def key(self) -> str:
-        """The key of who started the server, which stays from one start to the next."""
+        """Return the owner's key: the saved one, so that it survives restarts, or else a new one."""
         try:
             return read_address(self.folder / ADDRESS).key
         except OSError:
             return new_key()
 
     def announce(self, address: Address) -> Path:
-        """Write down where the server is, for the commands of who started it; nobody else can read it."""
+        """Write the address to a file that only its owner can read, for the owner's commands; return the path."""
         path = self.folder / ADDRESS
         aside = path.with_suffix(".new")
         with contextlib.suppress(FileNotFoundError):
@@ -77,7 +77,7 @@ class ServerDir:
 
 
 def read_address(path: Path) -> Address:
-    """Return the address of a server. OSError where nothing says so."""
+    """Read a server's address from its folder or its address file. OSError if there is none or it is damaged."""
     path = path.expanduser()
     try:
         address = json.loads((path / ADDRESS if path.is_dir() else path).read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def read_address(path: Path) -> Address:
 
 
 class RemoteError(RuntimeError):
-    """The server refused a request, or was not reached; the message says why."""
+    """Raised if the server refused a request or was not reached; the message says why."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -99,11 +99,11 @@ class RemoteError(RuntimeError):
 
 
 class ServerClient:
-    """A server at an address."""
+    """An HTTP client for the server at an address."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        # a proxy of the environment is for other hosts: the server is named by its address
+        # ignore HTTP_PROXY and its like: the server is reached directly
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, path: str) -> Any:
@@ -113,7 +113,7 @@ class ServerClient:
         return json.loads(self.ask(path, json.dumps(body).encode()))
 
     def ask(self, path: str, body: bytes | None = None) -> bytes:
-        """The reply to a GET, or to a POST where there is a body. Raises RemoteError."""
+        """Return the reply to a GET, or to a POST if `body` is given. Raises RemoteError."""
         headers = {"X-API-Key": self.address.key, "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.address.url}{path}", data=body, headers=headers)
         try:

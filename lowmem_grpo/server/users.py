@@ -1,4 +1,4 @@
-"""Who may use a server: each has a name, an allowance, and a key, of which a hash is known; `SignIn` to its page."""
+"""`Users`: the users of a server by the hash of their key, with rights and limits; `SignIn`: sessions of its page."""
 
 import hashlib
 import re
@@ -11,25 +11,25 @@ from typing import ClassVar
 
 from lowmem_grpo.utils import COUNT, GIB, MIB, Rule, check_ranges
 
-OWNER = "owner"  # who started the server; sees everything
-JOBS = "jobs"  # the right to start programs of the server's machine
+OWNER = "owner"  # the user that started the server and sees everything
+JOBS = "jobs"  # the right to start programs on the server's machine
 RIGHTS = (JOBS,)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-LEAST = 24  # characters of a key: shorter ones can be guessed from their hash
-HASH = re.compile(r"sha256:[0-9a-f]{64}")  # that may stand for a key, so that a file does not hold it
-PREFIX = "tml-"  # which clients of the Tinker protocol ask of a key
+LEAST = 24  # least characters of a key: shorter ones can be guessed from their hash
+HASH = re.compile(r"sha256:[0-9a-f]{64}")  # may replace a key, so that the file does not hold the key itself
+PREFIX = "tml-"  # clients of the Tinker protocol require it
 UNITS = {"": 1, "MiB": MIB, "GiB": GIB}
 VALUE = re.compile(r"([0-9]{1,12})(MiB|GiB|)")
 BYTES = ("bodies", "storage")
 FORM = "write requests=4096, bodies=512MiB, storage=50GiB or models=8"
-LASTS = 7 * 24 * 3600.0  # seconds that a browser stays signed in
-MOST_BROWSERS = 1000  # that are signed in at a time; the oldest make room
+LASTS = 7 * 24 * 3600.0  # seconds until a browser has to sign in again
+MOST_BROWSERS = 1000  # signed in at a time; the oldest is signed out first
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """The share of a server that the programs of one key may use. What goes beyond is refused, or told to come again,
-    with the limit's name."""
+    """The limits of one key's use of a server. A request beyond one is refused, or told to retry, with the limit's
+    name."""
 
     requests: int = 4096
     """Requests that are not answered yet."""
@@ -46,7 +46,7 @@ class Allowance:
         check_ranges(self)
 
     def but(self, words: Iterable[str]) -> "Allowance":
-        """Return this allowance with words such as `storage=50GiB` applied. ValueError names the word that is wrong."""
+        """Return a copy with words such as `storage=50GiB` applied. ValueError names the invalid word."""
         changes: dict[str, int] = {}
         for word in words:
             name, _, value = word.partition("=")
@@ -57,16 +57,16 @@ class Allowance:
         return replace(self, **changes)
 
 
-Allowances = Mapping[str, Allowance]  # by the user's name; a defaultdict has the usual one for all others
+Allowances = Mapping[str, Allowance]  # by user name; a defaultdict gives all others the default
 
 
 @dataclass(frozen=True)
 class User:
-    """Whose key a request has."""
+    """The user whose key a request carries."""
 
     name: str
     rights: tuple[str, ...] = ()
-    allowance: Allowance | None = None  # what the key file says of it; None where it says nothing
+    allowance: Allowance | None = None  # from the key file; None if the file sets no limits
 
     @property
     def is_owner(self) -> bool:
@@ -77,10 +77,10 @@ class User:
 
 
 class Users:
-    """Finds a user by a key."""
+    """The known users, looked up by key."""
 
     def __init__(self, owner_key: str, others: Iterable[tuple[User, str]] = ()) -> None:
-        """`others` are the users of a key file. ValueError for a name or key that stands twice."""
+        """`others` are the users of a key file. ValueError for a duplicate name or key."""
         self.known: dict[bytes, User] = {}
         for user, key in ((User(OWNER), owner_key), *others):
             digest = bytes.fromhex(key[7:]) if HASH.fullmatch(key) else hashed(key)
@@ -89,7 +89,7 @@ class Users:
             self.known[digest] = user
 
     def __call__(self, key: str) -> User | None:
-        """Return the user with this key. Hashes are compared, so that the time that it takes tells nothing."""
+        """Return the user with this key. The lookup is by hash, so its timing reveals nothing about keys."""
         return self.known.get(hashed(key))
 
 
@@ -102,9 +102,9 @@ def hashed(key: str) -> bytes:
 
 
 def read_users(path: Path, usual: Allowance | None = None) -> list[tuple[User, str]]:
-    """Return the users of a key file, a line `NAME KEY` each, with `jobs` and limits such as `storage=50GiB` after it;
-    what is not named there is as in `usual`. `sha256:` and the hash of a key stand for it. ValueError names the line
-    that is wrong, OSError a file that others can read."""
+    """Read a key file: one `NAME KEY` per line, then optionally `jobs` and limits such as `storage=50GiB`; other limits
+    come from `usual`. KEY may be `sha256:` and the key's hash. ValueError names an invalid line; OSError if other users
+    can read the file."""
     if path.stat().st_mode & 0o077:
         raise OSError(f"{path} holds keys, and others on this machine can read it: chmod 600 {path}")
     try:
@@ -134,27 +134,27 @@ def user_of(words: list[str], where: str, usual: Allowance) -> tuple[User, str]:
 
 
 class SignIn:
-    """Knows who a browser's cookie stands for. What a browser holds is kept here as its hash only, and in memory: after
-    a restart everybody signs in again."""
+    """The browsers that are signed in, by cookie. Only hashes of cookies are kept, in memory: after a restart all users
+    sign in again."""
 
     def __init__(self, user_of: Callable[[str], User | None], clock: Callable[[], float] = time.monotonic) -> None:
         self.user_of, self.clock = user_of, clock
-        self.name = f"lowmem-grpo-{secrets.token_hex(4)}"  # cookies of a host are shared by all of its ports
+        self.name = f"lowmem-grpo-{secrets.token_hex(4)}"  # unique, since all ports of a host share cookies
         self.tickets: dict[bytes, User] = {}
-        self.browsers: dict[bytes, tuple[User, float]] = {}  # and until when that holds
+        self.browsers: dict[bytes, tuple[User, float]] = {}  # the user, and the time when the cookie expires
 
     def link(self, user: User) -> str:
-        """Return the path of an address that signs this user in, once."""
+        """Return the path of a link that signs this user in once."""
         ticket = secrets.token_urlsafe(32)
         self.tickets[hashed(ticket)] = user
         return f"/page/enter?ticket={ticket}"
 
     def by_ticket(self, ticket: str) -> str | None:
-        """Return the cookie for who brings a link's ticket; None where it is not one, or was used."""
+        """Return a cookie in exchange for a link's ticket; None if the ticket is unknown or already used."""
         return self.cookie_of(self.tickets.pop(hashed(ticket), None))
 
     def by_key(self, key: str) -> str | None:
-        """Return the cookie for who has this key; None where nobody has."""
+        """Return a cookie for the user with this key; None if the key is unknown."""
         return self.cookie_of(self.user_of(key))
 
     def cookie_of(self, user: User | None) -> str | None:
@@ -167,7 +167,7 @@ class SignIn:
         return cookie
 
     def user(self, cookies: Mapping[str, str]) -> User | None:
-        """Return who a request's cookies stand for; None where nobody."""
+        """Return the user of a request's cookies; None if there is none or the cookie has expired."""
         user, until = self.browsers.get(hashed(cookies.get(self.name, "")), (None, 0.0))
         return user if self.clock() < until else None
 

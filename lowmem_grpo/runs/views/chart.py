@@ -1,4 +1,4 @@
-"""A chart: metrics over the steps of a run, how its lines are smoothed, and the points that a page draws."""
+"""`Chart`: metrics over the steps of a run, with smoothing, and downsampled to the points that a page draws."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,41 +11,41 @@ FEWEST_TO_SMOOTH = 20  # steps
 
 @dataclass(frozen=True)
 class Line:
-    """One metric: (step, value) of each step that logged it."""
+    """A line of a chart: a metric's (step, value) for each step that logged it."""
 
     name: str
     points: list[tuple[int, float]]
     edges: list[tuple[float, float]] = field(default_factory=list)  # low and high around each point
-    dots: bool = False  # measured now and then: dots, and edges are intervals; otherwise a curve, and edges are a band
-    level: bool = False  # the same value at all steps, to compare with: dashed
+    dots: bool = False  # dots with `edges` as intervals, for rare measurements; else a curve with `edges` as a band
+    level: bool = False  # a constant baseline, drawn dashed
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Metrics drawn over the steps of the run, each under its name in the legend."""
+    """A chart of metrics over the steps of a run; `metrics` maps each metric to its name in the legend."""
 
     title: str
     note: str
-    axis: str  # what the vertical axis counts
+    axis: str  # label of the vertical axis
     metrics: dict[str, str] = field(default_factory=dict)
     scale: float = 1.0
-    share: bool = False  # in percent, from 0
+    share: bool = False  # in percent, with the axis from 0
     stacked: bool = False
     from_zero: bool = False
     smooth: bool = True
     lines: list[Line] = field(default_factory=list)
 
     def to_dict(self, most: int) -> dict[str, Any]:
-        """Return what the page's script draws: at most `most` points of a line."""
+        """Return the data for the page's script, with at most `most` points per line."""
         lines = stacked(self.lines, 1.0 if self.share else float("inf")) if self.stacked else self.lines
-        named = len(lines) > 1 or not self.metrics  # where the title is not the name
+        named = len(lines) > 1 or not self.metrics  # a single line is named by the title
         return {"title": self.title, "note": self.note, "axis": self.axis, "share": self.share, "keys": named,
                 "zero": self.from_zero or self.share or self.stacked,
                 "lines": [line_data(self, line, most) for line in lines]}
 
 
 def stacked(lines: Sequence[Line], most: float) -> list[Line]:
-    """Return the lines on top of each other, at most up to `most`: the edges of each are where it begins and ends."""
+    """Stack the lines up to a height of `most`: each line's edges become its lower and upper bound."""
     floor: dict[int, float] = {}
     stack = []
     for line in lines:
@@ -56,7 +56,7 @@ def stacked(lines: Sequence[Line], most: float) -> list[Line]:
 
 
 def line_data(chart: Chart, line: Line, most: int) -> dict[str, Any]:
-    """Return a line as it is drawn: its points, `bold` where it is smoothed, `low` and `high` for the edges."""
+    """Return a line's data: its points, `bold` if it is smoothed, `low` and `high` if it has edges."""
     bold = smoothed(chart, line)
     places = even_places(len(line.points), most) if chart.stacked else telling_places(line.points, most)
     kind = "dots" if line.dots else "level" if line.level else "area" if chart.stacked else "curve"
@@ -70,12 +70,12 @@ def line_data(chart: Chart, line: Line, most: int) -> dict[str, Any]:
 
 
 def even_places(count: int, most: int) -> list[int]:
-    """Return at most `most` of the places 0 to `count` - 1, evenly spaced, with the first and the last."""
+    """Return at most `most` of the indices 0 to `count` - 1, evenly spaced, with the first and the last."""
     return list(range(count)) if count <= most else [place * (count - 1) // (most - 1) for place in range(most)]
 
 
 def telling_places(points: Sequence[tuple[float, float]], most: int) -> list[int]:
-    """Return at most `most` places: each stretch's lowest and highest point, so that no spike is lost, and the last."""
+    """Return at most `most` indices: each interval's lowest and highest point, so that spikes stay, and the last."""
     if len(points) <= most:
         return list(range(len(points)))
     half = max(1, (most - 1) // 2)
@@ -86,17 +86,17 @@ def telling_places(points: Sequence[tuple[float, float]], most: int) -> list[int
 
 
 def window(steps: int) -> int:
-    """Return how many steps a point of a smoothed line is the mean of; 1 where there are too few to smooth."""
+    """Return the number of steps that a smoothed point averages; 1 if there are too few steps to smooth."""
     return 1 if steps < FEWEST_TO_SMOOTH else 2 * max(2, round(steps / 30)) + 1
 
 
 def smooth(values: list[float], around: int) -> list[float]:
-    """Return each value's mean with as many neighbours on both sides as there are, at most `around`."""
+    """Return the moving average over up to `around` neighbours on each side."""
     return [fmean(values[max(0, place - around) : place + around + 1]) for place in range(len(values))]
 
 
 def smoothed(chart: Chart, line: Line) -> Line:
-    """Return the bold line of a curve, with its band; the same line where it is not to be smoothed."""
+    """Return the smoothed line with its band; the same object if the line is not smoothed."""
     around = window(len(line.points)) // 2
     if not chart.smooth or line.dots or line.level or not around:
         return line
@@ -107,7 +107,7 @@ def smoothed(chart: Chart, line: Line) -> Line:
 
 
 def how_smoothed(charts: Iterable[Chart]) -> str:
-    """Return what bold and faint mean, in words; empty where nothing is smoothed."""
+    """Return a sentence that explains bold and faint lines; empty if no line is smoothed."""
     lines = [line for chart in charts if chart.smooth for line in chart.lines if not (line.dots or line.level)]
     widest = max((window(len(line.points)) for line in lines), default=1)
     return f"Bold lines are means of the {widest} steps around each, faint ones are single steps." if widest > 1 else ""

@@ -1,4 +1,4 @@
-"""The charts of a run, the one of its accuracy among them, and of several runs side by side."""
+"""The charts of a run, including its accuracy, and charts that compare several runs."""
 
 import re
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ CHARTS = (
     Chart("Gradient norm", "", "norm", {"grad_norm": "norm"}, from_zero=True),
     Chart("Learning rate", "", "learning rate", {"learning_rate": "rate"}, from_zero=True, smooth=False),
 )
-OF_TAUGHT = (  # in place of those above, where the rows hold the answers
+OF_TAUGHT = (  # replace those of the same title in supervised fine-tuning
     Chart("Loss", "mean of -log p over the trained tokens", "nats per token",
           {"loss": "train", "eval_loss": "evaluation"}),
     Chart("Tokens per second", "trained tokens, over the whole step", "tokens per second",
@@ -62,23 +62,23 @@ OF_TAUGHT = (  # in place of those above, where the rows hold the answers
     Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
 )
 DRAWN = {name for chart in (*OF_EPISODES, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
-TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # by other charts and by tiles
-ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # at 0 too
+TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # in other charts and in tiles
+ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # drawn even if all 0
 FAMILIES = ("rewards/", "verdicts/", "episodes/")
 
 
 def is_drawn(name: str) -> bool:
-    """Return whether a page about a run shows a metric."""
+    """Return whether the page of a run shows this metric."""
     return name in DRAWN or name in TOLD or name.startswith(FAMILIES)
 
 
 def taught(summary: Record) -> bool:
-    """Return whether the rows held the answers, so that nothing was sampled, rewarded or logged as a sample."""
+    """Return whether the run was supervised fine-tuning, which has no completions and no rewards."""
     return summary.get("method") == "sft"
 
 
 def figures(rows: list[Record], completions: list[Record] | None = None, summary: Record | None = None) -> list[Chart]:
-    """Return the charts that have data. `completions` and `summary` are for the accuracy."""
+    """Return the charts that have data. `completions` and `summary` are used for the accuracy chart."""
     names = sorted({match[1] for row in rows for key in row if (match := re.fullmatch(r"rewards/(.+)/mean", key))})
     functions = Chart("Reward functions", "mean of each", "reward", {f"rewards/{name}/mean": name for name in names})
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
@@ -94,7 +94,7 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
 
 
 def split_flat(charts: list[Chart]) -> tuple[list[Chart], str]:
-    """Return the charts that are not at 0 in every step, or are what a run is about; and the others in words."""
+    """Return the charts to draw, and a sentence with the titles of those left out because they are 0 in every step."""
     flat = [chart for chart in charts if chart.title not in ALWAYS
             and not any(value for line in chart.lines for _, value in line.points)]
     words = f"At 0 in every step: {', '.join(chart.title.lower() for chart in flat)}." if flat else ""
@@ -108,7 +108,7 @@ def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:
 
 
 def endings_chart(rows: list[Record]) -> Chart:
-    """Return which share of the episodes of a step ended for which reason, of the reasons that occurred."""
+    """Return the chart of each ending's share of the episodes, for endings that occurred."""
     played = [row for row in rows if any(f"episodes/{name}" in row for name in ENDINGS)]
     lines = [Line(name, [(row["step"], row.get(f"episodes/{name}") or 0.0) for row in played]) for name in ENDINGS
              if any(row.get(f"episodes/{name}") for row in played)]
@@ -121,7 +121,7 @@ def points(rows: list[Record], key: str, scale: float = 1.0) -> list[tuple[int, 
 
 
 def reward_chart(rows: list[Record]) -> Chart:
-    """Return the mean reward in its band, and the evaluations where there are any."""
+    """Return the chart of the mean reward with its standard deviation, and of evaluation rewards if logged."""
     banded = [row for row in rows if row.get("reward") is not None]
     spread = [row.get("reward_std") or 0.0 for row in banded]
     edges = [(row["reward"] - std, row["reward"] + std) for row, std in zip(banded, spread, strict=True)]
@@ -132,15 +132,15 @@ def reward_chart(rows: list[Record]) -> Chart:
 
 
 def comparison(runs: dict[str, list[Chart]]) -> list[Chart]:
-    """Return the charts that any of some runs has, in the order of the first that has it: of each run its first line,
-    under the run's name. Evaluations and bands are left out, and so are charts of shares on top of each other."""
+    """Return the charts that compare runs: one per title that any run has, with each run's main line under the run's
+    name. Evaluations, bands and stacked charts are left out."""
     titles = dict.fromkeys(chart.title for charts in runs.values() for chart in charts if not chart.stacked)
     compared = [side_by_side(title, runs) for title in titles]
     return [chart for chart in compared if chart.lines]
 
 
 def side_by_side(title: str, runs: dict[str, list[Chart]]) -> Chart:
-    """Return one chart of several runs. Each run keeps its place among the lines, and with it its colour."""
+    """Return one chart of several runs, with one line per run, even if empty, so that each run keeps its colour."""
     of_runs = {name: next((chart for chart in charts if chart.title == title), None) for name, charts in runs.items()}
     lines = [Line(name, main_line(chart).points if chart else []) for name, chart in of_runs.items()]
     first = next(chart for chart in of_runs.values() if chart is not None)
@@ -150,13 +150,13 @@ def side_by_side(title: str, runs: dict[str, list[Chart]]) -> Chart:
 
 
 def main_line(chart: Chart) -> Line:
-    """Return what a chart is about: its first curve, or where it has none its first line."""
+    """Return a chart's first curve; if it has none, its first line."""
     return next((line for line in chart.lines if not (line.dots or line.level)), chart.lines[0])
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A share of right answers to held-out problems, and its 95% interval if the number of problems is known."""
+    """A measured accuracy on held-out problems, with its 95% interval if the number of problems is known."""
 
     step: int
     share: float
@@ -164,7 +164,7 @@ class Measured:
 
 
 def measured(summary: Record, key: str, step: int) -> Measured | None:
-    """Return the accuracy under `key` of a summary; None where it was not measured."""
+    """Return the accuracy under `key` of a summary; None if it was not measured."""
     if (share := summary.get(key)) is None:
         return None
     problems = summary.get("eval_problems")
@@ -176,9 +176,9 @@ def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]
 
 
 def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
-    """Return the share of right answers in training, and of held-out problems before and after it. Right is what the
-    function that the summary names pays more than `right_above` for; unnamed, each function of 0 and 1 alone has a
-    line."""
+    """Return the chart of the accuracy in training, and on held-out problems before and after. An answer is right if
+    the reward function named by the summary pays more than `right_above`; if none is named, each function that pays
+    only 0 and 1 has a line."""
     sampled = [line for line in completions if "replayed_from" not in line]
     lines = [Line(f"sampled in training ({name})", shares(sampled, name, threshold(summary)))
              for name in deciding(sampled, summary)]
@@ -191,14 +191,14 @@ def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
 
 
 def levels(summary: Record, lines: list[Line]) -> list[Line]:
-    """Return the baselines at all steps of these lines, such as the shares that random and perfect play get right."""
+    """Return the baselines, such as random and perfect play, as constant lines over the steps of `lines`."""
     steps = sorted({step for line in lines for step, _ in line.points})
     return [Line(f"baseline {name}, {share:.1%}", [(step, share) for step in steps], level=True)
             for name, share in baselines(summary).items() if steps]
 
 
 def baselines(summary: Record) -> dict[str, float]:
-    """Return what others get right, by name: `baselines` of the summary, each a share or a record with a `share`."""
+    """Return baseline accuracies by name: `baselines` of the summary, each a share or a record with a `share`."""
     held = summary.get("baselines")
     shares = {str(name): value.get("share") if isinstance(value, dict) else value
               for name, value in (held.items() if isinstance(held, dict) else ())}
@@ -206,6 +206,7 @@ def baselines(summary: Record) -> dict[str, float]:
 
 
 def deciding(completions: list[Record], summary: Record) -> list[str]:
+    """Return the reward functions that tell right from wrong: the summary's, or all that paid only 0 and 1."""
     paid: dict[str, set[float]] = {}
     for line in completions:
         for name, value in (line.get("rewards") or {}).items():
@@ -216,12 +217,12 @@ def deciding(completions: list[Record], summary: Record) -> list[str]:
 
 
 def threshold(summary: Record) -> float:
-    """Return what a right answer earns more than: half a point for a draw may be no win."""
+    """Return the reward that a right answer must exceed; above 0 where a draw, for example, earns half a point."""
     return float(summary.get("right_above") or 0.0)
 
 
 def shares(completions: list[Record], name: str, above: float) -> list[tuple[int, float]]:
-    """Return (step, share) of the judged completions that a function pays more than `above` for."""
+    """Return, per step, the share of judged completions for which reward function `name` pays more than `above`."""
     steps: dict[int, list[bool]] = {}
     for line in completions:
         if (value := (line.get("rewards") or {}).get(name)) is not None:

@@ -1,4 +1,4 @@
-"""What our views write to, a terminal or a notebook's cell, which may lack a letter; and how answers look there."""
+"""Output of the views to a terminal or a notebook cell, in any encoding; and how answers and episodes look there."""
 
 import io
 import sys
@@ -21,17 +21,17 @@ SAMPLED_SIGN, CONTEXT_SIGN = "\u25cf", "\u25cb"  # a full circle and an empty on
 
 
 class AnyText:
-    """Stands for standard output, whatever that is at the moment, and takes any text."""
+    """A stream that writes to the current sys.stdout, and replaces characters that its encoding lacks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.find_stream(), name)
 
     def find_stream(self) -> Any:
-        """Return standard output, or what rich's proxy of it hides: the proxy would come back here."""
+        """Return sys.stdout, or the stream behind rich's proxy of it, which would call this object again."""
         return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
     def write(self, text: str) -> Any:
-        """Write what the encoding has of a text."""
+        """Write a text, with "?" for characters that the encoding lacks."""
         stream = self.find_stream()
         encoding = getattr(stream, "encoding", None) or "utf-8"
         return stream.write(text.encode(encoding, "replace").decode(encoding))
@@ -43,22 +43,22 @@ def any_console(**options: Any) -> Console:
 
 
 def print_line(console: Console, text: str | Text) -> None:
-    """Print a paragraph: piped as one line, and on a terminal broken between words only, so that a path stays whole."""
+    """Print a paragraph: as one line if piped; on a terminal wrapped between words only, so that paths stay whole."""
     line = Text(text) if isinstance(text, str) else text
     if console.is_terminal:
-        line = Text(between_words(line.plain, console.width), spans=line.spans)  # a break stands where a space was
+        line = Text(between_words(line.plain, console.width), spans=line.spans)  # a break replaces a space
     console.print(line, soft_wrap=True, highlight=False)
 
 
 class Cell:
-    """One output that is drawn again, as a terminal's panel is."""
+    """A notebook output that is redrawn in place, with the interface of rich's Live."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.handle: Any = None
 
     def start(self) -> None:
-        """Nothing is shown before the first panel."""
+        """Do nothing: the output appears with the first panel."""
 
     def update(self, panel: RenderableType, refresh: bool = True) -> None:
         from IPython.display import HTML, display
@@ -72,24 +72,24 @@ class Cell:
             self.handle.update(page)
 
     def stop(self) -> None:
-        """The last panel stays."""
+        """Do nothing: the last panel stays."""
 
 
 def plain(value: Any) -> Text:
-    """Text of a model as it is: no markup, and control characters made visible instead of sent to the terminal."""
-    unsafe = ("Cc", "Cs")  # control characters, halves of surrogate pairs
+    """Return a model's text without markup, and with control characters replaced by a visible character."""
+    unsafe = ("Cc", "Cs")  # control characters, lone surrogates
     kept = ("\ufffd" if unicodedata.category(c) in unsafe and c not in "\n\t" else c for c in str(value))
     return Text("".join(kept), overflow="fold")
 
 
 def shortened(text: str, longest: int) -> str:
-    """A text of more than `longest` characters as its beginning and its end."""
+    """Return a text, cut in the middle if it has more than `longest` characters."""
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def episode_lines(turns: Sequence[dict[str, Any]], most: int) -> list[Text]:
-    """Return at most `most` lines of an episode, the first and the last, one a message; signs tell what was sampled."""
+    """Return an episode with one line per message, cut in the middle to `most` lines; signs mark sampled messages."""
     lines = [line for number, turn in enumerate(turns, start=1) for line in turn_lines(number, turn)]
     half = most // 2
     return lines if len(lines) <= most else [*lines[: most - half - 1], Text("..."), *lines[-half:]]
@@ -118,7 +118,7 @@ def verdict(right: bool | None) -> Text:
 def answers_table(
     names: Sequence[str], rows: Iterable[tuple[str, Any, Sequence[tuple[str, bool | None]]]], longest: int = 10**6
 ) -> Table:
-    """Return prompts, what was expected, and each model's (answer, right), cut to about `longest` characters."""
+    """Return a table of prompts, expected and each model's (answer, right), cut to about `longest` characters."""
     table = Table(box=SIMPLE, show_lines=True, expand=True)
     for name in names:
         table.add_column(name, ratio=1, overflow="fold")
@@ -140,7 +140,7 @@ def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
 def print_accuracy(
     console: Console, before: float, after: float, problems: int, change: tuple[float, float] | None = None
 ) -> None:
-    """Print the accuracy before and after training (0 to 1) with Wilson's intervals, and the `change` with its own."""
+    """Print the accuracy before and after training (0 to 1) with Wilson intervals, and the `change`'s interval."""
     for label, accuracy in (("before", before), ("after", after)):
         low, high = wilson_interval(accuracy, problems)
         interval = f"95% interval {low:.1%} to {high:.1%}"

@@ -1,4 +1,4 @@
-"""The top of a run's page: what was trained, how it ended, how much is right, what it cost, and what warned."""
+"""The top of a run's page: title, status, ending, accuracy, tiles with facts, and alarms."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lowmem_grpo.runs.views.charts import Measured, baselines, before_and_after,
 from lowmem_grpo.runs.views.samples import Record, clipped
 from lowmem_grpo.utils import count_text, size_text, time_text
 
-NOTHING = "\u2013"  # a dash where a value is missing
+NOTHING = "\u2013"  # a dash for a missing value
 LONGEST_ERROR = 6000  # characters
 ENDED = {
     "finished": "",
@@ -28,8 +28,8 @@ PREFIX = "alarms/"
 
 
 def headline(name: str, rows: list[Record], summary: Record, missing: list[str], state: str = "") -> Record:
-    """Return title and status, why a run ended early, accuracy, and tiles. `missing` is what the run did not leave
-    behind, `state` what is known in place of the summary's status: that it is running, killed or silent now."""
+    """Return title, status, the ending of a run that ended early, accuracy, and tiles. `missing` describes records that
+    do not exist; `state` (running, killed or silent) overrides the summary's status."""
     status = state or str(summary.get("status") or "running")
     about = [summary.get("model"), "supervised fine-tuning" if taught(summary) else None,
              name if summary.get("recipe") else None]
@@ -40,7 +40,7 @@ def headline(name: str, rows: list[Record], summary: Record, missing: list[str],
 
 
 def ending(status: str, rows: list[Record], summary: Record, missing: list[str]) -> Record | None:
-    """Return why a run ended early, what to do, and what its page lacks; None for a finished run with everything."""
+    """Return why a run ended early, its error, and what its page lacks; None for a finished run that lacks nothing."""
     step, steps = reached(rows, summary)
     place = f"after step {step:,} of {steps:,}" if steps else f"after step {step:,}"
     said = ENDED.get(status, "The status of this run is {status}, {place}.").format(status=status, place=place)
@@ -53,14 +53,14 @@ def ending(status: str, rows: list[Record], summary: Record, missing: list[str])
 
 
 def reached(rows: list[Record], summary: Record) -> tuple[int, int | None]:
-    """Return the last step, and how many were asked for, if that is known."""
+    """Return the last step, and max_steps if it is known."""
     logged = rows[-1]["step"] if rows else 0
     asked = (summary.get("config") or {}).get("max_steps")
     return max(logged, summary.get("steps") or 0), asked if isinstance(asked, int) and asked > 0 else None
 
 
 def accuracy(summary: Record) -> list[str]:
-    """Return the right answers before and after training, their intervals and the difference; [] if not measured."""
+    """Return lines with the accuracy before and after training, intervals and difference; [] if not measured."""
     before, after = before_and_after(summary)
     if before is None and after is None:
         return []
@@ -82,6 +82,7 @@ def span(test: Measured | None) -> str:
 
 
 def paired(summary: Record) -> list[str]:
+    """Return the line on the paired difference; [] if it was not measured."""
     if not (change := summary.get("difference")):
         return []
     low, high = change["interval"]
@@ -91,9 +92,10 @@ def paired(summary: Record) -> list[str]:
 
 
 def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
+    """Return the tiles of the page: values by label."""
     last, machine = rows[-1] if rows else {}, summary.get("machine") or {}
     step, steps = reached(rows, summary)
-    # the summary has it at the end; until then it has that of the last time, or 0
+    # during a run the summary has the value of an earlier start, or 0
     known = (summary.get("train_seconds"), last.get("elapsed"))
     seconds = max((value for value in known if value is not None), default=None)
     made, noun = count_text(step, "step").split()
@@ -144,7 +146,7 @@ def machine_facts(machine: Record) -> dict[str, str]:
 
 
 def short_text(count: float) -> str:
-    """Return a number of parameters as people read it: 8.03 B, 1.2 M, 640 k."""
+    """Return a short text of a number of parameters: 8.03 B, 1.2 M, 640 k."""
     for size, unit, digits in ((1e9, "B", 2), (1e6, "M", 1), (1e3, "k", 0)):
         if count >= size:
             return f"{count / size:.{digits}f} {unit}"
@@ -171,7 +173,7 @@ class Warned:
 
 
 def count_alarms(rows: Iterable[Record], earlier: dict[str, Warned] | None = None) -> dict[str, Warned]:
-    """Return how often each alarm warned, by its name: in these rows, and `earlier`."""
+    """Return each alarm's warnings by name: those in `rows` added to `earlier`."""
     alarms = dict(earlier or {})
     for row in rows:
         for key, value in row.items():
@@ -183,7 +185,7 @@ def count_alarms(rows: Iterable[Record], earlier: dict[str, Warned] | None = Non
 
 
 def alarms_in_words(alarms: dict[str, Warned]) -> list[Record]:
-    """Return each alarm that warned, the newest first; one that this version does not know has only its name."""
+    """Return texts for each alarm that warned, the newest first; an unknown alarm has only its name."""
     known = {alarm.name: alarm for alarm in ALARMS}
     return [{"title": sentence(known[name].title if name in known else name), "times": warned.words,
              "words": f"{sentence(known[name].means)}. {sentence(known[name].fix)}." if name in known else ""}

@@ -1,6 +1,6 @@
-"""A run in the terminal: progress, rewards over time, where time and memory go; one plain line a log where it is piped.
-The panel is redrawn at each log and never by a thread, whose lock a forked reward function could inherit. Text of the
-model is shown as text: it neither styles the terminal nor sends it control characters."""
+"""The live view of a run in the terminal: progress, metrics over time, time and memory; one plain line per log if
+piped. The panel is redrawn at each log, not by a thread, since a forked reward function could inherit a thread's lock.
+Text of the model is escaped: it neither styles the terminal nor sends it control characters."""
 
 import math
 import re
@@ -23,7 +23,7 @@ from lowmem_grpo.types import Rollout
 from lowmem_grpo.utils import size_text, time_text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-OF_EPISODES = (  # label, metric, and its words
+OF_EPISODES = (  # label, metric, format
     ("tools", "tools/call_frequency", "{:.2f} calls an episode"),
     ("failed", "tools/failure_frequency", "{:.0%} of calls"),
     ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
@@ -39,13 +39,13 @@ OF_SAMPLING = {
 }
 SHARES = ("generate", "reward", "train", "idle")
 MAX_WIDTH = 100
-SAMPLE_SECONDS = 20.0  # a sample stays on the panel for at least so long
+SAMPLE_SECONDS = 20.0  # least time that a sample stays on the panel
 SAMPLE_LENGTH, SAMPLE_LINES = 400, 8  # a sample's characters, and its lines on the panel
 EPISODE_LINES = 12
 
 
 class StepTimes:
-    """When steps were made. The first step warms up, so it counts only until there is a second one."""
+    """The times of steps. The first step includes warm-up, so it counts only until the second step is done."""
 
     def __init__(self) -> None:
         self.start_at(0)
@@ -54,7 +54,7 @@ class StepTimes:
         self.marks = [(step, time.monotonic())]
 
     def mark(self, step: int) -> None:
-        """So many steps have been made by now; calling it twice changes nothing."""
+        """Record that `step` steps are done; a second call with the same step does nothing."""
         if step == self.marks[-1][0]:
             return
         self.marks = [*self.marks[:2], (step, time.monotonic())]
@@ -72,7 +72,7 @@ class StepTimes:
 
 
 class LiveView:
-    """Listens to a run with the methods of transformers' TrainerCallback. Whoever makes one calls `close()`."""
+    """The live view, a listener with the methods of transformers' TrainerCallback. Its creator calls `close()`."""
 
     def __init__(self, console: Console | None = None, title: str = "GRPO") -> None:
         self.console = console or any_console()
@@ -98,7 +98,7 @@ class LiveView:
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = numbers(logs)
-        if "train_runtime" in logs:  # the figures of the whole run, which `train` returns
+        if "train_runtime" in logs:  # the summary of the whole run, which `train` returns
             return
         self.step, self.max_steps = state.global_step, state.max_steps
         self.step_times.mark(self.step)
@@ -110,7 +110,7 @@ class LiveView:
             self.console.print(Text(self.line(logs)), soft_wrap=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, groups: Any = (), **kwargs: Any) -> None:
-        """Now and then, keep one of the step's completions for the panel."""
+        """Keep one of the step's completions for the panel, at most every `SAMPLE_SECONDS`."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if rollouts and time.monotonic() - self.sampled_at >= SAMPLE_SECONDS:
             self.sample, self.sampled_at = rollouts[state.global_step % len(rollouts)], time.monotonic()
@@ -119,13 +119,13 @@ class LiveView:
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back; the last panel stays on it. Calling it again does nothing."""
+        """Stop drawing; the last panel stays. A second call does nothing."""
         live, self.live = self.live, None
         if live is not None:
             live.stop()
 
     def time_left(self) -> str:
-        """Time left at the mean speed of the steps made here, without the first if there are more; or unknown."""
+        """Return the estimated time left, from the mean time of this start's steps without the first; or "unknown"."""
         left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 
@@ -147,7 +147,7 @@ class LiveView:
         return Panel(Group(*parts), title=Text(self.title), border_style=LINES[0], width=width)
 
     def sample_lines(self) -> list[RenderableType]:
-        """The completion that was kept last: its reward and its first lines, or those of an episode."""
+        """Return the kept sample: its reward, and the first lines of a completion or the lines of an episode."""
         if self.sample is None:
             return []
         reward = "" if self.sample.reward is None else f", reward {self.sample.reward:.3f}"
@@ -159,7 +159,7 @@ class LiveView:
         return [Text(), Text(f"a completion{reward}", style="bold"), *lines[:SAMPLE_LINES], *cut]
 
     def table(self) -> Table:
-        """A row a metric: its value now and its history as a sparkline."""
+        """Return a table with each metric's current value and its history as a sparkline."""
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(style="bold", overflow="ellipsis", no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
@@ -179,12 +179,12 @@ class LiveView:
         return table
 
     def curves(self) -> list[tuple[str, str]]:
-        """(key, label) of the sparklines, the most interesting first; the caller skips what was never logged."""
+        """Return (key, label) of the sparklines, the most important first, including metrics that were never logged."""
         functions = [(key, f"  {name}") for key in self.history if (name := reward_name(key))]
         return [("reward", "reward"), *functions, *((key, label) for key, label, _ in CURVES)]
 
     def spread(self, key: str, before: str, after: str = "") -> str:
-        """The standard deviation of the rewards beside their mean; empty beside anything else."""
+        """Return the rewards' standard deviation as text for the key "reward"; empty for any other key."""
         spread = self.history.get("reward_std") if key == "reward" else None
         return f"{before}{spread[-1]:.3f}{after}" if spread else ""
 
@@ -199,7 +199,7 @@ class LiveView:
 
 
 class SFTView(LiveView):
-    """The live view with the loss instead of rewards."""
+    """The live view of supervised fine-tuning, which begins with the loss."""
 
     def __init__(self) -> None:
         super().__init__(title="SFT")
@@ -221,7 +221,7 @@ def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
 
 
 def reward_name(key: str) -> str | None:
-    """NAME of `rewards/NAME/mean`, None for any other key."""
+    """Return NAME of the key `rewards/NAME/mean`; None for any other key."""
     match = re.fullmatch(r"rewards/(.+)/mean", key)
     return match[1] if match else None
 
@@ -237,7 +237,7 @@ def shown(key: str, value: float) -> str:
 
 
 def in_words(logs: dict[str, float]) -> dict[str, str]:
-    """Return the lines in words of a log, by label: times, ends of episodes, tools, ranks, groups with signal."""
+    """Return a log's text lines by label: times, endings of episodes, tools, ranks, groups with signal."""
     lines = {}
     if times := [f"{name} {logs[f'time/{name}']:.0%}" for name in SHARES if f"time/{name}" in logs]:
         lines["time"] = " ".join(times)
@@ -257,7 +257,7 @@ def in_words(logs: dict[str, float]) -> dict[str, str]:
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """The whole history in at most `width` blocks, each the mean of its stretch, from the lowest to the highest."""
+    """Return the whole history in at most `width` blocks, each a mean, scaled from lowest to highest."""
     count = min(len(values), width)
     edges = [i * len(values) // count for i in range(count + 1)] if count else []
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]

@@ -1,5 +1,5 @@
-"""Pictures for a notebook: a run's curves, accuracies with intervals, answers side by side, bars of memory. Curves are
-the page's own, in a frame whose scripts do not reach the notebook; what a model wrote is escaped."""
+"""Pictures for a notebook: a run's curves, accuracies with intervals, answers side by side, memory bars. Curves are
+those of the report page, in an iframe that isolates its scripts; model text is escaped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lowmem_grpo.runs.views.charts import figures
 from lowmem_grpo.runs.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
 from lowmem_grpo.utils import GIB
 
-COLUMNS, ROW, NOTE = 2, 322, 40  # charts beside each other; pixels of a row of them, and of what is said above
+COLUMNS, ROW, NOTE = 2, 322, 40  # charts per row; pixels of a row, and of the note above
 PHASES = ("train", "rollout")
 TABLE = "border-collapse:collapse;display:block;overflow-x:auto"
 CELL = "padding:6px 10px;border:1px solid #8888;vertical-align:top;text-align:left;white-space:pre-wrap"
@@ -26,7 +26,7 @@ BAR = "position:relative;display:flex;height:20px;align-self:center"
 
 @dataclass(frozen=True)
 class Picture:
-    """HTML that a notebook shows, when it is the last value of a cell or by `show()`."""
+    """HTML that a notebook shows, as the last value of a cell or by `show()`."""
 
     title: str
     html: str
@@ -38,15 +38,15 @@ class Picture:
         return f"a picture for a notebook: {self.title}"
 
     def show(self) -> None:
-        """Show it in a cell, before the cell ends."""
+        """Show the picture in the current cell."""
         from IPython.display import display
 
         display(self)
 
 
 def curves(run_dir: str | Path, *titles: str) -> Picture:
-    """Draw the curves of a run's report, which may go on: those with these titles, or all. FileNotFoundError without a
-    metrics.jsonl; ValueError for an unknown title, with those that there are."""
+    """Draw the curves of a finished or running run: those with these titles, or all. FileNotFoundError without a
+    metrics.jsonl; ValueError for an unknown title, with the known ones."""
     folder = Path(run_dir)
     rows, completions = report.rows_of_run(folder), report.completions_of_run(folder)
     drawn = report.from_summary(lambda summary: figures(rows, completions, summary), report.summary_of_run(folder))
@@ -57,13 +57,13 @@ def curves(run_dir: str | Path, *titles: str) -> Picture:
 
 
 def line(values: Sequence[float], title: str, axis: str = "") -> Picture:
-    """Draw values that are counted from 1 on, such as one of each step, as a curve."""
+    """Draw values, such as one per step, as a curve over 1, 2, 3 ..."""
     points = [(place, float(value)) for place, value in enumerate(values, start=1)]
     return framed(title, [Chart(title, "", axis, {title: title}, lines=[Line(title, points)])])
 
 
 def framed(title: str, charts: list[Chart]) -> Picture:
-    """Return charts in a frame that lets them run no script but their own, and load nothing."""
+    """Return charts in a sandboxed iframe that runs only its own scripts and loads nothing."""
     drawn = [chart.to_dict(report.MOST_POINTS) for chart in charts]
     page = report.one_file({"title": title, "framed": True, "charts": drawn, "note": how_smoothed(charts)})
     height = NOTE + ROW * max(1, -(-len(charts) // COLUMNS))
@@ -72,7 +72,7 @@ def framed(title: str, charts: list[Chart]) -> Picture:
 
 
 def accuracies(models: Mapping[str, Answers]) -> Picture:
-    """Draw a bar for each model's share of right answers, with its 95% interval; ValueError without any model."""
+    """Draw a bar for each model's accuracy, with its 95% interval; ValueError if `models` is empty."""
     if not models:
         raise ValueError("no answers were given; accuracies({'before': ..., 'after': ...}) takes at least one")
     rows = []
@@ -87,7 +87,7 @@ def accuracies(models: Mapping[str, Answers]) -> Picture:
 
 def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Picture:
     """Draw a bar for each plan, by components in GiB, of the `phase` "train" or "rollout". ValueError for another
-    phase, or without a plan."""
+    phase, or if `plans` is empty."""
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; allowed are {', '.join(PHASES)}")
     if not plans:
@@ -103,7 +103,7 @@ def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: st
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,.4g}") -> Picture:
-    """Draw a bar for each value of each group, written by `form`; values of the same name have one colour."""
+    """Draw a bar for each value of each group, with a label by `form`; values of the same name share a colour."""
     longest = max((value for values in groups.values() for value in values.values()), default=0.0)
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     colours = {name: LINES[place % len(LINES)] for place, name in enumerate(names)}
@@ -132,7 +132,7 @@ class SampleTable:
     """Answers to the same prompts side by side; a notebook shows it as a table, `print` as text."""
 
     names: tuple[str, ...]
-    rows: list[tuple[str, list[tuple[str, bool]]]]  # prompt, and (text, right) by each model
+    rows: list[tuple[str, list[tuple[str, bool]]]]  # prompt, and (text, right) of each model
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th style='{CELL}'>{escape(name)}</th>" for name in ("prompt", *self.names))
@@ -151,8 +151,8 @@ class SampleTable:
 
 
 def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: int = 4) -> SampleTable:
-    """Return the first answers of each model to `shown` prompts, those first whose answer changed between wrong and
-    right from the first model to the last; `rows` are those that they answered."""
+    """Return each model's first answer to `shown` prompts, some of each kind, and more of those that changed from the
+    first model to the last; `rows` are the answered rows."""
     table = []
     first, *_, last = [*models.values()] * 2
     pairs = [(old[0], new[0]) for old, new in zip(first.right, last.right, strict=True)][: len(rows)]

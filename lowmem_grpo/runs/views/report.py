@@ -1,5 +1,5 @@
 """The report of a run: one HTML file of at most `MOST_BYTES` that opens offline, with its curves, samples and settings.
-What a model wrote reaches the page only as JSON, which its script puts there as text."""
+Model text reaches the page only as JSON, which the page's script inserts as text."""
 
 import json
 import os
@@ -22,9 +22,9 @@ from lowmem_grpo.runs.views.samples import Record, clipped, fitting, json_text, 
 from lowmem_grpo.utils import count_text
 
 MOST_BYTES = 500_000
-MOST_POINTS, ALL_POINTS = 600, 6000  # points of a line, and of all lines together
+MOST_POINTS, ALL_POINTS = 600, 6000  # points per line, and of all lines together
 MAX_SAMPLES = 1500  # more would make the page slow to open
-MOST_PAIRS, LONGEST_OF_PAIR = 8, 1000  # answers before and after training: how many, and characters of a text
+MOST_PAIRS, LONGEST_OF_PAIR = 8, 1000  # number of before-and-after pairs, and characters of a text
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 HEAD = """<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">"""
@@ -33,27 +33,27 @@ LINKS = """<link rel="stylesheet" href="/page/files/page.css"><script src="/page
 NO_SCRIPTS = "<noscript>This page is drawn by its own scripts, which load nothing. Allow them to see it.</noscript>"
 
 
-UNFIT = (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError)  # a summary of another form
+UNFIT = (TypeError, KeyError, AttributeError, IndexError, ValueError, OverflowError)  # raised for a malformed summary
 Shown = TypeVar("Shown")
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run beside its summary: all of it, or as much as a page that follows it keeps."""
+    """The data of a run besides its summary: all of it, or the part that a live page keeps."""
 
     name: str
-    rows: list[Record]  # one for each step, or two for each stretch of steps
+    rows: list[Record]  # one per step, or two per interval of steps
     samples: list[Record]  # as `shown_sample` makes them
-    judged: list[Record]  # samples whose rewards are drawn as the curve of the accuracy
-    logged: int  # how many completions the run has logged
+    judged: list[Record]  # samples whose rewards are used for the accuracy curve
+    logged: int  # number of completions that the run has logged
     alarms: dict[str, Warned]
-    note: str = ""  # what is said above its curves
-    state: str = ""  # what is known now in place of the summary's status: running, killed or silent
+    note: str = ""  # text above the curves
+    state: str = ""  # overrides the summary's status: running, killed or silent
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into the folder of a run, which may still go on, and return its path. FileNotFoundError
-    without a `metrics.jsonl`, ValueError for a line in it that is not JSON."""
+    """Write `report.html` into the folder of a finished or running run, and return its path. FileNotFoundError without
+    a `metrics.jsonl`, ValueError for a line in it that is not JSON."""
     rows = rows_of_run(run_dir)
     completions, summary = completions_of_run(run_dir), summary_of_run(run_dir)
     snapshot = RunSnapshot(run_dir.resolve().name, rows, [shown_sample(line) for line in completions], completions,
@@ -66,7 +66,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def from_summary(make: Callable[[Record], Shown], summary: Record) -> Shown:
-    """Return what is made of a summary; of one that has another form than a run writes, what is made without it."""
+    """Return `make(summary)`, or `make({})` if the summary is malformed."""
     try:
         return make(summary)
     except UNFIT:
@@ -74,10 +74,10 @@ def from_summary(make: Callable[[Record], Shown], summary: Record) -> Shown:
 
 
 def rows_of_run(run_dir: Path) -> list[Record]:
-    """Return a row per step, in order, evaluations joined, the later of a repeated one; errors as in `write_report`."""
+    """Return one row per step, in order; lines of a step are merged, later ones win. Errors as in `write_report`."""
     path = run_dir / METRICS
     if not path.exists() and (run_dir / SUMMARY).is_file():
-        return []  # it failed in its first step
+        return []  # the run failed in its first step
     if not path.is_file():
         raise FileNotFoundError(f"no {path}; expected the folder of a run, which holds {METRICS}")
     rows: dict[int, Record] = defaultdict(dict)
@@ -87,13 +87,13 @@ def rows_of_run(run_dir: Path) -> list[Record]:
 
 
 def completions_of_run(run_dir: Path) -> list[Record]:
-    """Return every logged completion; none where the run logged none."""
+    """Return all logged completions; [] if there are none."""
     path = run_dir / COMPLETIONS
     return read_lines(path) if path.is_file() else []
 
 
 def summary_of_run(run_dir: Path) -> Record:
-    """Return the run's summary; empty if there is none, or none that can be read."""
+    """Return the run's summary; empty if it is missing or not readable."""
     try:
         return json_object((run_dir / SUMMARY).read_bytes())
     except (OSError, ValueError):
@@ -101,7 +101,7 @@ def summary_of_run(run_dir: Path) -> Record:
 
 
 def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all_points: int = ALL_POINTS) -> Record:
-    """Return what the report and the live page show of a run, in about `all_points` and at most `most_bytes`."""
+    """Return the content of the report or live page, with about `all_points` points and at most `most_bytes` bytes."""
     (charts, flat), right = split_flat(figures(run.rows, run.judged, summary)), deciding(run.judged, summary)
     points = max(2, min(MOST_POINTS, all_points // max(1, sum(len(chart.lines) for chart in charts))))
     shown: Record = {
@@ -116,7 +116,7 @@ def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all
     played = any(sample.get("turns") for sample in run.samples)
     sampled = {"logged": run.logged, "right": right if len(right) == 1 else [], "above": threshold(summary),
                "endings": ENDINGS if played else {}, "played": played}
-    room = most_bytes - len(one_file(shown | {"samples": sampled}).encode(errors="replace")) - 1000  # what is said yet
+    room = most_bytes - len(one_file(shown | {"samples": sampled}).encode(errors="replace")) - 1000  # for the note
     kept = fitting(run.samples, MAX_SAMPLES, room)
     if kept or not taught(summary):
         shown["samples"] = sampled | {"note": left_out(len(kept), run.logged), "rows": kept}
@@ -124,7 +124,7 @@ def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all
 
 
 def missing(run: RunSnapshot, summary: Record) -> list[str]:
-    """Return what the run left no trace of, in words."""
+    """Return a text for each part that the page lacks, since the run did not record it."""
     lacks = [("curves, since no step was logged", not run.rows),
              ("samples, since no completion was logged", not run.samples and not taught(summary)),
              ("model, settings and status, since there is no summary.json that can be read", not summary)]
@@ -132,7 +132,7 @@ def missing(run: RunSnapshot, summary: Record) -> list[str]:
 
 
 def left_out(kept: int, logged: int) -> str:
-    """Return in words how many completions a page lacks; empty where it has all."""
+    """Return a note if the page has not all completions; empty if it has all."""
     if not kept:
         return f"None of {logged:,} completions fits into this page." if logged else "No completions logged yet."
     capped = f"{logged:,} completions were logged; this page holds {kept:,} of them, spread evenly over the steps."
@@ -140,7 +140,7 @@ def left_out(kept: int, logged: int) -> str:
 
 
 def before_and_after_training(summary: Record) -> Record | None:
-    """Return what the model answered before and after training, what changed first; None where that was not kept."""
+    """Return answers before and after training, changed ones first; None if the run did not keep them."""
     samples = sorted(summary.get("samples") or [], key=lambda sample: KINDS.index(verdicts(sample)))
     if not samples:
         return None
@@ -152,7 +152,7 @@ def before_and_after_training(summary: Record) -> Record | None:
 
 
 def verdicts(sample: Record) -> tuple[bool | None, bool | None]:
-    """Return whether the answers before and after are right; None where the run did not say."""
+    """Return (right before, right after); (None, None) if either is unknown."""
     before, after = sample.get("right_before"), sample.get("right_after")
     return (None, None) if before is None or after is None else (bool(before), bool(after))
 
@@ -166,7 +166,7 @@ def counts(summary: Record) -> str:
 
 
 def one_file(data: Mapping[str, Any]) -> str:
-    """Return a page that opens offline: its styles and scripts are in it, and its policy lets it load nothing."""
+    """Return a self-contained page with inline styles and scripts, whose CSP forbids loading anything."""
     head = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><style>{style()}</style>'
     scripts = f"<script>{drawing_script()}{asset('page/page.js')}</script>"
     return html_page(str(data["title"]), head, f"{body(data)}\n{scripts}")
@@ -177,7 +177,7 @@ def served_page(data: Mapping[str, Any]) -> str:
 
 
 def plain_page(title: str, content: str, head: str = "") -> str:
-    """Return a page without a run. `content` is HTML."""
+    """Return a page that shows only `content`, which is HTML."""
     return html_page(title, LINKS.partition("<script")[0] + head,
                      f'<main class="alone"><h1>{escape(title)}</h1>{content}</main>')
 
@@ -192,13 +192,13 @@ def body(data: Mapping[str, Any]) -> str:
 
 
 def style() -> str:
-    """Return the style sheet: colours, the legend's too, and those of uPlot."""
+    """Return the style sheet: colours, the page's styles, and those of uPlot."""
     keys = "".join(f".l{place}{{--own:var(--line{place})}}" for place in range(len(LINES)))
     return f"{css()}{keys}\n{asset('page/page.css')}{asset('uplot/uPlot.min.css')}"
 
 
 def drawing_script() -> str:
-    """Return uPlot with its licence in place of its first line, which names an address."""
+    """Return uPlot's script, with its first line, which contains a URL, replaced by the licence."""
     return f"/*! uPlot\n{asset('uplot/LICENSE')}*/\n{asset('uplot/uPlot.min.js').partition(chr(10))[2]}\n"
 
 

@@ -1,5 +1,5 @@
-"""The samples of a run that a page shows: texts cut, a bounded number, spread over the steps. A line of
-completions.jsonl may be anything: what has another type than a run writes is left out."""
+"""The samples of a run for a page: a bounded number, spread over the steps, with texts cut. Lines of completions.jsonl
+are not trusted: fields of unexpected types are left out."""
 
 import json
 from collections import defaultdict, deque
@@ -7,11 +7,11 @@ from typing import Any
 
 Record = dict[str, Any]
 
-LONGEST, SHORTEST = 4000, 80  # characters of a text; an episode's are cut further, down to the second
-TEXTS = 3  # an episode may have as many characters as so many single texts
+LONGEST, SHORTEST = 4000, 80  # characters of a text; those of an episode are cut further, down to SHORTEST
+TEXTS = 3  # an episode may have as many characters as this many texts
 MOST_TURNS, MOST_OF_A_TURN = 40, 20  # turns of an episode; calls and replies of a turn
 MOST_REWARDS, LONGEST_NAME = 64, 200
-LARGEST = 1e300  # a value beyond cannot be drawn
+LARGEST = 1e300  # larger values cannot be drawn
 WHOLE_GROUP = 8  # completions of a step worth keeping together, before steps are left out
 NUMBER = (int, float)
 OF_SAMPLE: dict[str, Any] = {
@@ -26,7 +26,7 @@ OF_TURN: dict[str, Any] = {
 
 
 def shown_sample(record: Record) -> Record:
-    """Return what a page shows of a completion's line; of an episode its turns, the last one's text among them."""
+    """Return the shown part of a completion's line; for an episode its turns, which include the completion's text."""
     sample = fields_of(record, OF_SAMPLE, LONGEST)
     if not isinstance(record.get("prompt"), str | None):
         sample["prompt"] = clipped(json.dumps(record["prompt"], ensure_ascii=False), LONGEST)
@@ -40,8 +40,8 @@ def shown_sample(record: Record) -> Record:
 
 
 def shown_turns(turns: list[Record]) -> list[Record]:
-    """Return what a page shows of an episode: texts are cut so that all together have about three times the length of
-    one, and of very many turns the middle is left out."""
+    """Return the shown part of an episode's turns: texts are cut to about `TEXTS * LONGEST` characters together, and
+    the middle turns are left out beyond `MOST_TURNS`."""
     half = MOST_TURNS // 2
     numbered = [{"number": number, **turn} for number, turn in enumerate(turns, start=1)]
     kept = numbered if len(turns) <= MOST_TURNS else [*numbered[:half], *numbered[-half:]]
@@ -65,25 +65,25 @@ def parts_of(turn: Record, name: str) -> list[Record]:
 
 
 def fields_of(record: Record, kinds: dict[str, Any], longest: int) -> Record:
-    """Return the fields of a record that have the right types, with texts of at most about `longest` characters."""
+    """Return the fields of a record that have the expected type, with texts cut to about `longest` characters."""
     kept = {name: record[name] for name, kind in kinds.items() if fits(record.get(name), kind)}
     return {name: clipped(value, longest) if isinstance(value, str) else value for name, value in kept.items()}
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is of this type, and a number one that can be drawn."""
+    """Return whether a value has this type and, if a number, can be drawn."""
     return isinstance(value, kind) and (kind is not NUMBER or abs(value) < LARGEST)
 
 
 def clipped(text: str, longest: int) -> str:
-    """Return a text of more than `longest` characters as its beginning and its end, and how much is left out."""
+    """Return a text, cut in the middle with a note if it has more than `longest` characters."""
     half = longest // 2
     left_out = len(text) - 2 * half
     return text if len(text) <= longest else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
 
 
 def call_text(call: Record) -> str:
-    """Return a call of a tool as people write it: multiply(a=6, b=7)."""
+    """Return a tool call in the form multiply(a=6, b=7)."""
     arguments = call.get("arguments")
     if not isinstance(arguments, dict):
         return f"{call.get('name')}({'' if arguments is None else arguments})"
@@ -92,7 +92,7 @@ def call_text(call: Record) -> str:
 
 
 def spread(samples: list[Record], limit: int) -> list[Record]:
-    """Return at most `limit` samples: the first ones of evenly spaced steps, with the first and the last step."""
+    """Return at most `limit` samples: the first of each of evenly spaced steps, with the first and the last step."""
     if len(samples) <= limit:
         return samples
     by_step: dict[int, list[Record]] = defaultdict(list)
@@ -106,7 +106,7 @@ def spread(samples: list[Record], limit: int) -> list[Record]:
 
 
 def fitting(samples: list[Record], limit: int, room: int) -> list[Record]:
-    """Return at most `limit` samples over all of the run that take at most `room` bytes of a page."""
+    """Return at most `limit` samples, spread over the run, that take at most `room` bytes of a page."""
     while limit > 0:
         kept = spread(samples, limit)
         taken = len(json_text(kept).encode("utf-8", errors="replace"))
@@ -117,12 +117,12 @@ def fitting(samples: list[Record], limit: int, room: int) -> list[Record]:
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON that may stand in a page: nothing in it ends a script."""
+    """Return JSON that is safe inside a script element of a page."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 class Reservoir:
-    """Samples of a growing run: at most `limit`, of whole steps spread evenly over it, and the `newest` besides."""
+    """A bounded sample of a growing run: at most `limit` of evenly spaced whole steps, and the `newest` ones."""
 
     def __init__(self, limit: int, newest: int = 0) -> None:
         self.limit, self.every = limit, 1
@@ -136,11 +136,11 @@ class Reservoir:
         if len(self.kept) > self.limit:
             self.every *= 2
             fewer = [held for held in self.kept if held["step"] % self.every == 0]
-            # the first half, where all are of one step or the steps come without order
+            # the first half, if all are of one step or the steps are out of order
             self.kept = fewer if 0 < len(fewer) <= self.limit else self.kept[: self.limit // 2]
 
     def samples(self) -> list[Record]:
-        """Return what is kept, in the order of the steps."""
+        """Return the kept samples in the order of the steps."""
         steps = {sample["step"] for sample in self.kept}
         return sorted([*self.kept, *(sample for sample in self.tail if sample["step"] not in steps)],
                       key=lambda sample: sample["step"])

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, TensorBoard and trackio, through their own libraries, as listeners of a run."""
+"""Listeners that send metrics to Weights & Biases, TensorBoard and trackio, through their own libraries."""
 
 import logging
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_sinks(names: list[str]) -> list[Any]:
-    """Return listeners for `report_to`, where "all" is every installed library; see `refuse_absent_sinks`."""
+    """Return listeners for `report_to`; "all" means every installed library. Raises as `refuse_absent_sinks`."""
     refuse_absent_sinks(names)
     wanted = [name for name in names if name not in ("none", "all")]
     if "all" in names:
@@ -18,7 +18,7 @@ def make_sinks(names: list[str]) -> list[Any]:
 
 
 def refuse_absent_sinks(names: list[str]) -> None:
-    """Raise ImportError, with the pip line, where `report_to` names a library that is not installed."""
+    """Raise ImportError, with the pip command, if `report_to` names a library that is not installed."""
     for name in names:
         if name in SINKS and find_spec(name) is None:
             raise ImportError(f'report_to names "{name}", which is not installed: pip install {name}, or leave '
@@ -30,27 +30,27 @@ def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
 
 
 def named(logs: dict[str, Any] | None) -> dict[str, float]:
-    """The same under the names that transformers gives them: eval/loss, and train/ before everything else."""
+    """Return the metrics under transformers' names: eval/ for evaluations such as eval/loss, train/ for all others."""
     return {f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
             for name, value in numbers(logs).items()}
 
 
 class Sink:
-    """Writes every line of the log, those of evaluations among them."""
+    """The base of sinks, which writes every log line, including evaluations."""
 
     def write(self, values: dict[str, float], step: int) -> None:
-        """Write the numbers of a step; each sink defines where."""
+        """Write the metrics of a step."""
         raise NotImplementedError
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
-        if "train_runtime" in logs:  # what else the last line of a run says was written with its last step
+        if "train_runtime" in logs:  # its other metrics were written with the last step
             logs = {name: value for name, value in logs.items() if name.startswith("train_") or name == "total_flos"}
         self.write(named(logs), state.global_step)
 
 
 class WandbSink(Sink):
-    """One wandb run; settings such as project and offline mode are wandb's own."""
+    """A wandb run; project, offline mode and the like come from wandb's own settings."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         import wandb
@@ -81,7 +81,7 @@ class TensorboardSink(Sink):
 
 
 class TrackioSink(Sink):
-    """A run of trackio, here or in the space `trackio_space_id`. A resumed one goes on under its `run_name`."""
+    """A trackio run, local or in the space `trackio_space_id`. A resumed run continues under its `run_name`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         import trackio

@@ -1,4 +1,4 @@
-"""Tables on the terminal: the result of `lowmem-grpo eval`, a plan and the jobs of a server."""
+"""Tables on the terminal: the result of `lowmem-grpo eval`, a plan, and the jobs of a server."""
 
 import time
 from typing import Any
@@ -15,19 +15,19 @@ from lowmem_grpo.runs.views.console import answers_table, any_console, print_lin
 from lowmem_grpo.utils import GIB, size_text, time_text
 
 MODELS = ("base", "adapter")
-OF_EPISODES = (  # metric, words, format
+OF_EPISODES = (  # metric, label, format
     ("turns/mean", "turns of an episode", ".2f"), ("tools/call_frequency", "calls of tools", ".2f"),
     ("tools/failure_frequency", "of these failed", ".1%"), ("episodes/max_turns", "ended by max_turns", ".1%"),
     ("episodes/parse_error", "ended by unreadable calls", ".1%"), ("episodes/context", "did not fit", ".1%"),
     ("episodes/environment_error", "environment failed", ".1%"), ("episodes/timeout", "took too long", ".1%"),
 )
 LONGEST = 600  # characters of an answer that are shown
-BYTES = ("kv_bytes",)  # choices whose value is one
+BYTES = ("kv_bytes",)  # choices whose value is in bytes
 STYLES = {"running": "green", "stopping": "yellow", "done": "dim", "failed": "red", "waiting": "cyan"}
 
 
 def show_result(result: dict[str, Any], note: str, shown: int, width: int | None = None) -> None:
-    """Print the numbers, and the first answers to the first `shown` prompts side by side."""
+    """Print the results, and the first answers to `shown` prompts side by side."""
     console = any_console(width=width, highlight=False)
     named = [name for name in MODELS if name in result]
     print_line(console, title(result, note))
@@ -84,7 +84,7 @@ def change_text(result: dict[str, Any]) -> str:
 
 
 def first_shown(rows: list[dict[str, Any]], named: list[str], shown: int) -> list[dict[str, Any]]:
-    """The first rows; of two models, those first whose answer changed between wrong and right."""
+    """Return `shown` rows: the first ones; of two models, `changed_first`."""
     if len(named) < 2:
         return rows[:shown]
     pairs = [(row[named[0]][0]["right"], row[named[1]][0]["right"]) for row in rows]
@@ -92,7 +92,7 @@ def first_shown(rows: list[dict[str, Any]], named: list[str], shown: int) -> lis
 
 
 def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None, time: TimePlan | None = None) -> None:
-    """Print rows, choices, a step's time, the verdict, and the `longest` context that fits, if it was asked for."""
+    """Print a plan's components, choices, step time and verdict, and the `longest` context that fits, if given."""
     console = any_console(width=width, highlight=False)
     console.print(rows_table(plan))
     if plan.choices:
@@ -109,7 +109,7 @@ def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None,
 
 
 def rows_table(plan: MemoryPlan) -> Table:
-    """Return every component in both phases, in GiB."""
+    """Return a table of every component's GiB in both phases and on the host."""
     settings = plan.settings
     cards = f"each of {settings.ranks} x {plan.device.name}" if settings.ranks > 1 else plan.device.name
     title = f"{plan.model}: {settings.context:,} tokens x {settings.num_generations} on {cards}, GiB"
@@ -132,7 +132,7 @@ def choices_table(plan: MemoryPlan) -> Table:
 
 
 def time_table(time: TimePlan) -> Table:
-    """Each part's seconds, and what they are spent on."""
+    """Return a table of each part's seconds and work."""
     title = "A step's time (estimated, not measured)"
     table = Table(title=title, title_justify="left", show_footer=True)
     table.add_column("part", footer="together")
@@ -186,12 +186,13 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         recipe = " ".join([job["recipe"], *job["options"]])
         state = Text(job["state"], style=STYLES.get(job["state"], ""))
-        # what others wrote is text, and not markup
+        # Text, so that other users' strings are not parsed as markup
         table.add_row(str(job["id"]), state, Text(recipe), time_text(lasted(job)), needs(job), Text(job["why"]))
     any_console().print(table)
 
 
 def lasted(job: dict[str, Any]) -> float:
+    """Return the seconds that a job has run, or, while it waits, has waited."""
     until = job["ended"] or time.time()
     began = job["began"] if job["began"] and job["state"] != "waiting" else job["came"]
     return max(0.0, float(until - began))

@@ -1,4 +1,4 @@
-"""What all commands share: readable errors, and quiet libraries."""
+"""Shared by all commands: readable errors, wrapped text, and quiet libraries."""
 
 import logging
 import os
@@ -15,12 +15,12 @@ from lowmem_grpo.config.launcher import this_place
 
 MOST_COLUMNS = 160  # longer lines are hard to read
 PACKAGE = Path(__file__).parents[2]
-PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's own library
+PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's standard library
 
 
 class plain_errors:  # noqa: N801  (used like a function)
-    """An error whose message was written for the user is shown without a traceback, and so is a file or folder that the
-    system refused us. Ctrl-C ends with the status 130."""
+    """A context manager that shows errors of this package, whose messages are written for users, and refused files or
+    folders without a traceback. Ctrl-C exits with status 130."""
 
     def __enter__(self) -> None:
         pass
@@ -32,7 +32,7 @@ class plain_errors:  # noqa: N801  (used like a function)
             raise SystemExit(130) from error
         refused = getattr(error, "filename", None) if isinstance(error, OSError) else None
         if isinstance(error, written_for_users) and is_ours(trace, through_python=refused is not None):
-            words = str(getattr(error, "strerror", None) or error)  # without the number of an error of the system
+            words = str(getattr(error, "strerror", None) or error)  # without the errno
             words = words if refused is None else f"{refused}: {words}; mend that, or name another path"
             notes = "\n".join(getattr(error, "__notes__", []))
             said = fitting(f"Error: {words}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
@@ -40,13 +40,13 @@ class plain_errors:  # noqa: N801  (used like a function)
 
 
 def was_given(option: str) -> bool:
-    """Return whether the command line of the command that runs has this option, by its Python name."""
+    """Return whether this option (by its Python name) was given on the command line."""
     return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
 def is_ours(trace: Any, through_python: bool = False) -> bool:
-    """Return whether the error was raised by this package (and not inside a library, where the traceback matters), or
-    `through_python`, by Python's own library when this package called it."""
+    """Return whether an error was raised by this package, not inside a library, where the traceback matters;
+    with `through_python`, also by the standard library when this package called it."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     while through_python and (files[-1].startswith("<frozen") or Path(files[-1]).is_relative_to(PYTHONS)):
         files.pop()
@@ -54,30 +54,30 @@ def is_ours(trace: Any, through_python: bool = False) -> bool:
 
 
 def columns(most: int) -> int:
-    """Return how many characters a line may have: the terminal's width, and at most so many."""
+    """Return the terminal's width in characters, at most `most`."""
     return min(most, shutil.get_terminal_size((most, 24)).columns)
 
 
 def fitting(text: str, stream: Any) -> str:
-    """Return a text as it goes to this stream: for a terminal, with lines that are broken between words."""
+    """Return a text for this stream: wrapped between words if it is a terminal."""
     return between_words(text, columns(MOST_COLUMNS)) if stream.isatty() else text
 
 
 def between_words(text: str, width: int) -> str:
-    """Return a text whose lines have at most so many characters, but for words that are longer."""
+    """Wrap a text to lines of at most `width` characters; longer words stay whole."""
     return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
                      for line in text.splitlines())
 
 
 class BetweenWords(logging.Formatter):
-    """Breaks what is logged to a terminal between words."""
+    """A log formatter that wraps lines for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return fitting(super().format(record), sys.stderr)
 
 
 class CurrentStderr(logging.StreamHandler):
-    """Writes to what sys.stderr is at the moment: while a live view is drawn, to a place above it."""
+    """A log handler that writes to the current sys.stderr, which a live view redirects to the lines above it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -88,8 +88,8 @@ class CurrentStderr(logging.StreamHandler):
 
 
 def quiet() -> None:
-    """Show our own notes on the terminal, and only errors of libraries. Of several ranks the first one shows what all
-    have in common, and the others only their warnings, with their number."""
+    """Log this package's messages to the terminal, and only errors of libraries. Of several ranks, only the first shows
+    notes; the others show only warnings, with their rank."""
     place = this_place()
     form = "%(message)s" if place.leads else f"rank {place.rank}: %(message)s"
     handler = CurrentStderr()

@@ -1,1 +1,1 @@
-"""A queue of recipes for one card: they wait, start when it is free, and outlive the server."""
+"""A queue of recipe runs for one GPU: jobs start when the GPU has room, and survive the server."""

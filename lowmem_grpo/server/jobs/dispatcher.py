@@ -1,6 +1,6 @@
-"""`Dispatcher`: starts the next job when it has room, and records what became of those that ran.
+"""`Dispatcher`: starts the next job when the GPU has room for it, and records how jobs ended.
 
-`python -m lowmem_grpo.server.jobs.dispatcher RECIPE [key=value ...]` prints a recipe's plan for this card as a line of
+`python -m lowmem_grpo.server.jobs.dispatcher RECIPE [key=value ...]` prints a recipe's plan for this GPU as a line of
 JSON."""
 
 import json
@@ -20,35 +20,36 @@ from lowmem_grpo.server.jobs.queue import DONE, FAILED, STOPPED, STOPPING, WAITI
 from lowmem_grpo.utils import size_text, time_text
 
 logger = logging.getLogger(__name__)
-TINY = 1e-6  # shares such as 0.3, 0.3 and 0.4 add up to one
-EVERY = 0.5  # seconds between looks
-COMES_UP = 20.0  # seconds in which a keeper takes its lock
-AGAIN = 30.0  # seconds after which the card is looked at again for a job that found no room
-MOST_GOES = 5  # starts of a job whose process vanishes each time
+TINY = 1e-6  # rounding tolerance: shares 0.3, 0.3 and 0.4 add up to one
+EVERY = 0.5  # seconds between polls
+COMES_UP = 20.0  # seconds that a keeper may need to take its lock
+AGAIN = 30.0  # seconds until a job that found no room is planned again
+MOST_GOES = 5  # most starts of a job whose process vanishes each time
 LOST = "its process ended without a word (was the machine started again?)"
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """The memory that the plan of a job says. All are None where no plan can be made, as on a CPU."""
+    """The GPU memory that a job's plan predicts. All are None if no plan can be made, as on a CPU."""
 
-    peak_bytes: int | None = None  # that the run needs on the card
-    card_bytes: int | None = None  # that the run may fill of the card, were it empty
-    free_bytes: int | None = None  # that nobody has of it now
-    advice: str = ""  # what to change where it does not fit an empty card
+    peak_bytes: int | None = None  # peak of the run
+    card_bytes: int | None = None  # that the run may use of an empty GPU
+    free_bytes: int | None = None  # free on the GPU now
+    advice: str = ""  # what to change if the run does not fit an empty GPU
 
 
 class Planning:
-    """The plan of one job, made in a process of its own: it imports torch, and looks at the card."""
+    """A subprocess that plans one job, since planning imports torch and opens a CUDA context."""
 
     def __init__(self, job: int, arguments: Sequence[str]) -> None:
-        """`arguments` are the recipe and its options, of the job with this number."""
+        """`job` is the job's number; `arguments` are its recipe and options."""
         self.job = job
         command = [sys.executable, "-m", "lowmem_grpo.server.jobs.dispatcher", *arguments]
         self.process = subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                         stderr=subprocess.DEVNULL)
 
     def result(self) -> JobPlan | None:
+        """Return the plan; None while the process runs, and an empty plan if it failed."""
         if self.process.poll() is None:
             return None
         lines = self.process.communicate()[0].strip().splitlines()
@@ -63,7 +64,7 @@ class Planning:
 
 
 def obstacle(job: Job, plan: JobPlan | None, live: Sequence[Job]) -> str:
-    """Return why a job cannot start now, in words; "" where it can."""
+    """Return the reason why a job cannot start now; "" if it can."""
     free = 1.0 - sum(other.share for other in live)
     if job.share > free + TINY:
         names = " and ".join(f"job {other.id}" for other in live)
@@ -78,7 +79,7 @@ def obstacle(job: Job, plan: JobPlan | None, live: Sequence[Job]) -> str:
 
 
 def too_large(plan: JobPlan, job: Job) -> str:
-    """Return what is wrong with a job that does not fit its share of an empty card; "" where it does."""
+    """Return the error of a job that would not fit its share of an empty GPU; "" if it fits."""
     if plan.peak_bytes is None or plan.card_bytes is None or plan.peak_bytes <= plan.card_bytes:
         return ""
     share = f" ({job.share:.0%} of it)" if job.share < 1 else ""
@@ -87,7 +88,7 @@ def too_large(plan: JobPlan, job: Job) -> str:
 
 
 def plan_recipe(recipe: str, arguments: list[str]) -> JobPlan:
-    """Return a recipe's plan on this card; an empty one without a card, and for a recipe without presets."""
+    """Return a recipe's plan on this GPU; an empty plan without a GPU or if the recipe has no presets."""
     import torch
 
     from lowmem_grpo.memory.peaks import keep_to, this_card
@@ -106,13 +107,13 @@ def plan_recipe(recipe: str, arguments: list[str]) -> JobPlan:
 
 
 class Dispatcher:
-    """One thread beside the server. What it knows is on the disk, so that another server goes on where it ended."""
+    """The thread that starts jobs. Its state is on the disk, so that the next server continues where this one ended."""
 
     def __init__(self, queue: JobQueue, recipes: Path | None = None, has_card: bool = False) -> None:
-        """`recipes` is the folder of files that jobs may name. Without a card, shares are of the processor."""
+        """`recipes` is the folder of recipe files that jobs may name. Without a GPU only shares limit jobs."""
         self.queue, self.recipes, self.has_card = queue, recipes and recipes.resolve(), has_card
         self.planning: Planning | None = None
-        self.plans: dict[int, tuple[JobPlan, float]] = {}  # by waiting job: its plan, and when that was made
+        self.plans: dict[int, tuple[JobPlan, float]] = {}  # by waiting job: its plan, and when it was made
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.work, name="lowmem-grpo jobs", daemon=True)
 
@@ -120,7 +121,7 @@ class Dispatcher:
         self.thread.start()
 
     def close(self) -> None:
-        """End the thread. Jobs that run go on; the next server finds them."""
+        """End the thread. Running jobs continue, and the next server finds them."""
         self.closing.set()
         self.thread.join()
         if self.planning is not None:
@@ -130,11 +131,11 @@ class Dispatcher:
         while not self.closing.wait(EVERY):
             try:
                 self.poll()
-            except OSError as error:  # a full disk, say: the jobs are still there, and so will this thread be
+            except OSError as error:  # such as a full disk: the jobs are intact, so try again
                 logger.warning("jobs: %s", error)
 
     def poll(self) -> None:
-        """Record the jobs that ended, then start those that have room."""
+        """Record the jobs that ended, then start waiting jobs in order until one has no room."""
         for job in self.queue.live():
             self.check_run(job)
         for job in self.queue.waiting():
@@ -144,10 +145,11 @@ class Dispatcher:
             self.start_run(job)
 
     def check_run(self, job: Job) -> None:
+        """Record the end or loss of a live job, and pass on a request to stop."""
         folder = self.queue.folder_of(job)
         if job.state == STOPPING:
             keeper.ask_to_stop(folder)
-        # looked at before the record, which a keeper writes just before it ends
+        # checked before ENDED is read: a keeper writes it just before it exits
         is_gone = time.time() - (job.began or 0.0) > COMES_UP and not keeper.is_alive(folder)
         if end := keeper.read_json(folder / keeper.ENDED):
             self.record_end(job, end["code"], end["why"])
@@ -155,6 +157,7 @@ class Dispatcher:
             self.record_loss(job)
 
     def record_end(self, job: Job, code: int, why: str | None) -> None:
+        """Record the end of a run with exit status `code`; `why` it was told to stop, or None if it was not."""
         if why is not None:
             limit = f"its time limit of {time_text(job.time_limit or 0.0)} was over"
             cause = limit if why == keeper.BY_TIME else "stopped as asked"
@@ -166,7 +169,7 @@ class Dispatcher:
             self.queue.end_job(job, FAILED, f"{cause}; `lowmem-grpo logs {job.id}` says more", code)
 
     def record_loss(self, job: Job) -> None:
-        """Record a job whose run and keeper are gone by what its summary says; without one it waits for its next go."""
+        """Record the end of a job whose run and keeper vanished, from the run's summary; without one, requeue it."""
         summary = self.queue.run_of(job) / SUMMARY
         said = keeper.read_json(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
         if said.get("status") == "finished":
@@ -181,13 +184,13 @@ class Dispatcher:
             self.queue.change(job, state=WAITING, why=f"{LOST}; it goes on from its last checkpoint", resume=True)
 
     def last_line(self, job: Job) -> str:
-        """Return the last line of a job's log, which names the error."""
+        """Return the last line of a job's log, which usually names the error."""
         log = self.queue.folder_of(job) / keeper.LOG
         lines = log.read_bytes()[-4096:].decode(errors="replace").splitlines() if log.exists() else []
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
     def why_not(self, job: Job) -> str:
-        """Return why the next job does not start; "" where it does. One that fits no card at all is ended here."""
+        """Return why the next job cannot start; "" if it can. A job that would not fit an empty GPU fails here."""
         plan, made = self.plans.get(job.id, (None if self.has_card else JobPlan(), 0.0))
         why = obstacle(job, plan, self.queue.live())
         if plan is None:
@@ -200,7 +203,7 @@ class Dispatcher:
         return why
 
     def make_plan(self, job: Job) -> None:
-        """Have the plan of a job made, and take it when it is there."""
+        """Start planning a job, or store the plan if it is ready."""
         if self.planning is None or self.planning.job != job.id:
             if self.planning is not None:
                 self.planning.close()
@@ -210,7 +213,7 @@ class Dispatcher:
             self.queue.change(job, peak_bytes=plan.peak_bytes)
 
     def explain(self, blocked: Job, why: str) -> None:
-        """Say of every job that waits what it waits for: the first one has no room, and the others are behind it."""
+        """Record why each job waits: `why` for the `blocked` job, and its place in the queue for each job behind it."""
         for place, job in enumerate(self.queue.waiting()):
             ahead = "one job is" if place == 1 else f"{place} jobs are"
             words = why if job.id == blocked.id else f"{ahead} before it in the queue"
@@ -218,7 +221,7 @@ class Dispatcher:
                 self.queue.change(job, why=words)
 
     def start_run(self, job: Job) -> None:
-        """Start a job. That it begins is written first: one that is started twice finds its folder taken."""
+        """Start a job. The database is updated first; if a job is started twice, the keeper's lock ends the second."""
         job = self.queue.start_job(job)
         self.plans.pop(job.id, None)
         command = [sys.executable, "-m", "lowmem_grpo", "run", *self.arguments_of(job)]
@@ -226,6 +229,7 @@ class Dispatcher:
         logger.info("job %d (%s) begins", job.id, job.recipe)
 
     def arguments_of(self, job: Job) -> list[str]:
+        """Return a job's recipe and options, with those that the queue sets itself."""
         run = self.queue.run_of(job)
         recipe = str(self.recipes / job.recipe) if self.recipes and job.recipe.endswith(".py") else job.recipe
         own = [f"output_dir={run}"]

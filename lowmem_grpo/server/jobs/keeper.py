@@ -1,11 +1,11 @@
-"""The process that keeps one go of a job, and what a server asks of it.
+"""The keeper: the process that runs one start of a job, and the functions with which a server controls it.
 
     python -m lowmem_grpo.server.jobs.keeper FOLDER
 
-The keeper starts the run, enforces its time limit, and writes down how it ended; the server may be killed and started
-again meanwhile. Only the standard library is imported. FOLDER/keeper.lock is held by the keeper, FOLDER/run.lock by the
-run and what it started: the system gives both back when these end, however they end. A file FOLDER/stop asks for the
-end."""
+The keeper starts the run, enforces its time limit, and records how it ended; the server may be killed and restarted
+meanwhile. It imports only the standard library. The keeper holds FOLDER/keeper.lock, and the run and its children hold
+FOLDER/run.lock: the kernel releases a lock when its holders exit, however they exit. Creating the file FOLDER/stop asks
+the run to stop."""
 
 import contextlib
 import fcntl
@@ -21,17 +21,17 @@ from typing import Any
 
 ORDER, STOP, LOG, ENDED = "go.json", "stop", "log.txt", "ended.json"
 KEEPER, RUN = "keeper.lock", "run.lock"
-GRACE = 120.0  # seconds from the first signal until the run is killed: a step may take long, and is then saved
-LOOK = 0.1  # seconds between looks at the run
+GRACE = 120.0  # seconds from SIGTERM to SIGKILL: the run finishes its step, which may be long, and saves
+LOOK = 0.1  # seconds between polls of the run
 BY_TIME, BY_ASKING = "time", "asked"
 
 
 class Keeper:
-    """Holds one run."""
+    """The parent process of one run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.order = folder, json.loads((folder / ORDER).read_text(encoding="utf-8"))
-        self.why: str | None = None  # why the run was told to end
+        self.why: str | None = None  # why the run was told to stop
         self.killed_at = float("inf")
         signal.signal(signal.SIGTERM, lambda *_: (folder / STOP).touch())
         lock = lock_file(folder / RUN)
@@ -39,9 +39,10 @@ class Keeper:
             self.run = subprocess.Popen(self.order["command"], stdin=subprocess.DEVNULL, stdout=log,
                                         stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,))
         os.pwrite(lock, f"{self.run.pid:>20}".encode(), 0)
-        os.close(lock)  # the run has it
+        os.close(lock)  # the run holds it
 
     def wait(self) -> None:
+        """Wait for the run to end, stop it when asked or at its time limit, and write ENDED."""
         limit = time.monotonic() + (self.order["time_limit"] or float("inf"))
         while (code := self.run.poll()) is None:
             now = time.monotonic()
@@ -51,7 +52,7 @@ class Keeper:
             if now > self.killed_at:
                 self.kill()
             time.sleep(LOOK)
-        self.kill()  # what the run itself has started and left
+        self.kill()  # processes that the run started and left behind
         write_json(self.folder / ENDED, {"code": code, "why": self.why, "at": time.time()})
 
     def kill(self) -> None:
@@ -60,7 +61,7 @@ class Keeper:
 
 
 def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None) -> None:
-    """Start one go of a job, in a session of its own that outlives this process."""
+    """Start a keeper for one start of a job, in a new session, so that it survives this process."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in (ENDED, STOP):
         (folder / old).unlink(missing_ok=True)
@@ -71,15 +72,15 @@ def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None)
 
 
 def ask_to_stop(folder: Path) -> None:
-    """Ask for the end after the step. Asked of nobody, it has no effect."""
+    """Ask the run to stop after its step. No effect if nothing runs."""
     (folder / STOP).touch()
-    if not is_held(folder / KEEPER) and is_held(folder / RUN):  # a run that lost its keeper
+    if not is_held(folder / KEEPER) and is_held(folder / RUN):  # the run has lost its keeper
         with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(int((folder / RUN).read_text()), signal.SIGTERM)
 
 
 def is_alive(folder: Path) -> bool:
-    """Return whether a keeper, or a run that lost its keeper, is at work in this folder."""
+    """Return whether a keeper runs in this folder, or a run that has lost its keeper."""
     return is_held(folder / KEEPER) or is_held(folder / RUN)
 
 
@@ -95,7 +96,7 @@ def is_held(path: Path) -> bool:
 
 
 def lock_file(path: Path) -> int:
-    """Return the file, open and locked. BlockingIOError where another process holds it."""
+    """Open and lock the file, and return its descriptor. BlockingIOError if another process holds the lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,9 +125,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     try:
-        lock_file(folder / KEEPER)  # to the end of this process
+        lock_file(folder / KEEPER)  # held until this process exits
     except BlockingIOError:
-        return  # another keeper was started for the same go
+        return  # another keeper has this start of the job
     if not (folder / ENDED).exists():
         Keeper(folder).wait()
 

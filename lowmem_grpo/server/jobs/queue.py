@@ -1,4 +1,4 @@
-"""`JobQueue`: the jobs of a server, in its database; `JobRequest`: a recipe that somebody asks for."""
+"""`JobQueue`: the jobs of a server, in its database; `JobRequest`: a job that a user submits."""
 
 import json
 import re
@@ -15,7 +15,7 @@ DONE, FAILED, STOPPED, CANCELLED = "done", "failed", "stopped", "cancelled"
 LIVE = (RUNNING, STOPPING)  # a process works on it
 OVER = (DONE, FAILED, STOPPED, CANCELLED)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}(\.py)?")
-OURS = ("output_dir", "resume", "card_share", "overwrite_output_dir")  # options that the queue gives
+OURS = ("output_dir", "resume", "card_share", "overwrite_output_dir")  # options that the queue sets itself
 TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 MOST_PRIORITY = 1000
 TABLE = """CREATE TABLE IF NOT EXISTS jobs (
@@ -28,20 +28,20 @@ NOT_YET = "waits for its turn"
 
 @dataclass(frozen=True)
 class Job:
-    """A row of the queue. Times are seconds since 1970; bytes are of the card."""
+    """A row of the queue. Times are seconds since 1970; bytes are GPU memory."""
 
     id: int
     recipe: str
     options: list[str]  # `key=value`, as `lowmem-grpo run` takes them
-    owner: str  # the name of the key that asked for it
-    priority: int = 0  # higher ones start first; equal ones in the order in which they came
-    time_limit: float | None = None  # seconds of one go; the run is then stopped after its step, and saved
-    share: float = 1.0  # the part of the card's memory that it may fill; jobs run together where their shares do
+    owner: str  # the user that submitted it
+    priority: int = 0  # higher starts first; equal ones in the order of submission
+    time_limit: float | None = None  # seconds of one start; the run then stops after its step, and saves
+    share: float = 1.0  # the part of the GPU's memory that it may use; jobs run together if their shares fit
     state: str = WAITING
-    why: str = ""  # why it waits, or what ended it, in words
-    goes: int = 0  # how often a process was started for it
-    resume: bool = False  # whether the next start goes on from the last checkpoint
-    peak_bytes: int | None = None  # the memory that it needs by its plan; None where no plan was made
+    why: str = ""  # why it waits, or how it ended
+    goes: int = 0  # how many times it was started
+    resume: bool = False  # whether the next start resumes from the last checkpoint
+    peak_bytes: int | None = None  # planned peak memory; None if no plan was made
     came: float = 0.0
     began: float | None = None
     ended: float | None = None
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job that somebody asks for. ValueError says which field is wrong."""
+    """A job that a user submits. ValueError names the invalid field."""
 
     recipe: str
     options: list[str] = field(default_factory=list)
@@ -111,14 +111,14 @@ def seconds_of(text: str) -> float:
 
 
 class NoSuchJobError(LookupError):
-    """There is no job of this number, or it is another user's."""
+    """Raised for an unknown job number, or another user's job."""
 
 
 class JobQueue:
-    """The jobs that wait, run or are over. Any thread may use it. Each change is on the disk when a method returns."""
+    """All jobs of a server. Thread-safe; each change is on the disk when its method returns."""
 
     def __init__(self, database: Database, folder: Path) -> None:
-        """`folder` gets one folder for each job, named by its number."""
+        """`folder` holds one folder per job, named by the job's number."""
         database.add([TABLE])
         self.database, self.folder = database, folder
 
@@ -131,50 +131,50 @@ class JobQueue:
         return self.one(int(made.lastrowid or 0))
 
     def one(self, number: int, owner: str | None = None) -> Job:
-        """Return the job of this number; with `owner`, only one of theirs. NoSuchJobError where there is none."""
+        """Return the job of this number; with `owner`, only one of that user's. NoSuchJobError if there is none."""
         row = self.database.row("SELECT * FROM jobs WHERE id = ?", (number,))
         if row is None or (owner is not None and row["owner"] != owner):
             raise NoSuchJobError(f"there is no job {number}; `lowmem-grpo jobs` lists them")
         return Job.from_row(row)
 
     def all(self, owner: str | None = None) -> list[Job]:
-        """Return every job, the newest first; with `owner`, only theirs."""
+        """Return all jobs, the newest first; with `owner`, only that user's."""
         return [job for job in self.where("id > 0 ORDER BY id DESC") if owner is None or job.owner == owner]
 
     def waiting(self) -> list[Job]:
-        """Return those that wait, the next one first."""
+        """Return the waiting jobs, the next one first."""
         return self.where(f"state = '{WAITING}' ORDER BY priority DESC, id")
 
     def live(self) -> list[Job]:
-        """Return those that a process works on, the oldest first."""
+        """Return the running and stopping jobs, the oldest first."""
         return self.where(f"state IN {LIVE} ORDER BY id")
 
     def where(self, condition: str) -> list[Job]:
         return [Job.from_row(row) for row in self.database.rows(f"SELECT * FROM jobs WHERE {condition}")]
 
     def cancel(self, number: int, owner: str | None = None) -> Job:
-        """Take a waiting job back, or ask a running one to stop. ValueError where it is over."""
+        """Take a waiting job out of the queue, or ask a running one to stop. ValueError if the job is over."""
         with self.database.lock:
             job = self.one(number, owner)
             if job.is_over:
                 raise ValueError(f"job {number} is {job.state} already; there is nothing to cancel")
             if job.state != WAITING:
                 return self.change(job, state=STOPPING, why="asked to stop: it finishes its step, and saves")
-            # one that ran before has something to go on with
+            # a job that ran before can be resumed
             return self.end_job(job, STOPPED if job.goes else CANCELLED, "taken back before it began", None)
 
     def resume(self, number: int, options: list[str], owner: str | None = None) -> Job:
-        """Let a job that is over wait again, to go on from its last checkpoint with further options."""
+        """Requeue a job that is over, to resume from its last checkpoint with more options. ValueError if it is not."""
         with self.database.lock:
             job = self.one(number, owner)
             if not job.is_over:
                 raise ValueError(f"job {number} is {job.state}; only one that is {', '.join(OVER)} can be resumed")
-            JobRequest(job.recipe, options)  # refuses what is no list of texts
+            JobRequest(job.recipe, options)  # checks the options
             return self.change(job, state=WAITING, why=NOT_YET, resume=job.goes > 0, ended=None, exit_code=None,
                                peak_bytes=None, options=json.dumps(job.options + options))
 
     def start_job(self, job: Job) -> Job:
-        """Record that a process is about to be started for a job."""
+        """Record that a job is about to be started."""
         return self.change(job, state=RUNNING, why="", goes=job.goes + 1, began=time.time(), ended=None)
 
     def end_job(self, job: Job, state: str, why: str, exit_code: int | None) -> Job:

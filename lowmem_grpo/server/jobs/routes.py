@@ -1,4 +1,4 @@
-"""A server's queue over HTTP: what `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume` ask for; its page."""
+"""The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`; the jobs on the page."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,13 +18,13 @@ from lowmem_grpo.server.page.watching import CardUse
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import JOBS, SignIn, User, Users
 
-PIECE = 256 * 1024  # bytes of a log that are sent at a time
+PIECE = 256 * 1024  # most bytes of a log in one reply
 MOST_LISTED = 500
 Check = Callable[[str, list[str]], None]
 
 
 class JobRoute(APIRoute):
-    """A route whose errors are the client's: 404 where there is no such job, 400 for everything that is refused."""
+    """A route that answers NoSuchJobError with 404, and ValueError and OSError with 400."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         answer = super().get_route_handler()
@@ -41,7 +41,7 @@ class JobRoute(APIRoute):
 
 
 def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
-    """Return the routes of a queue. `check` raises ValueError for a recipe or an option that is wrong."""
+    """Return the routes of a queue. `check` raises ValueError for an invalid recipe or option."""
     router = APIRouter(redirect_slashes=False, route_class=JobRoute)
 
     @router.post("")
@@ -89,6 +89,7 @@ async def json_of(request: Request) -> Any:
 
 
 def piece_of(log: Path, offset: int) -> bytes:
+    """Return up to PIECE bytes of a log from `offset` on; empty if there is no log yet."""
     if not log.is_file():
         return b""
     with open(log, "rb") as file:
@@ -97,7 +98,7 @@ def piece_of(log: Path, offset: int) -> bytes:
 
 
 def user_of(request: Request) -> User:
-    """Return whose request it is. ChatError for a key without the right to jobs."""
+    """Return the user of a request. ChatError if the user may not use jobs."""
     user: User = request.scope["holder"]
     if not user.may(JOBS):
         raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "
@@ -106,7 +107,7 @@ def user_of(request: Request) -> User:
 
 
 def whose(user: User) -> str | None:
-    """Return whose jobs a user sees; None for all."""
+    """Return the owner name by which a user's view of jobs is filtered; None for all jobs."""
     return None if user.is_owner else user.name
 
 
@@ -114,7 +115,7 @@ def make_jobs_app(
     queue: JobQueue, users: Users, check: Check, everywhere: bool = False,
     others: Mapping[str, APIRouter] | None = None,
 ) -> ASGIApp:
-    """Return the server's application, with `others` by their prefixes beside the queue."""
+    """Return the application of the queue at /jobs and of `others` by prefix."""
     return make_server_app({"/jobs": jobs_router(queue, check), **(others or {})}, users, Limits(), everywhere)
 
 
@@ -123,7 +124,7 @@ def make_jobs_page(queue: JobQueue, users: Users, title: str) -> Page:
 
 
 class JobsSource:
-    """The jobs of a server on its page: a user's own, all for the owner, and none without the right to jobs."""
+    """The jobs as a `RunSource` for the page: the owner sees all jobs, a user with the right to jobs their own."""
 
     def __init__(self, queue: JobQueue, title: str) -> None:
         self.queue, self.title = queue, title
@@ -143,7 +144,7 @@ class JobsSource:
                        run_state="running" if job.state in LIVE else said)
 
     def job(self, user: User, name: str) -> Job | None:
-        """Return the job of this number; None where it is none, or another user's."""
+        """Return the job of this number; None if there is none, or it is another user's."""
         if not user.may(JOBS) or not (name.isascii() and name.isdecimal() and len(name) < 16):
             return None
         try:

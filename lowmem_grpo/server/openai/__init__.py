@@ -1,1 +1,1 @@
-"""Chat completions in OpenAI's shape by the trainer's own engine, in the process and at a loopback address."""
+"""OpenAI-compatible completions from the trainer's own engine, in this process and at a loopback address."""

@@ -1,4 +1,4 @@
-"""`ChatHandler`: completions in OpenAI's shape, of chats and of plain prompts, by the worker that owns the engine."""
+"""`ChatHandler`: OpenAI-compatible completions of chats and plain prompts, by the worker that owns the engine."""
 
 import asyncio
 import copy
@@ -23,19 +23,19 @@ from lowmem_grpo.server.openai.pending import (
 from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, TextRequest
 from lowmem_grpo.types import Turn
 
-Names = Callable[[], Mapping[str, Path | str | None]]  # returns the adapter of each model by name, as `Call` has it
+Names = Callable[[], Mapping[str, Path | str | None]]  # returns `Call.adapter` of each model, by model name
 
 
 class ChatHandler:
-    """Answers requests, from any thread and event loop. Each answer to a chat names its turn, which `turn` looks up.
-    What a request leaves out is sampled as in training: temperature 1, nothing cut off. max_tokens is an upper bound:
-    with less room, an answer ends there ("length"). Where the caller goes away (the coroutine is cancelled), nothing is
-    kept."""
+    """The handler of completion requests, from any thread and event loop. Each chat answer carries the name of its
+    turn, which `turn` looks up. Sampling defaults are those of training: temperature 1, no truncation. max_tokens is an
+    upper bound: an answer that reaches the context's end stops with "length". If the caller leaves (the coroutine is
+    cancelled), no turn is kept."""
 
     def __init__(
         self, worker: EngineWorker, names: Names, histories: ConversationCache, max_turn_tokens: int | None = None,
     ) -> None:
-        """`names` is asked at each request. `max_turn_tokens` bounds every answer."""
+        """`names` is called at each request. `max_turn_tokens` bounds the completion tokens of every answer."""
         self.worker, self.names, self.histories, self.max_turn_tokens = worker, names, histories, max_turn_tokens
         self.texts = TokenTexts(copy.deepcopy(worker.tokenizer))
 
@@ -43,18 +43,18 @@ class ChatHandler:
         return list(self.names())
 
     def turn(self, name: str) -> Turn | None:
-        """A turn by its name, as the engine returned it; None where it is not held (any more)."""
+        """Return a turn by name, as the engine returned it; None if it is unknown or evicted."""
         return self.histories.turn(name)
 
     def parent(self, name: str) -> str | None:
-        """The name of the turn that a turn continues."""
+        """Return the name of the turn that a turn continues; None if there is none."""
         return self.histories.parent(name)
 
     async def create(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
     ) -> dict[str, Any]:
-        """Return the JSON of a reply, to a chat or to plain `texts`. Turns of one `session` belong together, and
-        `record` is called with the choices that are about to be told. ChatError in OpenAI's form."""
+        """Return the JSON reply to a chat, or to plain prompts if `texts`. A chat prefers to continue turns of its own
+        `session`. `record` is awaited with the choices before they are returned. Raises ChatError."""
         if body.get("stream") is True:
             raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
         pending = self.start_request(body, session, texts)
@@ -69,8 +69,8 @@ class ChatHandler:
     async def stream(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of a reply. The text of a choice comes in one, as soon as its turn is drawn. A request that
-        is refused raises ChatError before the first chunk."""
+        """Yield the chunks of a reply. The whole text of a choice is one chunk, as soon as its turn is sampled. A
+        refused request raises ChatError before the first chunk."""
         pending = self.start_request({**body, "stream": True}, session, texts)
         try:
             for answer in asyncio.as_completed(map(pending.answer, range(len(pending.calls)))):
@@ -85,12 +85,12 @@ class ChatHandler:
             pending.finish_request()
 
     def start_request(self, body: Mapping[str, Any], session: str, texts: bool) -> PendingCompletions:
-        """Read a request, and let its calls wait at the worker. ChatError in OpenAI's form."""
+        """Parse a request and submit its calls to the worker. Raises ChatError."""
         return self.start_texts(TextRequest.from_body(body)) if texts else self.start_chat(
             ChatRequest.from_body(body), session, turn_named(body["messages"]))
 
     def start_chat(self, asked: ChatRequest, session: str, turn: str) -> PendingChat:
-        """Continue the conversation of a request, from the held turn called `turn` if there are several."""
+        """Submit a chat request, which continues its conversation; `turn` decides if several cached turns match."""
         options = self.options(asked)
         try:
             opening = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
@@ -104,8 +104,8 @@ class ChatHandler:
             raise
 
     def start_texts(self, asked: TextRequest) -> PendingTexts:
-        """Continue plain prompts, as OpenAI's older interface does, as they are, without a template: their tokens are
-        the tokenizer's, or the request's own."""
+        """Submit a request of OpenAI's older completions API: plain prompts, without a chat template, each a text to
+        tokenize or the request's own token ids."""
         options = self.options(asked)
         prompts = [self.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
         if empty := [place for place, ids in enumerate(prompts) if not ids]:
@@ -113,7 +113,7 @@ class ChatHandler:
         return PendingTexts(asked, prompts, **options)
 
     def options(self, asked: CompletionRequest) -> dict[str, Any]:
-        """Return what every request's completions are made with. ChatError for a model that is not served."""
+        """Return the keyword arguments that PendingChat and PendingTexts share. ChatError for an unknown model."""
         names = self.names()
         if asked.model not in names:
             raise ChatError(404, f"the model {asked.model!r} is not served here; there are {', '.join(names)}", "model",
@@ -123,5 +123,5 @@ class ChatHandler:
 
 
 def model_entry(name: str, created: int = 0) -> dict[str, Any]:
-    """Return a model as a list of models in OpenAI's form has it."""
+    """Return a model's entry in OpenAI's list of models."""
     return {"id": name, "object": "model", "created": created, "owned_by": "lowmem-grpo"}

@@ -1,4 +1,4 @@
-"""openai's own client, whose requests a ChatHandler answers in this process, without a socket."""
+"""An openai client whose requests a ChatHandler answers in this process, without a socket."""
 
 import asyncio
 import json
@@ -13,26 +13,26 @@ from lowmem_grpo.server.openai.chat_handler import ChatHandler, model_entry
 from lowmem_grpo.server.openai.pending import DONE, event
 from lowmem_grpo.server.openai.sessions import RECORDER, SESSION
 
-# httpx, or its successor httpx2: what openai's client is built on
+# the HTTP library under openai's client: httpx, or its successor httpx2
 httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 
 def client_of(chat: ChatHandler, timeout: float | None = None) -> openai.AsyncOpenAI:
-    """Return a client whose `chat.completions` are the model's own; each `choices[i].turn` names its turn. All else is
-    404. Turns of the rollout in whose task a call is made belong together; `timeout` is in seconds, for each call."""
+    """Return a client whose `chat.completions` come from the model; each `choices[i].turn` names its turn. Other routes
+    answer 404. A call made in a rollout's asyncio task belongs to that rollout. `timeout` is in seconds per call."""
     return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
                               http_client=OpenClient(transport=ChatTransport(chat), trust_env=False))
 
 
 class OpenClient(openai.DefaultAsyncHttpxClient):
-    """One that several clients share; there is nothing to close."""
+    """An HTTP client that stays open when one of the openai clients that share it is closed."""
 
     async def aclose(self) -> None:
-        """Stay open."""
+        """Do nothing: there is no socket to close."""
 
 
 class ChatTransport(httpx.AsyncBaseTransport):
-    """Answers requests by a ChatHandler."""
+    """An httpx transport that passes requests to a ChatHandler."""
 
     def __init__(self, chat: ChatHandler) -> None:
         self.chat = chat
@@ -45,7 +45,7 @@ class ChatTransport(httpx.AsyncBaseTransport):
             return as_json(error.body(), error.status)
 
     async def answer(self, request: Any, seconds: float | None) -> Any:
-        """Return the reply of the model. ChatError where it is asked for something else."""
+        """Return the model's reply. ChatError for any other route."""
         place = f"{request.method} {request.url.path}"
         if place == "GET /v1/models":
             return as_json({"object": "list", "data": list(map(model_entry, self.chat.models()))})
@@ -61,13 +61,13 @@ class ChatTransport(httpx.AsyncBaseTransport):
         if not body.get("stream"):
             return as_json(await self.chat.create(body, session, record))
         stream = self.chat.stream(body, session, record)
-        first = await anext(stream)  # here, so that a request that is refused raises at once
+        first = await anext(stream)  # awaited here, so that a refused request raises at once
         events = EventStream(first, stream, seconds)
         return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=events)
 
 
 class EventStream(httpx.AsyncByteStream):
-    """The chunks of a reply as server-sent events."""
+    """A streamed reply as server-sent events."""
 
     def __init__(self, first: dict[str, Any], chunks: Any, seconds: float | None) -> None:
         self.first, self.chunks, self.seconds = first, chunks, seconds
@@ -91,7 +91,7 @@ def as_json(reply: dict[str, Any], status: int = 200) -> Any:
 
 
 async def within(seconds: float | None, work: Any) -> Any:
-    """Return what is awaited; httpx's error where it takes longer."""
+    """Await `work` and return its result. httpx.ReadTimeout after `seconds`."""
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:

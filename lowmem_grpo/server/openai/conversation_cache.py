@@ -1,7 +1,7 @@
-"""`ConversationCache`: the turns that were sampled, by name, and the conversations that can go on from them.
+"""`ConversationCache`: the sampled turns by name, and the conversations that continue them.
 
-The truth of a conversation is the tokens that the engine saw and drew. A request brings messages: where they go on from
-a held turn, the next prompt is the tokens so far and a bridge, and nothing that was sampled is encoded again."""
+A conversation is defined by the tokens that the engine read and sampled. If a request's messages continue a cached
+turn, the next prompt is that turn's tokens and a bridge of new tokens: sampled text is never tokenized again."""
 
 import copy
 import itertools
@@ -25,12 +25,12 @@ from lowmem_grpo.types import Message, Turn
 
 logger = logging.getLogger(__name__)
 
-DIALECTS = 64  # sets of tools that are remembered
+DIALECTS = 64  # most dialects in memory
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """For one set of tools and options of the template."""
+    """The renderer and the tool-call parser for one set of tools and chat template options."""
 
     key: bytes
     renderer: Renderer
@@ -43,13 +43,13 @@ class Dialect:
 
 
 class Dialects:
-    """Those of one tokenizer, which nobody else may use meanwhile: it keeps the options of its last call."""
+    """The dialects made so far, with a private copy of the tokenizer, which keeps the options of its last call."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None,
         parse: Callable[..., Any] | str | None = None,
     ) -> None:
-        """`template_kwargs` hold where a request has none of its own; `parse` is as in `Toolbox`."""
+        """`template_kwargs` are defaults that a request may override; `parse` is as in `Toolbox`."""
         self.tokenizer = copy.deepcopy(tokenizer)
         self.template_kwargs, self.parse = dict(template_kwargs or {}), parse
         self.made: OrderedDict[bytes, Dialect] = OrderedDict()
@@ -57,7 +57,7 @@ class Dialects:
     def dialect_for(
         self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
     ) -> Dialect:
-        """The dialect of some tools. RendererError without a chat template, ToolFormError where that has no calls."""
+        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it has no calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.made:
@@ -73,33 +73,33 @@ class Dialects:
 
 @dataclass(eq=False)
 class CachedTurn:
-    """A turn, with only what is new beside the turn that it continues."""
+    """A sampled turn, stored as the tokens that it adds to the turn that it continues."""
 
     name: str
     number: int
-    key: int  # the conversation's, for the engine
+    key: int  # the engine's number for the conversation
     session: str
-    digest: bytes  # covers all messages, this turn's among them
+    digest: bytes  # of all messages up to and including this turn
     parent: "CachedTurn | None"
-    context: array  # (B,) tokens of the prompt behind the parent's
+    context: array  # (B,) prompt tokens after the parent's tokens
     completion: array  # (C,)
     logprobs: array  # (C,) float64
-    rest: Turn  # without its tokens
-    continued: int = 0  # how many turns go on from here, those in the engine among them
+    rest: Turn  # the turn without tokens and logprobs
+    continued: int = 0  # turns that continue this one, including those still being sampled
 
     @property
     def tokens(self) -> int:
         return len(self.context) + len(self.completion)
 
     def line(self) -> "Iterator[CachedTurn]":
-        """This turn, the one that it continues, and so on."""
+        """Yield this turn, its parent, and so on to the first turn."""
         held: CachedTurn | None = self
         while held is not None:
             yield held
             held = held.parent
 
     def ids(self) -> list[int]:
-        """All tokens up to the end of this turn."""
+        """Return all tokens from the conversation's start to the end of this turn."""
         pieces = [piece for held in self.line() for piece in (held.completion, held.context)]
         return [token for piece in reversed(pieces) for token in piece]
 
@@ -111,45 +111,45 @@ class CachedTurn:
 
 @dataclass(eq=False)
 class PromptState:
-    """A request as tokens, before its turns are drawn."""
+    """An opened prompt: a request as tokens, before its turns are sampled."""
 
     ids: list[int]  # (P,)
     key: int
     session: str
     digest: bytes
     dialect: Dialect
-    parent: CachedTurn | None  # whose tokens begin these
-    open: bool = field(default=True, repr=False)  # until `ConversationCache.close_prompt`
+    parent: CachedTurn | None  # the turn whose tokens are the prefix of `ids`
+    open: bool = field(default=True, repr=False)  # false after `ConversationCache.close_prompt`
 
 
 class ConversationCache:
-    """Held turns, in threads: at most so many turns and tokens, of which those unused for the longest time go first."""
+    """A thread-safe LRU cache of sampled turns, bounded by `max_turns` turns and `max_tokens` tokens."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 8_000_000, max_turns: int = 50_000,
         template_kwargs: Mapping[str, Any] | None = None, parse: Callable[..., Any] | str | None = None,
         keys: Iterator[int] | None = None,
     ) -> None:
-        """`keys` number conversations for all histories of a worker; the other options are those of `Dialects`."""
+        """`keys` number the conversations of all caches of a worker; the other options are those of `Dialects`."""
         self.max_tokens, self.max_turns = max_tokens, max_turns
         self.dialects = Dialects(tokenizer, template_kwargs, parse)
         self.lock, self.numbers = threading.RLock(), itertools.count()
         self.keys = itertools.count() if keys is None else keys
-        self.mark = secrets.token_hex(3)  # so that names of another process are not found here
-        self.held: OrderedDict[str, CachedTurn] = OrderedDict()  # used longest ago first; a turn before its parent
+        self.mark = secrets.token_hex(3)  # in each name, so that names of another process are unknown here
+        self.held: OrderedDict[str, CachedTurn] = OrderedDict()  # least recently used first; a turn before its parent
         self.ends: dict[bytes, list[CachedTurn]] = {}  # by digest
         self.tokens = 0
-        self.said: set[str] = set()  # what one warning is enough for
+        self.said: set[str] = set()  # warnings that were logged once already
 
     def open_prompt(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, session: str = "",
         model: str = "", template_kwargs: Mapping[str, Any] | None = None, turn: str = "",
     ) -> PromptState:
-        """The prompt of messages in plain form (see messages.py); `close_prompt` must follow.
+        """Return the prompt of messages in plain form (see messages.py); `close_prompt` must follow.
 
-        It goes on from the held turn of this `model` that the last answer is, where it is one. Of several with the same
-        text it is the one called `turn`, one of the same session, one that nobody has continued, or the newest.
-        RendererError where the chat template refuses the messages."""
+        If the last assistant message matches a cached turn of this `model`, the prompt extends that turn's tokens. Of
+        several matches, it prefers the one named `turn`, then one of the same session, then one not yet continued, then
+        the newest. RendererError if the chat template refuses the messages."""
         with self.lock:
             dialect = self.dialects.dialect_for(tools, template_kwargs)
             said = digests([model, dialect.key.decode()], messages)
@@ -161,14 +161,14 @@ class ConversationCache:
             return PromptState(ids, key, session, said[-1], dialect, parent)
 
     def close_prompt(self, opening: PromptState, kept: bool) -> None:
-        """All turns of an opening are kept, or there are none."""
+        """Close an opened prompt; unless its turns were `kept`, its parent no longer counts it as a continuation."""
         with self.lock:
             if opening.open and not kept and opening.parent is not None:
                 opening.parent.continued -= 1
             opening.open = False
 
     def keep(self, opening: PromptState, turn: Turn, message: Message, key: int | None = None) -> str:
-        """Hold a turn that was drawn for an opening; `message` is the answer in plain form. Returns the turn's name."""
+        """Cache a turn sampled for an opened prompt; `message` is the answer in plain form. Returns the turn's name."""
         with self.lock:
             number = next(self.numbers)
             before = 0 if opening.parent is None else len(opening.parent.ids())
@@ -187,11 +187,12 @@ class ConversationCache:
             return opening.dialect.read(turn.completion_ids, turn.text)
 
     def next_key(self) -> int:
+        """Return a key for a new conversation of the engine."""
         with self.lock:
             return next(self.keys)
 
     def turn(self, name: str) -> Turn | None:
-        """A turn as the engine returned it; None where it is not held (any more)."""
+        """Return a turn as the engine returned it; None if it is unknown or evicted."""
         with self.lock:
             held = self.held.get(name)
             if held is None:
@@ -208,8 +209,8 @@ class ConversationCache:
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, models: Collection[str] = (),
         taken: Collection[str] = (),
     ) -> list[str | None]:
-        """For each message in plain form: the held turn that it is, by name, or None. `models` are names that may have
-        been asked. Of several turns with the same text it is one that is not `taken`, or the newest."""
+        """Return, for each message in plain form, the name of the cached turn that it matches, or None. `models` are
+        the model names to search. Of several matches, it prefers turns that are not `taken`, then the newest."""
         with self.lock:
             key = self.dialects.dialect_for(tools).key.decode()
             chains = [digests([model, key], messages) for model in models]
@@ -226,7 +227,7 @@ class ConversationCache:
     def prompt(
         self, dialect: Dialect, messages: Sequence[Message], said: list[bytes], session: str, turn: str
     ) -> tuple[CachedTurn | None, list[int]]:
-        """The turn that messages go on from, and their tokens."""
+        """Return the cached turn that the messages continue (or None), and the prompt's token ids."""
         last = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == "assistant"), -1)
         candidates = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
         if not candidates:
@@ -246,14 +247,14 @@ class ConversationCache:
             return None, self.rendered(dialect, messages)
 
     def rendered(self, dialect: Dialect, messages: Sequence[Message]) -> list[int]:
-        """All messages as tokens. Only the first ones of the system are trusted to hold marks of the template."""
+        """Return all messages as tokens. Only the leading system messages may contain the template's special tokens."""
         trusted = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
         return dialect.renderer.first(messages, trusted)
 
-    # What is held
+    # The cache
 
     def use(self, held: CachedTurn) -> None:
-        """This turn and those that it continues were used now, in this order: so none goes before one that needs it."""
+        """Mark a turn and then its ancestors as used, so that a parent is never evicted before a turn that needs it."""
         for turn in held.line():
             if turn.name not in self.held:
                 self.held[turn.name] = turn
@@ -262,7 +263,7 @@ class ConversationCache:
             self.held.move_to_end(turn.name)
 
     def shrink(self, newest: CachedTurn) -> None:
-        """Let go of what was unused for the longest time, until the rest fits."""
+        """Evict the least recently used turns until the limits hold, and warn if that evicts the `newest` itself."""
         while self.held and (len(self.held) > self.max_turns or self.tokens > self.max_tokens):
             name, gone = self.held.popitem(last=False)
             self.tokens -= gone.tokens

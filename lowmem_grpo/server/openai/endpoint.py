@@ -1,4 +1,4 @@
-"""An address on this machine where the model answers as OpenAI's servers do, for as long as the program runs."""
+"""`Endpoint`: an OpenAI-compatible HTTP server for the model in this process, on a loopback address."""
 
 import asyncio
 import atexit
@@ -15,20 +15,20 @@ from lowmem_grpo.server.openai.sessions import OpenSessions, Session
 from lowmem_grpo.server.server import CLOSE, HOSTS, LOOPBACK, made_for, make_server_app, open_socket
 from lowmem_grpo.server.users import Users
 
-START = 30.0  # seconds in which the server comes up
+START = 30.0  # seconds that the server may need to start
 S = TypeVar("S", bound=Session)
 
 
 class Endpoint:
-    """Serves a ChatHandler at `base_url`, in a thread of this process, to whoever on this machine has `api_key`. It
-    ends with the program, or with `close`, which answers what waits with 503; Ctrl-C stays with the main thread."""
+    """An HTTP server for a ChatHandler at `base_url`, in a thread of this process, for clients on this machine that
+    have `api_key`. It ends with the program or with `close`; the main thread still handles Ctrl-C."""
 
     def __init__(
         self, chat: ChatHandler, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
         owned: Sequence[Callable[[], object]] = (),
     ) -> None:
-        """`port` 0 takes a free one. `owned` is called at `close`, such as that of what `chat` works with. ValueError
-        for another host or what is no port, OSError for a port that cannot be had."""
+        """`port` 0 picks a free port. `close` calls the functions in `owned`, such as the `close` of chat's worker.
+        ValueError for a host that is not loopback or an invalid port, OSError if the port is not available."""
         self.chat, self.limits = chat, Limits() if limits is None else limits
         check_address(host, port)
         self.socket = open_socket(LOOPBACK, port)
@@ -60,12 +60,12 @@ class Endpoint:
             time.sleep(0.005)
 
     def session(self) -> Session:
-        """Return an address whose calls are recorded, one for each rollout. RuntimeError for too many, or once
-        closed."""
+        """Open a session for one rollout: an address that records its calls. RuntimeError if too many sessions are
+        open, or after `close`."""
         return self.start_session(Session)
 
     def start_session(self, kind: type[S]) -> S:
-        """A session of this class, whose address answers from now on."""
+        """Open a session of this class, and return it; its address answers at once."""
         if self.closed:
             raise RuntimeError("the endpoint is closed; begin a session before it is")
         session = kind(self.address, self.api_key, self.limits, self.sessions.forget)
@@ -73,7 +73,7 @@ class Endpoint:
         return session
 
     def close(self) -> None:
-        """Answers what waits with 503, and ends. Twice is as once."""
+        """Answer pending requests with 503, stop the server, and close `owned`. A second call does nothing."""
         with self.lock:
             if self.closed:
                 return
@@ -94,7 +94,7 @@ class Endpoint:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ValueError for a host that is not this machine only, and for what is no port."""
+    """Raise ValueError for a host that is not loopback, or an invalid port."""
     if host not in HOSTS:
         raise ValueError(f"host is {host!r}; an endpoint answers on {LOOPBACK} only, since whoever reaches it uses "
                          "this machine. Leave host out, and reach it from elsewhere through a tunnel: "

@@ -1,6 +1,6 @@
-"""`EngineWorker`: the one thread that owns a model and its engine, for all who want completions or want to train.
+"""`EngineWorker`: the one thread that owns a model and its engine, and runs both completions and training.
 
-    while open: the next that waits: a job runs; or calls of one `batch_key` are decoded together, until others wait"""
+    while open: take the next item; run a task, or decode calls of one `batch_key` together until other items wait"""
 
 import atexit
 import itertools
@@ -39,40 +39,39 @@ from lowmem_grpo.types import Rollout, Turn
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-REMEMBERED = 8  # conversations, whose widest rounds tell how many calls may come together
-AT_EXIT = 10.0  # seconds that the end of the program waits for what is in the engine
+REMEMBERED = 8  # engine sessions whose widest rounds predict how many calls arrive together
+AT_EXIT = 10.0  # seconds that the program's exit waits for calls in the engine
 
 
 class EngineWorker:
-    """Decodes calls from any thread by the model's own engine, with continuous batching.
+    """The owner of the model's engine, which decodes calls from any thread with continuous batching.
 
-    One conversation with the engine stays open while calls of one `batch_key` (adapter, temperature ...) come: it keeps
-    what it computed. Where anything else waits, no new calls enter, those in the engine are finished, and the
-    line that was served last waits behind the others. What was computed with the live adapter and with the base model
-    stays meanwhile, until the engine sleeps."""
+    One engine session stays open, with its KV cache, while calls of one `batch_key` (adapter, temperature ...) arrive.
+    When anything else waits, no new calls enter, the calls in the engine finish, and the queue that was served moves
+    behind the others. The KV cache of the live adapter and of the base model is kept until the engine sleeps."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,
         policy: Policy | None = None, engine: Engine | None = None,
     ) -> None:
-        """`model` is what FastLanguageModel returned; `tokenizer` the one that trainers give to its engine (None: the
-        one loaded with it). `policy` says how a trainer computes with it. `engine` is a caller's own, which stays."""
+        """`model` comes from FastLanguageModel; `tokenizer` is the one that the trainer's engine uses (None: the one
+        loaded with the model). `policy` is the trainer's. `engine` is the caller's own, which is never replaced."""
         self.model, self.tokenizer, self.seed = model, tokenizer or model.loaded.tokenizer, seed
         self.policy, self.memory = policy or Policy(model.inner), RunMemory()
         self.engine, self.given = engine, engine is not None
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
         self.waiting, self.numbers, self.keys = RequestQueue(), itertools.count(), Keys()
-        self.rounds: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # the last conversations' calls and seconds
+        self.rounds: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # the last sessions' widest rounds
         self.thread = threading.Thread(target=self.work, name="lowmem_grpo worker", daemon=True)
         self.thread.start()
         atexit.register(self.close, AT_EXIT)
 
-    # For any thread
+    # Called from any thread
 
     def submit(self, call: Call) -> "Future[Turn]":
-        """Return the turn of a call, as soon as it is drawn; ValueError for a call that cannot be decoded. Where the
-        future is cancelled, a call in the engine is drawn to its end all the same, and dropped."""
+        """Queue a call, and return a future of its turn; the future raises ValueError if the call cannot be decoded.
+        If the future is cancelled, a call already in the engine is still sampled to its end, and dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         own, number = call.params.seed, next(self.numbers)
         call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
@@ -85,21 +84,21 @@ class EngineWorker:
         return call.future
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
-        """Run a function in the owner's thread while no call is in the engine (training, saving); return its result.
-        The engine sleeps first, which frees its memory, unless `sleep` is false. RuntimeError where that thread itself
-        asks, since it would wait for its own end; the same holds for `submit`."""
+        """Run a function (training, saving) in the worker's thread while no call is in the engine; return a future of
+        its result. The engine sleeps first, which frees its memory, unless `sleep` is false. RuntimeError in the
+        worker's own thread, which would wait for itself; the same holds for `submit`."""
         self.check_elsewhere("call the function itself")
         job = WorkerTask(function, sleep)
         self.waiting.add(job)
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """For each token of a turn that this call got: itself and the `count` likeliest ones, by one more pass."""
+        """Return a future with, per completion token, its logprob and the `count` likeliest, from one more pass."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:
-        """Refuse what waits and all that comes, with WorkerClosedError; wait until what the engine has is finished, at
-        most `timeout` seconds. The model stays. A second call does nothing."""
+        """Refuse waiting and later items with WorkerClosedError, and wait at most `timeout` seconds for the calls in
+        the engine to finish. The model stays loaded. A second call does nothing."""
         atexit.unregister(self.close)
         for item in self.waiting.close():
             if item.future.set_running_or_notify_cancel():
@@ -107,11 +106,11 @@ class EngineWorker:
         if threading.current_thread() is not self.thread:
             self.thread.join(timeout)
 
-    # For what runs in the owner's thread
+    # Called in the worker's thread
 
     def on_policy_update(self, version: int) -> None:
-        """The live adapter changed: the engine forgets what it computed with the old one. To be called by what `run`
-        executes; RuntimeError elsewhere, where a conversation may be open."""
+        """Drop the engine's KV cache of the old weights after an update of the live adapter. Call it in a function
+        given to `run`; RuntimeError in any other thread, since an engine session may be open."""
         if threading.current_thread() is not self.thread:
             raise RuntimeError("the policy may change only while no call is in the engine; call on_policy_update in a "
                                "function given to run")
@@ -129,18 +128,18 @@ class EngineWorker:
             self.engine.sleep()
 
     def do(self, job: WorkerTask) -> None:
-        """Run a function; its error is told to whom asked for it."""
+        """Run a task's function; its result or error goes to the task's future."""
         if not job.future.set_running_or_notify_cancel():
             return
         try:
             if job.sleep and self.engine is not None:
                 self.engine.sleep()
             job.future.set_result(job.function())
-        except BaseException as error:  # noqa: BLE001, whatever it is, the thread goes on
+        except BaseException as error:  # noqa: BLE001, the thread must survive any error
             job.future.set_exception(error)
 
     def serve(self, call: Call) -> None:
-        """One conversation with the engine, for calls like this one. Its error is told to the calls that were in it."""
+        """Run one engine session for calls with the `batch_key` of `call`. An error fails the calls that were in it."""
         engine_session = EngineSession(self.waiting, call.batch_key, self.keys, max(self.rounds, default=NO_ROUND))
         try:
             engine = self.awake()
@@ -150,12 +149,12 @@ class EngineWorker:
             engine_session.check_done()
         except BaseException as error:
             logger.debug("a conversation with the engine broke off", exc_info=True)
-            engine_session.fail(error.with_traceback(None))  # whose frames would keep tensors alive
+            engine_session.fail(error.with_traceback(None))  # frames of a traceback would keep tensors alive
         self.rounds.append(engine_session.widest)
 
     def awake(self) -> Engine:
-        """The engine. vLLM's is asked for again, since a process has only one and another model may have used it; so is
-        one that computes with another `policy` than is set now."""
+        """Return the engine. The model is asked again for a vLLM engine, since a process has only one and another model
+        may have used it, and for an engine whose `policy` is not the current one."""
         now: Any = self.engine
         if now is None or (not self.given and (now.name == "vllm" or now.policy is not self.policy)):
             engine = self.model.engine(self.policy, self.tokenizer)
@@ -175,7 +174,7 @@ class EngineWorker:
                 yield
 
     def look_again(self, call: Call, turn: Turn, count: int) -> list[dict[int, Logprob]]:
-        """See `likeliest`; RuntimeError where the policy was trained since the turn was drawn."""
+        """Run the forward pass of `likeliest`. RuntimeError if the policy was trained since the turn was sampled."""
         if call.adapter == LIVE and turn.policy_version != self.policy_version:
             raise RuntimeError("the model was trained between this completion and its top_logprobs; ask again")
         drawn = Rollout(turn.completion_ids, turn.logprobs, turn.finish_reason, routes=turn.routes)
@@ -184,12 +183,12 @@ class EngineWorker:
             return answers.likeliest(call.ids, drawn)
 
     def check_elsewhere(self, advice: str) -> None:
-        """RuntimeError in the owner's thread, which does one thing at a time."""
+        """Raise RuntimeError if called in the worker's thread, which runs one item at a time."""
         if threading.current_thread() is self.thread:
             raise RuntimeError(f"this runs at the worker already, which does one thing at a time; {advice}")
 
     def check(self, call: Call) -> None:
-        """ValueError for a call that would break a conversation."""
+        """Raise ValueError for a call that would make the engine session fail: too long, or an unknown token."""
         budget_of(call.ids, call.params.max_tokens, self.context)
         vocabulary = self.policy.head.weight.shape[0]
         if unknown := [token for token in call.ids if not 0 <= token < vocabulary]:

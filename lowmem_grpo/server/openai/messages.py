@@ -1,4 +1,4 @@
-"""The messages of a chat request: checked, in one plain form, and as digests by which a held conversation is found."""
+"""The messages of a chat request: their checks, a normalized plain form, and digests that look up cached turns."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.types import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-KEPT = ("name", "reasoning_content", "thinking")  # texts that a chat template may read
+KEPT = ("name", "reasoning_content", "thinking")  # text fields that a chat template may read
 OWN = ("role", "content", "tool_calls", "tool_call_id", "turn")
-EMPTY: tuple[Any, ...] = (None, [], {}, "")  # a field that says nothing, as replies have them
+EMPTY: tuple[Any, ...] = (None, [], {}, "")  # values of fields that are unset, as in replies
 
 
 def plain(messages: Any) -> list[Message]:
-    """The messages of a request in the form that chat templates take: texts, arguments as objects, results in the order
-    of the calls and with their tools' names. ChatError for anything else."""
+    """Return a request's messages in the plain form for chat templates: content as text, arguments as objects, tool
+    results in the order of the calls and with their tools' names. ChatError for invalid messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatError(400, f"messages is {shown(messages)}; it must be a list of at least one message such as "
                         "{'role': 'user', 'content': 'Hello'}", "messages")
@@ -27,7 +27,7 @@ def plain(messages: Any) -> list[Message]:
 
 
 def turn_named(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The turn that the last answer in a request says it is of, by the key `turn`; empty where it does not say."""
+    """Return the turn name in the key `turn` of the last assistant message; empty if it has none."""
     last: Mapping[str, Any] = next((message for message in reversed(messages) if message["role"] == "assistant"), {})
     return str(last.get("turn") or "")
 
@@ -52,7 +52,7 @@ def message_of(message: Any, place: str) -> Message:
 
 
 def text_of(content: Any, place: str, needed: bool) -> str:
-    """The text of a message: a string, or parts of text."""
+    """Return the text of a message's content: a string, or a list of text parts to join."""
     if content is None and not needed:
         return ""
     if isinstance(content, str):
@@ -69,7 +69,7 @@ def text_of(content: Any, place: str, needed: bool) -> str:
 
 
 def calls_of(tool_calls: Any, place: str) -> list[dict[str, Any]]:
-    """The tool calls of an answer, their arguments as objects where they can be read."""
+    """Return the tool calls of an assistant message, with arguments parsed to objects if they are valid JSON."""
     calls = []
     for at, call in enumerate(tool_calls if isinstance(tool_calls, Sequence) else [tool_calls]):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -82,7 +82,7 @@ def calls_of(tool_calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Arguments as an object; a text that is no JSON object stays as it is."""
+    """Parse arguments to an object; a string that is not a JSON object stays as it is."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:
@@ -93,7 +93,7 @@ def read_arguments(arguments: Any) -> Any:
 
 
 def in_order(messages: list[Message]) -> Iterator[Message]:
-    """Yield messages without ids of calls; results in the order of the calls before them, with their tools' names."""
+    """Yield messages without call ids: tool results are ordered as the calls before them, and named by their tool."""
     at = 0
     while at < len(messages):
         message = messages[at]
@@ -114,7 +114,7 @@ def in_order(messages: list[Message]) -> Iterator[Message]:
 
 
 def digests(root: Any, messages: Sequence[Message]) -> list[bytes]:
-    """Return a digest of each beginning of a conversation, from none of its messages to all."""
+    """Return the digests of all prefixes of a conversation, from the empty one to all N messages: N + 1 digests."""
     chain = [hashlib.blake2b(canonical(root), digest_size=16).digest()]
     for message in messages:
         chain.append(longer(chain[-1], message))
@@ -122,7 +122,7 @@ def digests(root: Any, messages: Sequence[Message]) -> list[bytes]:
 
 
 def longer(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation and one more message. What counts is role, text, and calls by name and arguments."""
+    """Return the digest of a conversation plus one message, from the message's role, text, and tool calls."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
     name = message.get("name") if message["role"] == "tool" else None
     said = canonical([message["role"], name, message["content"], calls])

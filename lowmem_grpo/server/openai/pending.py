@@ -1,4 +1,4 @@
-"""Completions in OpenAI's shape: those that one request asks for, and the reply that they make up."""
+"""The completions of one request while they are sampled, and the OpenAI-format reply made from them."""
 
 import asyncio
 import json
@@ -27,15 +27,15 @@ from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest
 from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
 from lowmem_grpo.types import Turn
 
-BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # as byte-level vocabularies write them
+BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # bytes by letter in byte-level vocabularies
 ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-DONE = b"data: [DONE]\n\n"  # how a stream ends
+DONE = b"data: [DONE]\n\n"  # the last event of a stream
 Choice = dict[str, Any]
 Record = Callable[[list[Choice]], Awaitable[None]]
 
 
 class TokenTexts:
-    """Tokens as texts and as bytes."""
+    """The text, bytes and OpenAI logprob entries of tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -49,8 +49,8 @@ class TokenTexts:
             return text_ids(self.tokenizer, text)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token, which may be a part of a letter."""
-        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # what pads a vocabulary has none
+        """Return the bytes of a token, which may be part of a UTF-8 character."""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")  # padding entries of the vocabulary have none
         if self.by_bytes and token not in self.added and all(letter in BYTES for letter in piece):
             return bytes(BYTES[letter] for letter in piece)
         match = ONE_BYTE.fullmatch(piece)
@@ -61,7 +61,7 @@ class TokenTexts:
         return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(logprob, -9999.0)}
 
     def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None, count: int) -> dict[str, Any]:
-        """Those of a turn as they were drawn, and at each place the `count` likeliest tokens of the model itself."""
+        """Return OpenAI's logprobs: those of the sampled tokens, and the `count` likeliest of the model itself."""
         content = []
         for place, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True)):
             others = [] if likeliest is None else [
@@ -72,17 +72,17 @@ class TokenTexts:
 
 
 class PendingCompletions:
-    """The completions of one request: they wait at the worker, or are drawn."""
+    """The completions of one request; the constructor submits them to the worker."""
 
-    prefix, whole, piece = "", "", ""  # what the reply's id begins with; the types of a reply and of a chunk
+    prefix, whole, piece = "", "", ""  # the id's prefix; `object` of a reply and of a chunk
 
     def __init__(
         self, asked: CompletionRequest, prompts: list[list[int]], keys: Sequence[int | None] = (), *,
         worker: EngineWorker, texts: TokenTexts, adapter: Path | str | None, most: int | None,
     ) -> None:
-        """`keys` are those of the conversations, by completion; `most` bounds every completion. ChatError without room
-        to answer."""
-        step = asked.model.rpartition("@")[2]  # the version of the policy, as in RUN@12
+        """`keys` are the conversation keys, one per completion; `most` bounds the tokens of every completion. ChatError
+        if a prompt leaves no room for an answer."""
+        step = asked.model.rpartition("@")[2]  # the policy version in a name such as RUN@12
         version = int(step) if step.isdecimal() else None
         self.worker, self.texts, self.asked, self.turns = worker, texts, asked, list[Turn]()
         self.calls = [Call(ids, params_of(asked, len(ids), place, worker.context, most), adapter, key, version)
@@ -92,7 +92,7 @@ class PendingCompletions:
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
 
     async def drawn(self, place: int) -> tuple[Turn, list[dict[int, Logprob]] | None]:
-        """Return a call's turn, once it is drawn, and the likeliest tokens, if asked for. ChatError says why not."""
+        """Await a call's turn, and the likeliest tokens if the request asks for them. ChatError if the call failed."""
         call, count = self.calls[place], self.asked.likeliest
         try:
             turn = await asyncio.wrap_future(call.future)
@@ -112,24 +112,24 @@ class PendingCompletions:
         return turn, likeliest
 
     def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None) -> dict[str, Any] | None:
-        """Return those of a turn as they were drawn, where they are asked for."""
+        """Return the reply's logprobs for a turn; None if the request does not ask for them."""
         count = self.asked.likeliest
         return None if count is None else self.texts.logprobs(turn, likeliest, count)
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
-        """Return a choice, as soon as its turn is drawn."""
+        """Await the turn of call number `place`, and return it with its choice."""
         raise NotImplementedError
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
-        """Keep a turn, and return its choice as it is told."""
+        """Cache a turn, where turns are cached, and return its choice as it is sent."""
         return choice
 
     def pieces(self, choice: Choice) -> Iterator[Choice]:
-        """Return a choice as the choices of a stream's chunks."""
+        """Yield a choice as the choices of a stream's chunks."""
         yield choice
 
     def usage(self) -> dict[str, Any]:
-        """Count the tokens of each prompt, once, and of the completions."""
+        """Return the token counts; each prompt counts once, however many completions it has."""
         prompt = sum(len(call.ids) for call in self.calls) // self.asked.n
         drawn = sum(len(turn.completion_ids) for turn in self.turns)
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
@@ -139,23 +139,23 @@ class PendingCompletions:
         return self.head | {"object": self.whole, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON of a piece of a reply that is streamed."""
+        """Return the JSON of one chunk of a streamed reply."""
         return self.head | {"object": self.piece, "choices": choices, "usage": usage}
 
     def finish_request(self) -> None:
-        """The request is answered, or nobody waits for the answer any more."""
+        """Cancel the calls that are not done; called after the reply, or when the client has left."""
         for call in self.calls:
             call.future.cancel()
 
 
 class PendingChat(PendingCompletions):
-    """The answers to one request, each a turn of its conversation."""
+    """The answers to one chat request, each a turn of its conversation."""
 
     prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
     asked: ChatRequest
 
     def __init__(self, histories: ConversationCache, opening: PromptState, asked: ChatRequest, **options: Any) -> None:
-        """`opening` is the prompt that `histories` made of the request; `options` are those of PendingCompletions."""
+        """`opening` is the prompt that `histories` opened for `asked`; `options` are those of PendingCompletions."""
         self.histories, self.opening, self.kept = histories, opening, False
         keys = [opening.key, *(histories.next_key() for _ in range(asked.n - 1))]
         super().__init__(asked, [opening.ids], keys, **options)
@@ -167,13 +167,13 @@ class PendingChat(PendingCompletions):
             reading.calls = reading.calls[:1]
         turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
         message = reply_message(reading)
-        turn.message = message_of(message, "message")  # as it is read when the client sends it back
+        turn.message = message_of(message, "message")  # in plain form, as it is read when the client sends it back
         return turn, {
             "index": place, "message": message, "finish_reason": "tool_calls" if reading.calls else turn.finish_reason,
             "logprobs": self.logprobs(turn, likeliest)}
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
-        """Hold the turn, under a name that its choice then carries."""
+        """Cache the turn, and put its name into the choice."""
         self.kept = True
         choice["turn"] = self.histories.keep(self.opening, turn, turn.message, self.calls[choice["index"]].key)
         choice["completion_tokens"] = len(turn.completion_ids)
@@ -206,7 +206,7 @@ class PendingChat(PendingCompletions):
 
 
 class PendingTexts(PendingCompletions):
-    """The completions of one request's prompts."""
+    """The completions of one request of plain prompts."""
 
     prefix, whole, piece = "cmpl", "text_completion", "text_completion"
 
@@ -231,7 +231,7 @@ class PendingTexts(PendingCompletions):
 
 
 def reply_message(reading: Reading) -> dict[str, Any]:
-    """Return what a completion says and calls as a message in OpenAI's form; each call has an id."""
+    """Return a parsed completion as a message in OpenAI's format, with an id for each tool call."""
     calls = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {
         "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}} for call in reading.calls]
     content = reading.content if reading.content or not calls else None
@@ -239,11 +239,11 @@ def reply_message(reading: Reading) -> dict[str, Any]:
 
 
 async def unrecorded(choices: list[Choice]) -> None:
-    """Nobody records these choices."""
+    """Record nothing; the default of `record`."""
 
 
 def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, most: int | None) -> SamplingParams:
-    """Return the sampling of completion number `place` behind a prompt of so many tokens; ChatError without room."""
+    """Return the sampling params of completion `place` of a prompt of `prompt` tokens. ChatError if no room is left."""
     room, field = context - prompt, asked.field
     if room < 1:
         raise ChatError(
@@ -256,5 +256,5 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, m
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Return an object as a server-sent event."""
+    """Encode an object as a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

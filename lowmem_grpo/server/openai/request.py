@@ -1,4 +1,4 @@
-"""`ChatRequest` and `TextRequest`: the bodies of requests for completions, read."""
+"""`ChatRequest` and `TextRequest`: the checked bodies of completion requests."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -16,7 +16,7 @@ TEMPLATES_OWN = ("tools", "messages", "tokenize", "add_generation_prompt", "cont
                  "return_tensors", "padding", "truncation", "max_length", "documents")
 DRAWN = {"temperature", "top_p", "top_k", "min_p", "stop"}
 NO_SOUND = "Only text is made here; leave it out."
-OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # nothing here depends on them
+OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # ignored
 REFUSED: Table = {
     **only(PENALTY, presence_penalty=(None, 0), frequency_penalty=(None, 0), repetition_penalty=(None, 1)),
     **only(FORMAT, logit_bias=(None, {}), guided_json=None, guided_regex=None, guided_choice=None,
@@ -43,7 +43,7 @@ REFUSED_OF_TEXT: Table = {
     **only("Every completion is told; ask for n, and choose among them.", best_of=(None, 1)),
     **only("The model continues a text, and does not fill gaps.", suffix=(None, "")),
 }
-CODES = {"extra_forbidden": "unknown_parameter", "missing": None}  # by pydantic's kinds of errors
+CODES = {"extra_forbidden": "unknown_parameter", "missing": None}  # by pydantic's error type
 Count = Annotated[int, Field(ge=1)]
 Likeliest = Annotated[int, Field(ge=0, le=20)]
 
@@ -62,9 +62,9 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class CompletionRequest(Body, extra="forbid"):
-    """The fields of every request for completions. What it leaves out is drawn as in training."""
+    """The fields of every completion request. Sampling defaults are those of training."""
 
-    field: ClassVar[str]  # that has the prompt
+    field: ClassVar[str]  # name of the field with the prompt
     refused: ClassVar[Table]
     model: str
     n: Annotated[int, Field(ge=1, le=MOST_COMPLETIONS)] = 1  # completions of each prompt
@@ -81,7 +81,7 @@ class CompletionRequest(Body, extra="forbid"):
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Read a body. ChatError for a field that is unknown, missing, refused or not within its range."""
+        """Parse a body. ChatError for a field that is unknown, missing, unsupported or out of range."""
         if not isinstance(body, Mapping):
             raise ChatError(400, f"the body is {shown(body)}; it must be a JSON object with model and {cls.field}")
         fields = {name: value for name, value in body.items() if value is not None and name not in OF_THE_CALLER}
@@ -99,7 +99,7 @@ class CompletionRequest(Body, extra="forbid"):
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
-        """Raise ChatError for fields that do not go together."""
+        """Raise ChatError for fields that contradict each other."""
         if self.stream_options and not self.stream:
             raise ChatError(400, "stream_options is given without stream; set stream to true", "stream_options")
         return self
@@ -145,7 +145,7 @@ class ChatRequest(CompletionRequest):
     messages: Annotated[list[Any], AfterValidator(plain)]
     tools: Annotated[list[Any] | None, AfterValidator(tools_of)] = None
     tool_choice: str = "auto"
-    parallel_tool_calls: bool = True  # all calls of a completion are told, not only the first
+    parallel_tool_calls: bool = True  # return all calls of a completion, not only the first
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Likeliest = 0
@@ -153,7 +153,7 @@ class ChatRequest(CompletionRequest):
 
     @model_validator(mode="after")
     def check_names(self) -> Self:
-        """Raise ChatError for names that mean the same, and for what has no meaning alone."""
+        """Raise ChatError if max_tokens contradicts its newer name, or top_logprobs lacks logprobs."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise ChatError(400, f"max_tokens is {old} and max_completion_tokens is {new}, which mean the same; give "
@@ -173,7 +173,7 @@ class ChatRequest(CompletionRequest):
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """One prompt or several, each a text or token ids."""
+    """Return the prompts as a list, each a text or token ids. ChatError for anything else."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt and is_ids(prompt):
@@ -200,12 +200,12 @@ class TextRequest(CompletionRequest):
 
     field, refused = "prompt", REFUSED_OF_TEXT
     prompt: Annotated[Any, AfterValidator(prompts_of)]
-    max_tokens: Count | None = 16  # as OpenAI's interface has it
+    max_tokens: Count | None = 16  # OpenAI's default
     logprobs: Likeliest | None = None
 
     @model_validator(mode="after")
     def check_count(self) -> Self:
-        """Raise ChatError for more completions than a request may ask for."""
+        """Raise ChatError if the request asks for more than MOST_TEXTS completions."""
         if (count := len(self.prompt) * self.n) > MOST_TEXTS:
             raise ChatError(400, f"{len(self.prompt)} prompts with n={self.n} ask for {count} completions; at most "
                                  f"{MOST_TEXTS} are made for a request", "prompt", "invalid_value")

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's interface."""
+"""The routes of the OpenAI-compatible API."""
 
 import asyncio
 import time
@@ -19,33 +19,33 @@ from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.server.openai.sessions import OpenSessions
 
 ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
-CLIENT_LEFT = 499  # as others write it in their logs: nobody reads it
-SINCE = int(time.time())  # this program's start
-Chats = Callable[[Any], ChatHandler]  # by whose key the request has, as the gate found it
-Counted = Callable[[Any], AbstractContextManager[None]]  # the same: it is among the requests of a key inside
+CLIENT_LEFT = 499  # nginx's code for it; no client reads it
+SINCE = int(time.time())  # start of this program, as `created` of its models
+Chats = Callable[[Any], ChatHandler]  # by the key's holder, which the gate looked up
+Counted = Callable[[Any], AbstractContextManager[None]]  # by holder; inside, a request counts against its limit
 
 
 class Completions:
-    """Answers requests by the ChatHandler of whoever asks."""
+    """The handlers of the routes, which pass a request to the ChatHandler of its key's holder."""
 
     def __init__(
         self, chats: Chats, sessions: OpenSessions, limits: Limits, closing: asyncio.Event,
         counted: Counted | None = None,
     ) -> None:
-        """`counted` raises ChatError where a key has as many requests as it may; None takes any number."""
+        """`counted` raises ChatError if a key has reached its limit of open requests; None for no limit."""
         self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
         self.slots, self.counted = anyio.CapacityLimiter(limits.concurrent), counted or (lambda holder: nullcontext())
 
     async def answer(self, request: Request) -> Response:
-        """Return the reply to POST /chat/completions, and to POST /completions."""
+        """Answer POST /chat/completions and POST /completions."""
         body, chat = await self.body(request), self.chats(request.scope["holder"])
         session = self.sessions.find(request.path_params.get("session"))
         texts = not request.url.path.endswith("/chat/completions")
 
         async def record(choices: list[Choice]) -> None:
-            """Keep what the policy said: replies of the base model, or of a checkpoint, are not its own."""
+            """Record replies of the live policy only, not of the base model or a checkpoint."""
             if session is not None and chat.names()[body["model"]] == LIVE:
-                await anyio.sleep(0)  # in which a connection that was closed is read once more
+                await anyio.sleep(0)  # lets the server notice a connection that was just closed
                 if await request.is_disconnected():
                     raise client_left()
                 session.record(body, choices, chat.parent)
@@ -66,8 +66,8 @@ class Completions:
 
     @asynccontextmanager
     async def working_for(self, request: Request) -> AsyncIterator[None]:
-        """Hold a slot for a request. What is done inside is cancelled, and ChatError raised, as soon as the client
-        leaves, the endpoint closes or the time is over; at once, where too many requests wait for a slot."""
+        """Hold a slot for a request. The block is cancelled, and ChatError raised, when the client leaves, the endpoint
+        closes or the time is over. ChatError at once if too many requests wait for a slot."""
         errors = [ChatError(504, f"the reply took more than {self.limits.seconds:g} seconds; ask for fewer tokens, or "
                                  "raise seconds of Limits", None, "timeout", NO_RETRY)]
 
@@ -92,7 +92,7 @@ class Completions:
             raise errors[-1]
 
     def check_queue(self) -> None:
-        """Raise ChatError where too many wait for a slot."""
+        """Raise ChatError if too many requests wait for a slot."""
         waiting = self.slots.statistics().tasks_waiting
         if self.slots.available_tokens < 1 and waiting >= self.limits.queue:
             raise ChatError(429, f"{self.limits.concurrent} requests are being answered and {waiting} wait; come again "
@@ -112,7 +112,7 @@ class Completions:
 
 
 class Events(Response):
-    """A reply in pieces, which is made while it is sent."""
+    """A streamed reply of server-sent events."""
 
     media_type = "text/event-stream"
 
@@ -124,7 +124,7 @@ class Events(Response):
         self.chunks, self.working, self.begun = chunks, working, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the pieces. Raise ChatError only before the first: a later error is an event of its own."""
+        """Send the chunks. A ChatError is raised only before the first chunk; a later one is sent as an event."""
         try:
             async with self.working, aclosing(self.chunks) as chunks:
                 async for chunk in chunks:
@@ -144,7 +144,7 @@ class Events(Response):
 
 
 def openai_router(completions: Completions, texts: bool = True) -> APIRouter:
-    """Return the routes below /v1, with that of plain prompts, which belong to no session, where `texts` are."""
+    """Return the routes below /v1. `texts` adds /completions, for plain prompts, which sessions do not have."""
     router = APIRouter(redirect_slashes=False)
     router.add_api_route("/chat/completions", completions.answer, methods=["POST"], response_model=None)
     if texts:
@@ -155,7 +155,7 @@ def openai_router(completions: Completions, texts: bool = True) -> APIRouter:
 
 
 async def departure(receive: Receive) -> None:
-    """Return when the client has left."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -165,7 +165,7 @@ def client_left() -> ChatError:
 
 
 def body_of(raw: bytes, limits: Limits) -> dict[str, Any]:
-    """Return the JSON object of a request. Raises ChatError where it is none, or has too many messages."""
+    """Parse a request's JSON object. ChatError if it is not one, or has too many messages."""
     try:
         body = json_of(raw)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Sessions: addresses of their own, at which the calls of one rollout are recorded as its conversations."""
+"""Sessions: one address per rollout, which records the rollout's calls as conversations."""
 
 import secrets
 import threading
@@ -12,35 +12,35 @@ from lowmem_grpo.server.errors import NO_RETRY, ChatError, Limits
 
 @dataclass
 class RecordedConversation:
-    """All messages from the first one to a reply that nobody continued."""
+    """The messages from the first to a reply that no later call continued."""
 
-    messages_and_choices: list[dict[str, Any]]  # a reply of the policy as the choice of OpenAI's form, with its `turn`
+    messages_and_choices: list[dict[str, Any]]  # policy replies are OpenAI choices with their `turn`
     tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(eq=False)
 class RecordedReply:
-    """A choice that a client got, at the end of its conversation."""
+    """A choice that a client received, with the conversation that it ends."""
 
     conversation: RecordedConversation
-    first: int  # the number of the conversation's first reply in its session
+    first: int  # index, within the session, of the conversation's first reply
     continued: bool = False
 
 
 class Session:
-    """The calls of one rollout, by whoever has `base_url` and `api_key`: any client, in any process. Safe between
-    threads. Once it is left, its address answers no more, and its records can still be read. What its client did not
-    get, because it left or the endpoint closed, is not among them."""
+    """The recorder of one rollout's calls, made by any client in any process with `base_url` and `api_key`.
+    Thread-safe. After `close` (or the end of `with`) its address no longer answers, and its records stay readable.
+    Replies that did not reach the client, because it left or the endpoint closed, are not recorded."""
 
     def __init__(self, base_url: str, api_key: str, limits: Limits, forget: Callable[[str], None]) -> None:
         self.name = secrets.token_urlsafe(16)
         self.base_url, self.api_key = f"{base_url}/s/{self.name}/v1", api_key
         self.limits, self.forget, self.closed = limits, forget, False
-        self.replies: dict[str, RecordedReply] = {}  # by the name of the turn, in the order in which they were given
+        self.replies: dict[str, RecordedReply] = {}  # by turn name, in the order of the replies
         self.lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise ChatError where no more calls are recorded."""
+        """Raise ChatError if the session has reached its limit of replies."""
         if len(self.replies) >= self.limits.session_replies:
             raise ChatError(429, f"this session has had its {self.limits.session_replies} replies; end the rollout "
                                  "earlier, or raise session_replies of Limits", None, "session_full", NO_RETRY)
@@ -48,7 +48,7 @@ class Session:
     def record(
         self, body: Mapping[str, Any], choices: list[dict[str, Any]], continues: Callable[[str], str | None]
     ) -> None:
-        """The client gets these choices. `continues` names the turn that a turn continues."""
+        """Record the choices of a reply. `continues` maps a turn's name to the name of the turn that it continues."""
         with self.lock:
             if not self.closed:
                 for choice in choices:
@@ -61,20 +61,20 @@ class Session:
         parent = self.replies.get(before or "")
         if parent is None:
             conversation, first = RecordedConversation([*messages, choice], tools or None), len(self.replies)
-        else:  # what the client sends again of it stands there already, replies as choices
+        else:  # keep the recorded beginning, which has replies as choices
             earlier, first, parent.continued = parent.conversation, parent.first, True
             said = messages[len(earlier.messages_and_choices):]
             conversation = RecordedConversation([*earlier.messages_and_choices, *said, choice], earlier.tools)
         self.replies[choice["turn"]] = RecordedReply(conversation, first)
 
     def conversations(self) -> list[RecordedConversation]:
-        """All that was said, a conversation for each reply that nobody continued; that of the first call is first."""
+        """Return one conversation per reply that no call continued, in the order of their first replies."""
         with self.lock:
             last = [reply for reply in self.replies.values() if not reply.continued]
             return [reply.conversation for reply in sorted(last, key=lambda reply: reply.first)]
 
     def close(self) -> None:
-        """From now on the session's address answers no more, and nothing is recorded."""
+        """Stop answering at the session's address, and stop recording."""
         with self.lock:
             self.closed = True
         self.forget(self.name)
@@ -92,13 +92,13 @@ class Session:
         self.close()
 
 
-# What the task of a rollout carries with it, so that calls in this process are known to be its own
-SESSION: ContextVar[str] = ContextVar("lowmem_grpo_session", default="")  # its name; its turns belong together
+# Context variables of a rollout's task, by which in-process calls are assigned to the rollout
+SESSION: ContextVar[str] = ContextVar("lowmem_grpo_session", default="")  # the session's name
 RECORDER: ContextVar[Session | None] = ContextVar("lowmem_grpo_recorder", default=None)
 
 
 class OpenSessions:
-    """The sessions that are open. Safe between threads."""
+    """The open sessions by name. Thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -116,7 +116,7 @@ class OpenSessions:
         self.open.pop(name, None)
 
     def find(self, name: str | None) -> Session | None:
-        """The session of a request; None of one that names none. Raises ChatError where there is no such."""
+        """Return the session of this name; None if `name` is None. ChatError if it is unknown, closed or full."""
         if name is None:
             return None
         session = self.open.get(name)

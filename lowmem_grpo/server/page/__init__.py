@@ -1,1 +1,1 @@
-"""The live page over HTTP: who may see it, what is shown, what its buttons do."""
+"""The live page over HTTP: sign-in, the content of the page, and the actions of its buttons."""

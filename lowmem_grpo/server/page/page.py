@@ -1,4 +1,4 @@
-"""`Page`: what is answered to a browser; its routes, and the application that has them."""
+"""`Page`: the replies to a browser; the page's routes and its application."""
 
 import asyncio
 import hashlib
@@ -20,10 +20,10 @@ from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import LASTS, SignIn, User
 from lowmem_grpo.utils import MIB
 
-LOOK = 0.5  # seconds between looks at what is watched
-QUIET = 15.0  # seconds after which a connection without news gets a sign of life
-MOST_OPEN = 64  # pages that are told of news at a time
-MOST_FIELDS = 20  # in a form
+LOOK = 0.5  # seconds between checks of the watched runs
+QUIET = 15.0  # seconds without news until a keep-alive comment is sent
+MOST_OPEN = 64  # most pages with an open event stream
+MOST_FIELDS = 20  # most fields of a form
 SIGN_IN = """<p class="said-why">{why}</p><form method="post" action="/page/enter">
 <input name="user" autocomplete="username" value="lowmem-grpo" hidden>
 <label>Key <input type="password" name="key" size="40" autocomplete="current-password" required autofocus></label>
@@ -37,23 +37,23 @@ HEADERS = {
                                "require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store", "X-Accel-Buffering": "no",  # a proxy hands on what is new at once
+    "Cache-Control": "no-store", "X-Accel-Buffering": "no",  # proxies must not buffer events
 }
 FILES = {"page.css": style, "uplot.js": drawing_script, "page.js": lambda: asset("page/page.js")}
 KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
 class Page:
-    """Shows the runs of a source."""
+    """The handlers of the page's routes, which show the runs of a source."""
 
     def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse) -> None:
         self.source, self.sign_in, self.card = source, sign_in, card
         self.watching = Watching(source, card)
-        self.closing: Callable[[], bool] = lambda: False  # whether the server ends
+        self.closing: Callable[[], bool] = lambda: False  # whether the server is closing
         self.open = 0
 
     def user(self, request: Request) -> User:
-        """Return who asks. ChatError where nobody signed in."""
+        """Return the signed-in user of a request. ChatError if there is none."""
         user = self.sign_in.user(request.cookies)
         if user is None:
             raise ChatError(401, "you are not signed in, or no longer: open / and give your key", None, "not_signed_in")
@@ -64,7 +64,7 @@ class Page:
         value = self.sign_in.by_ticket(request.query_params.get("ticket", ""))
         if value is None:
             return sign_in_page("This link was used before, or is of an earlier start.")
-        # an answer of this address, and no redirection: who came from elsewhere would go on without the strict cookie
+        # a page, not a redirect: a browser that came from another site would follow it without the strict cookie
         onward = plain_page("Signed in", '<p><a href="/">Go on</a></p>', ONWARD)
         return self.signed_in(request, HTMLResponse(onward), value)
 
@@ -81,6 +81,7 @@ class Page:
         return answer
 
     async def leave(self, request: Request) -> Response:
+        """Sign out."""
         await form_fields(request)
         self.sign_in.leave(request.cookies)
         answer = RedirectResponse("/", 303)
@@ -98,14 +99,14 @@ class Page:
         return Response(json.dumps(shown, allow_nan=False, separators=(",", ":")), media_type="application/json")
 
     async def events(self, request: Request) -> Response:
-        """Tell a page when there is news, for as long as it is open."""
+        """Return an event stream that tells a page when its content has changed."""
         user = self.user(request)
         if self.open >= MOST_OPEN:
             raise ChatError(503, f"{MOST_OPEN} pages are open already; close some of them", None, "too_many_pages")
         return StreamingResponse(self.news(request, user, run_names(request)), media_type="text/event-stream")
 
     async def news(self, request: Request, user: User, names: list[str]) -> AsyncGenerator[bytes, None]:
-        """Yield an event for each look that found something new, until the browser leaves or the server ends."""
+        """Yield an event whenever a check finds a change, until the browser leaves or the server closes."""
         self.open += 1
         told, quiet = "", 0.0
         try:
@@ -127,7 +128,7 @@ class Page:
             self.open -= 1
 
     async def act(self, request: Request, action: str) -> Response:
-        """Do what a button says, or send a page that says why not."""
+        """Do the action of a button, or answer with a page that shows the error."""
         try:
             return await self.done(request, action)
         except ChatError as error:
@@ -135,7 +136,7 @@ class Page:
             return HTMLResponse(page, error.status)
 
     async def done(self, request: Request, action: str) -> Response:
-        """Do what a button says. ChatError where it cannot be done."""
+        """Do the action of a button: export, or one of the source's. ChatError if that fails."""
         user, fields = self.user(request), await form_fields(request)
         name = fields.get("run", "")
         if await asyncio.to_thread(self.source.one, user, name) is None:
@@ -151,6 +152,7 @@ class Page:
         return RedirectResponse(f"/{query_of(name)}", 303)
 
     def export(self, user: User, name: str) -> Response:
+        """Return a run's adapter as a zip. LookupError if the run has not begun."""
         place = self.source.folder(user, name)
         if place is None:
             raise LookupError(f"the run {name!r} has not begun")
@@ -162,15 +164,15 @@ def sign_in_page(why: str = "") -> Response:
 
 
 def run_names(request: Request) -> list[str]:
-    """Return the runs that an address names: `?run=A` shows one, `?with=A&with=B` compares several."""
+    """Return the run names in the query: `?run=A` shows one run, `?with=A&with=B` compares several."""
     query = request.query_params
     several = list(dict.fromkeys(query.getlist("with")))[:MOST_COMPARED]
     return several if len(several) > 1 else [*query.getlist("run"), *several][:1]
 
 
 async def form_fields(request: Request) -> dict[str, str]:
-    """Return the fields of a form, the first of each name; none where the body is no form. ChatError where another page
-    than one of this address sent it. Browsers say so of each POST; what says nothing is refused."""
+    """Return the fields of a form, the first of each name; none if the body is not a form. ChatError if the Origin
+    header, which browsers send with each POST, is missing or another site's (CSRF)."""
     origin = urlsplit(request.headers.get("origin", ""))
     if origin.scheme not in ("http", "https") or origin.netloc != request.headers.get("host", ""):
         raise ChatError(403, f"the request comes from {request.headers.get('origin', 'nowhere')!r}; buttons of this "
@@ -183,14 +185,14 @@ async def form_fields(request: Request) -> dict[str, str]:
 
 
 def page_app(page: Page, everywhere: bool = False) -> ASGIApp:
-    """Return the page at `/` and below `/page`. `everywhere` takes requests for any name of this machine. Who signed in
-    is known by a cookie, so the gate asks for no key."""
+    """Return the application of the page at `/` and below `/page`. `everywhere` accepts any Host header. Users are
+    known by a cookie, so the gate asks for no key."""
     return WithHeaders(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
                                        "GET / and those below /page"))
 
 
 def page_router(page: Page) -> APIRouter:
-    """Return the routes: those with GET show something, the others change something."""
+    """Return the page's routes: GET only reads, POST changes something."""
     router = APIRouter(redirect_slashes=False)
 
     @router.get("/page/files/{name}")
@@ -210,7 +212,7 @@ def page_router(page: Page) -> APIRouter:
 
 
 class WithHeaders:
-    """Every answer forbids a browser what the page does not need."""
+    """A middleware that adds security headers to every reply."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -225,7 +227,7 @@ class WithHeaders:
 
 
 class Beside:
-    """The page in front of another application, which gets what is not the page's."""
+    """An application that routes the page's paths to the page, and all others to another application."""
 
     def __init__(self, page: ASGIApp, other: ASGIApp) -> None:
         self.page, self.other = page, other

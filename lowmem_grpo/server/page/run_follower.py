@@ -1,5 +1,5 @@
-"""A run that is followed: its files as far as they were read, which may be anything (a link, a pipe), and what a page
-shows of them."""
+"""`RunFollower`: reads the files of a run as they grow, for a page. The files are not trusted: each may be a link or a
+pipe, or damaged."""
 
 import os
 import re
@@ -17,25 +17,25 @@ from lowmem_grpo.runs.views.report import RunSnapshot, content, from_summary
 from lowmem_grpo.runs.views.samples import LARGEST, Record, Reservoir, shown_sample
 from lowmem_grpo.utils import count_text, size_text
 
-LOG = "log.txt"  # a run's output, where somebody keeps it
-MOST_BYTES, LOG_BYTES = 16 * 1024 * 1024, 16 * 1024  # read of a whole file, and of the end of a log
-SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")  # colours and moves
+LOG = "log.txt"  # a run's output, if it is kept
+MOST_BYTES, LOG_BYTES = 16 * 1024 * 1024, 16 * 1024  # most bytes read of a JSON file, and of the end of a log
+SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")  # terminal escape sequences
 INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-PIECE = 4 * 1024 * 1024  # bytes that are read at a time; a longer line is no record of a run
-LAST_STEP = 2**53  # a page's script counts no further
+PIECE = 4 * 1024 * 1024  # bytes read at a time; a longer line is not a run's record
+LAST_STEP = 2**53  # largest exact integer in JavaScript
 MOST_ROWS = 1600
-MOST_NAMES = 500  # metrics of a run that are kept
-AVERAGED = ("time/", "episodes/", "reward_std")  # drawn on top of each other, or around another line
-SAMPLES, NEWEST = 600, 200  # samples that are kept over the run, and of its end
-JUDGED = 20_000  # samples whose rewards are kept for the curve of the accuracy
-LAST_BYTES = 64 * 1024 * 1024  # read from the end of completions.jsonl when a run is first looked at
-PAGE_BYTES, PAGE_POINTS = 800_000, 15_000  # in a page that follows a run
-NOW = ("running", "killed", "silent")  # states that a summary does not know
+MOST_NAMES = 500  # most metrics of a run that are kept
+AVERAGED = ("time/", "episodes/", "reward_std")  # drawn stacked, or as a band around another line
+SAMPLES, NEWEST = 600, 200  # samples kept of the whole run, and of its end
+JUDGED = 20_000  # samples whose rewards are kept for the accuracy curve
+LAST_BYTES = 64 * 1024 * 1024  # read from the end of completions.jsonl when a run is first followed
+PAGE_BYTES, PAGE_POINTS = 800_000, 15_000  # bounds of a live page's content
+NOW = ("running", "killed", "silent")  # states that a summary cannot know
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Return the open file. OSError where the last part of the path is a link, or where it is no regular file: a page
-    shows what lies in the folder of a run, and does not wait for a pipe."""
+    """Open a file to read. OSError if the path's last part is a symlink or not a regular file, so that a page never
+    shows files outside the run's folder and never blocks on a pipe."""
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -44,7 +44,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def json_file(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty where there is none that can be read."""
+    """Return the JSON object in a file; empty if there is none that can be read."""
     try:
         with open_plain(path) as file:
             return json_object(file.read(MOST_BYTES))
@@ -53,7 +53,7 @@ def json_file(path: Path) -> dict[str, Any]:
 
 
 def end_of(path: Path, most: int) -> bytes:
-    """Return at most the last `most` bytes of a file; empty where there is none that can be read."""
+    """Return at most the last `most` bytes of a file; empty if it cannot be read."""
     try:
         with open_plain(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
@@ -63,8 +63,8 @@ def end_of(path: Path, most: int) -> bytes:
 
 
 def log_tail(path: Path) -> str:
-    """Return the last lines of a log; empty where there is none. Of a line that was written over, as by a progress bar,
-    the last state is left, and what moves a terminal's cursor is left out."""
+    """Return the last lines of a log; empty if there is none. A line that was overwritten, as by a progress bar, is
+    returned in its last state, and terminal escape sequences are removed."""
     said = end_of(path, LOG_BYTES)
     text = said.decode("utf-8", errors="replace")
     whole = text.partition("\n")[2] if len(said) == LOG_BYTES and "\n" in text else text
@@ -72,25 +72,25 @@ def log_tail(path: Path) -> str:
 
 
 def last_state(line: str) -> str:
-    """Return a line as a terminal has it in the end."""
+    """Return a line as a terminal shows it after all carriage returns."""
     states = [state for state in SEQUENCE.sub("", line).split("\r") if state]
     return INVISIBLE.sub("", states[-1]) if states else ""
 
 
 class JsonlTail:
-    """Reads a JSON lines file from where it stopped. A line that is not whole yet is left for the next time, and one
-    that is damaged or too long is counted and left out: a page goes on where a report would refuse."""
+    """An incremental reader of a JSON lines file. An unfinished line is left for the next read; a damaged or too long
+    line is counted and skipped, where a report would refuse the file."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
-        """With `last_bytes`, what lies further before the end at the beginning is not read."""
+        """With `last_bytes`, the first read starts at most that far before the end of the file."""
         self.path, self.last_bytes = path, last_bytes
-        self.file: tuple[int, int] | None = None  # which file was read: device and inode
+        self.file: tuple[int, int] | None = None  # device and inode of the file that was read
         self.place, self.size, self.skipped, self.damaged = 0, 0, 0, 0  # bytes, and lines
-        self.inside = False  # in a line of which the rest is not read either
-        self.more = False  # whether the last piece ended before the file did
+        self.inside = False  # whether `place` is inside a line that is skipped
+        self.more = False  # whether the file goes on after the last piece
 
     def is_new_file(self) -> bool:
-        """Return whether the file is another one than before, as after a resume, so that everything is read anew."""
+        """Return whether the file was replaced or shortened, as by a resume; if so, reset to read it from the start."""
         try:
             status = self.path.lstat()
         except OSError:
@@ -104,7 +104,7 @@ class JsonlTail:
         return True
 
     def read_records(self) -> list[Record]:
-        """Return the records of the next piece, behind which `place` moves."""
+        """Read the next piece, and return its records."""
         piece = self.read_piece()
         self.more = len(piece) == PIECE
         whole, end, _ = piece.rpartition(b"\n")
@@ -119,7 +119,7 @@ class JsonlTail:
         return [record for line in lines for record in self.checked_records(line)]
 
     def read_piece(self) -> bytes:
-        """Return the next bytes; none where the file is gone, or another one by now."""
+        """Return the next bytes; none if the file is gone or was replaced."""
         try:
             with open_plain(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -129,7 +129,7 @@ class JsonlTail:
             return b""
 
     def checked_records(self, line: bytes) -> list[Record]:
-        """Return a line's record, finite, its step a whole number; nothing if it is empty, or damaged and counted."""
+        """Return a line's record with finite values and an integer step; none if empty, or damaged and counted."""
         try:
             record = step_record(line) if line.strip() else None
         except ValueError:
@@ -141,18 +141,19 @@ class JsonlTail:
 
 
 class Series:
-    """The rows of a run. As long as there are few steps, each has its own; later two rows stand for the steps of a
-    stretch, so that no spike is lost. The newest steps are always there as they are."""
+    """The metrics of a run, downsampled. While there are few steps, each has its own row; later, two rows with the
+    lowest and the highest values stand for `2 * width` steps, so that no spike is lost. The newest steps stay as they
+    are."""
 
     def __init__(self) -> None:
-        self.width, self.steps = 1, 0  # steps that a row stands for, and all
+        self.width, self.steps = 1, 0  # steps per row, and in all
         self.old: list[Record] = []
-        self.new: list[Record] = []  # steps of the stretch that is not full yet
-        self.names: dict[str, bool] = {}  # that came so far, and whether they are kept
+        self.new: list[Record] = []  # steps not yet merged
+        self.names: dict[str, bool] = {}  # metrics seen so far, and whether each is kept
         self.warned: dict[str, Warned] = {}
 
     def add_record(self, record: Record) -> None:
-        """Take a line of metrics.jsonl; one with the newest step, such as an evaluation, joins it."""
+        """Add a line of metrics.jsonl; a line of the newest step, such as an evaluation, is merged into its row."""
         row: Record = {"step": record["step"]}
         row |= {name: float(value) for name, value in record.items() if self.keeps(name, value)}
         self.warned = count_alarms([row], self.warned)
@@ -169,20 +170,20 @@ class Series:
             self.old = [row for place in range(0, len(self.old), 4) for row in two_rows(self.old[place : place + 4])]
 
     def keeps(self, name: str, value: Any) -> bool:
-        """Return whether a metric is shown anywhere, and its value a number that can be drawn."""
+        """Return whether a metric is shown anywhere and its value can be drawn."""
         if name not in self.names and len(self.names) < MOST_NAMES:
             self.names[name] = name != "step" and (is_drawn(name) or name.startswith(PREFIX))
         return self.names.get(name, False) and type(value) in (int, float) and abs(value) < LARGEST
 
     def rows(self) -> list[Record]:
-        """Return the rows, in the order of the steps; the last is the newest step."""
+        """Return the rows in the order of the steps, the newest last."""
         rows = [*self.old, *two_rows(self.new[:-1]), *self.new[-1:]]
         return sorted(rows, key=lambda row: row["step"])
 
 
 def two_rows(rows: list[Record]) -> list[Record]:
-    """Return a row of the first step and one of the last in place of some rows. Each metric has its lowest and its
-    highest value in them, in the order in which these came, or its mean in both where means are drawn."""
+    """Merge rows into two, at the first and the last step. Each metric has its lowest and its highest value in them, in
+    the order in which they occurred, or its mean in both if it is one of `AVERAGED`."""
     if len(rows) <= 2:
         return rows
     columns: dict[str, list[float]] = {}
@@ -199,7 +200,7 @@ def two_rows(rows: list[Record]) -> list[Record]:
 
 
 class RunFollower:
-    """Reads what a run appends. Several threads may ask it at a time."""
+    """A thread-safe reader of the records that a run appends."""
 
     def __init__(self, path: Path, log: Path | None = None) -> None:
         self.path, self.log_path, self.lock = path, log, Lock()
@@ -212,7 +213,7 @@ class RunFollower:
         self.samples, self.judged, self.logged = Reservoir(SAMPLES, NEWEST), Reservoir(JUDGED), 0
 
     def read_news(self) -> None:
-        """Read what is new, of each file at most one piece. `reading` says whether there is more."""
+        """Read at most one new piece of each file; afterwards `reading` says whether there is more."""
         with self.lock:
             if self.metrics.is_new_file():
                 self.series = Series()
@@ -242,7 +243,7 @@ class RunFollower:
         return from_summary(lambda summary: figures(rows, judged, summary), json_file(self.path / SUMMARY))
 
     def content(self, state: str = "") -> Record:
-        """Return what the page shows, as far as it was read. `state` is known besides: running, killed, silent."""
+        """Return the page's content from the records read so far. `state` overrides the summary's if in `NOW`."""
         with self.lock:
             snapshot = RunSnapshot(
                 self.path.resolve().name, self.series.rows(), self.samples.samples(), self.judged.samples(),
@@ -251,6 +252,7 @@ class RunFollower:
                             json_file(self.path / SUMMARY))
 
     def note(self) -> str:
+        """Return a text on what the page leaves out: unread, merged, skipped and damaged records."""
         said = []
         if self.reading:
             share = self.metrics.place / max(1, self.metrics.size)
@@ -266,12 +268,12 @@ class RunFollower:
         return " ".join(said)
 
     def log(self) -> str:
-        """Return the end of its output, where somebody keeps it; empty otherwise."""
+        """Return the end of the run's output; empty if it is not kept."""
         return "" if self.log_path is None else log_tail(self.log_path)
 
 
 def stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """Return which file, how long, how new; None without one."""
+    """Return a file's inode, size and time of change; None if there is none."""
     try:
         status = path.lstat() if path else None
     except OSError:

@@ -1,5 +1,5 @@
-"""What a page can show and give away: the runs below a folder, and what each is doing from the files that it wrote; or,
-in `jobs`, the jobs of a server."""
+"""`RunSource`: the runs that a page shows; `RunsSource`: the runs below a folder, with states read from their files.
+`JobsSource` in `jobs` is the other source: the jobs of a server."""
 
 import os
 import re
@@ -25,31 +25,31 @@ from lowmem_grpo.server.page.run_follower import LOG, end_of, json_file, open_pl
 from lowmem_grpo.server.users import User
 from lowmem_grpo.utils import time_text
 
-DEPTH = 4  # folders below the watched one in which runs are looked for
-MOST_FOLDERS, MOST_RUNS = 20_000, 500  # that are looked at, and that are shown
-LAST_BYTES = 64 * 1024  # at the end of metrics.jsonl, in which the last line of a step is looked for
-SILENT = 3600.0  # seconds after which a run of another machine that writes nothing is no longer taken for running
+DEPTH = 4  # levels below the watched folder that are searched for runs
+MOST_FOLDERS, MOST_RUNS = 20_000, 500  # most run folders that are examined, and most runs that are shown
+LAST_BYTES = 64 * 1024  # at the end of metrics.jsonl, searched for the last step
+SILENT = 3600.0  # seconds without writes until a run of another machine no longer counts as running
 LOCKS = Path("/proc/locks")
 WORDS = {state: state for state in ("running", "finished", "failed", "interrupted", "killed", "silent")} | {
     "nothing": "not begun"}
-ENDED = ("finished", "failed", "interrupted")  # as a summary says it
-KEEP = 1.0  # seconds for which the list of runs is taken as it was
-SHARE = 0.1  # part of the time that may go into looking for runs, where there are very many
+ENDED = ("finished", "failed", "interrupted")  # as in a summary
+KEEP = 1.0  # seconds for which the list of runs is cached
+SHARE = 0.1  # most of the time that may be spent searching for runs, if there are many
 COLOURS = {"nothing": "waiting"}
-SAVED = (".json", ".safetensors", ".txt", ".jinja", ".model", ".md")  # ends of names; states of an optimizer are not
-STATES = ("optimizer", "scheduler", "rng", "trainer", "manifest")  # beginnings of names in a checkpoint
+SAVED = (".json", ".safetensors", ".txt", ".jinja", ".model", ".md")  # suffixes that an export includes
+STATES = ("optimizer", "scheduler", "rng", "trainer", "manifest")  # prefixes of files that an export leaves out
 PIECE = 1024 * 1024  # bytes
 
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run: its name below the watched folder, its state of `WORDS`, and who writes into it."""
+    """A run: its name below the watched folder, its state (a key of `WORDS`), and the process that owns its lock."""
 
     name: str
     path: Path
     state: str
     owner: dict[str, Any]
-    written: float  # seconds since 1970: when its newest record was
+    written: float  # seconds since 1970: the time of its newest record
 
     @property
     def can_stop(self) -> bool:
@@ -64,14 +64,14 @@ class Run:
 
 
 def runs_below(folder: Path) -> list[Run]:
-    """The runs in a folder and below it, those that run first, then the newest; the newest `MOST_RUNS` at most."""
+    """Return the newest `MOST_RUNS` runs in and below a folder: running ones first, then by time."""
     paths = sorted(islice(run_folders(folder), MOST_FOLDERS), key=newest, reverse=True)
     runs = [run_of(path, folder) for path in paths[:MOST_RUNS]]
     return sorted(runs, key=lambda run: (run.state != "running", -run.written))
 
 
 def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Each folder that holds records of a run, or that a run has taken."""
+    """Yield each folder, up to `depth` levels down, with a run's records or lock file."""
     if is_run(folder):
         yield folder
     try:
@@ -84,31 +84,31 @@ def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds what a run writes. One that cannot be read does not."""
+    """Return whether a folder has a run's records or lock file; false for a folder that cannot be read."""
     return any(os.path.isfile(folder / name) for name in (METRICS, SUMMARY, FILE))
 
 
 def one_run(folder: Path, name: str) -> Run | None:
-    """The run with this name, if it lies below the folder: a name never leads out of it."""
+    """Return the run with this name; None if there is none, or the name leads out of the folder."""
     path = folder if name == "." else folder / name
     try:
         inside = path.resolve().is_relative_to(folder.resolve()) and ".." not in path.relative_to(folder).parts
         return run_of(path, folder) if inside and is_run(path) else None
-    except (OSError, ValueError):  # a name with a null byte, one that is too long, or one from the root
+    except (OSError, ValueError):  # a name with a null byte, too long, or an absolute path
         return None
 
 
 def run_of(path: Path, folder: Path) -> Run:
-    """Return the run in `path`, named by its place below `folder`."""
+    """Return the run in `path`, named by its path relative to `folder`."""
     owner, written = owner_of(path / FILE), newest(path)
     state = state_of(path, json_file(path / SUMMARY), owner, time.time() - written)
     return Run(path.relative_to(folder).as_posix(), path, state, owner, written)
 
 
 def state_of(path: Path, summary: dict[str, Any], owner: dict[str, Any], age: float) -> str:
-    """A run whose process lives is running; of another machine's process nobody knows, so it is silent when it has
-    written nothing for long. Otherwise the summary says how it ended; if that says nothing, or a later go on it left
-    its lock behind, it was killed."""
+    """Return a run's state. If its process is alive, it is running; for a process of another machine, which cannot be
+    checked, it is silent if it has written nothing for `SILENT` seconds. Otherwise the summary says how it ended; if it
+    does not, or a later start left its lock file behind, the run was killed."""
     if owner and is_alive(owner):
         return "silent" if owner.get("host") != socket.gethostname() and age > SILENT else "running"
     status = str(summary.get("status") or "")
@@ -118,7 +118,7 @@ def state_of(path: Path, summary: dict[str, Any], owner: dict[str, Any], age: fl
 
 
 def owner_of(path: Path) -> dict[str, Any]:
-    """Who the lock's file names; empty where there is none."""
+    """Return the process that a lock file names; empty if there is none."""
     try:
         return json_object(end_of(path, OWNER_BYTES))
     except ValueError:
@@ -126,7 +126,7 @@ def owner_of(path: Path) -> dict[str, Any]:
 
 
 def newest(path: Path) -> float:
-    """Return when a run wrote last, in seconds since 1970; 0.0 where it has written nothing."""
+    """Return the time of a run's last write, in seconds since 1970; 0.0 if it has written nothing."""
     times = [0.0]
     for name in (METRICS, SUMMARY, FILE):
         with suppress(OSError):
@@ -135,7 +135,7 @@ def newest(path: Path) -> float:
 
 
 def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
-    """Return whether the named process holds the lock, as the system lists it: a number may be another one's by now."""
+    """Return whether the kernel lists the lock as held by the owner's process, since its pid may have been reused."""
     if owner.get("host") != socket.gethostname() or owner.get("boot") != boot() or not is_alive(owner):
         return False
     try:
@@ -148,7 +148,7 @@ def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
 
 
 def so_far(path: Path) -> str:
-    """Return a run's last step, its reward (or loss) and time there, in words; empty before its first step."""
+    """Return a text with a run's last step, its reward (or loss) and elapsed time; empty before the first step."""
     for line in reversed(end_of(path / METRICS, LAST_BYTES).splitlines()):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json_object(line)
@@ -158,7 +158,7 @@ def so_far(path: Path) -> str:
 
 
 def stop(run: Run) -> None:
-    """Tell a run to end after its step and save, as Ctrl-C does. ValueError where it cannot be told."""
+    """Send SIGTERM to a run, which then stops after its step and saves. ValueError if its process is not reachable."""
     if not run.can_stop:
         why = f"{run.where} is not one of this machine that holds it" if run.where else f"it is {WORDS[run.state]}"
         raise ValueError(f"{run.name} cannot be stopped from here: {why}")
@@ -167,21 +167,21 @@ def stop(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Listed:
-    """A run's entry in the list, and the state of its buttons."""
+    """A run's entry in the page's list, with the actions of its buttons."""
 
-    name: str  # by which an address names it
+    name: str  # its name in the page's URL
     title: str
-    state: str  # the class of its colour: running, finished, failed and so on
+    state: str  # sets its colour: running, finished, failed and so on
     words: str  # its state in a word
-    why: str = ""  # how far it is, why it waits or has ended, and which process writes it
-    written: float = 0.0  # seconds since 1970: when it came, or its newest record was written; 0.0 is unknown
+    why: str = ""  # its progress, why it waits or ended, and its process
+    written: float = 0.0  # seconds since 1970: time of submission or of the newest record; 0.0 is unknown
     actions: tuple[str, ...] = ()  # what can be done with it: stop, resume, export
-    run_state: str = ""  # what is known of the run beside what its summary says: running, killed, silent
+    run_state: str = ""  # a state that the summary cannot know: running, killed, silent
     can_show: bool = True  # whether it has begun to write
 
 
 class RunSource(Protocol):
-    """Finds runs for a user. What is another user's is not there."""
+    """A source of runs for the page. Runs that a user may not see do not exist for that user."""
 
     title: str
 
@@ -189,17 +189,17 @@ class RunSource(Protocol):
         """Return every run that this user may see, in the order of the list."""
 
     def one(self, user: User, name: str) -> Listed | None:
-        """Return the run with this name; None where there is none that this user may see."""
+        """Return the run with this name; None if this user sees no such run."""
 
     def act(self, user: User, name: str, action: str) -> None:
-        """Do what a button says. ValueError where it cannot be done, LookupError for a run that is not there."""
+        """Do the action of a button. ValueError if it is not possible, LookupError for an unknown run."""
 
     def folder(self, user: User, name: str) -> tuple[Path, Path | None] | None:
-        """Return where the files of a run are, and its log; None where there is no run, or where it has not begun."""
+        """Return a run's folder and its log file; None if there is no such run, or it has not begun."""
 
 
 class RunsSource:
-    """Everybody who can sign in sees all runs; the owner can stop those of this machine."""
+    """The runs below a folder. Every signed-in user sees all of them; the owner can stop those on this machine."""
 
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir, self.title, self.lock = runs_dir, runs_dir.resolve().name, Lock()
@@ -231,13 +231,13 @@ class RunsSource:
         return None if run is None else (run.path, self.log_of(run.path))
 
     def log_of(self, path: Path) -> Path:
-        """Return where its output is kept: in its folder, or beside the folder `run` of a server's job."""
+        """Return the path of a run's log: in its folder, or beside the folder `run` of a server's job."""
         beside = path.parent / LOG
         return beside if path.name == "run" and path != self.runs_dir and beside.is_file() else path / LOG
 
 
 def listed(run: Run, user: User) -> Listed:
-    """Return a run as the list shows it to a user."""
+    """Return a run's list entry for a user."""
     stops = ("stop",) if user.is_owner and run.can_stop else ()
     exports = ("export",) if has_adapter(run.path) else ()
     title = run.path.resolve().name if run.name == "." else run.name
@@ -252,8 +252,8 @@ def has_adapter(path: Path) -> bool:
 
 
 def zipped_adapter(run_dir: Path, name: str) -> FileResponse:
-    """Return a run's adapter as a zip with what PEFT reads. ValueError or RuntimeError says why it has none."""
-    from lowmem_grpo.runs.saved_adapter import find_adapter  # which needs torch: a page is there at once without it
+    """Return a run's adapter as a zip of the files that PEFT reads. ValueError or RuntimeError if it has none."""
+    from lowmem_grpo.runs.saved_adapter import find_adapter  # imports torch, which would delay the first page
 
     adapter = find_adapter(run_dir, unfinished=True).folder
     if not adapter.resolve().is_relative_to(run_dir.resolve()):
@@ -270,7 +270,7 @@ def zipped_adapter(run_dir: Path, name: str) -> FileResponse:
 
 
 def add_file(archive: zipfile.ZipFile, path: Path, name: str) -> None:
-    """Copy a file piece by piece. OSError for a link."""
+    """Add a file to the archive in pieces. OSError for a symlink."""
     with open_plain(path) as source, archive.open(name, "w", force_zip64=True) as target:
         while piece := source.read(PIECE):
             target.write(piece)

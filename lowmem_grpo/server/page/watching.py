@@ -1,4 +1,4 @@
-"""`Watching`: the runs that somebody looks at, read as they grow; `CardUse`: how busy the cards are."""
+"""`Watching`: follows the runs that browsers show; `CardUse`: the utilization of the GPUs."""
 
 import shutil
 import subprocess
@@ -16,14 +16,14 @@ from lowmem_grpo.server.users import User
 from lowmem_grpo.utils import MIB, size_text
 
 QUERY = "name,utilization.gpu,memory.used,memory.total"
-KEEP = 3.0  # seconds for which an answer is taken as it was
-WAITS = 5.0  # seconds for the driver
-MOST_FOLLOWED = 16  # runs of which the records are held in memory
-MOST_COMPARED = 6  # runs on one chart: as many as there are colours
+KEEP = 3.0  # seconds for which an answer is cached
+WAITS = 5.0  # seconds that nvidia-smi may take
+MOST_FOLLOWED = 16  # most runs with records in memory
+MOST_COMPARED = 6  # most runs on one chart: the number of colours
 
 
 class CardUse:
-    """Asks `nvidia-smi`, and not more often than it makes sense. Without it nothing is said."""
+    """The GPUs' utilization from `nvidia-smi`, cached for `KEEP` seconds; empty if the program is missing."""
 
     def __init__(self, command: str | None = None) -> None:
         self.command = shutil.which("nvidia-smi") if command is None else command
@@ -37,18 +37,18 @@ class CardUse:
             return self.said
 
     def lines(self, command: str) -> list[str]:
-        """Return the lines that the driver's program prints; none if it fails."""
+        """Return the lines that nvidia-smi prints; none if it fails."""
         try:
             process = subprocess.run([command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"],
                                      timeout=WAITS, capture_output=True, text=True, check=True)
         except (OSError, subprocess.SubprocessError):
-            self.command = None  # it will not work the next time either
+            self.command = None  # do not try again
             return []
         return process.stdout.splitlines()
 
 
 def card_text(line: str) -> str:
-    """A card's line in words; what the driver does not know is left out."""
+    """Return a GPU's line as a readable text; values that the driver does not report are left out."""
     name, busy, used, total = (part.strip() for part in line.rsplit(",", 3))
     said = [f"{busy}% busy"] if busy.isdigit() else []
     if used.isdigit() and total.isdigit():
@@ -57,14 +57,14 @@ def card_text(line: str) -> str:
 
 
 class Watching:
-    """Follows runs for all browsers together; the one that was not asked for longest makes room."""
+    """An LRU cache of `MOST_FOLLOWED` run followers, shared by all browsers."""
 
     def __init__(self, source: RunSource, card: CardUse) -> None:
         self.source, self.card, self.lock = source, card, Lock()
         self.followers: dict[tuple[Path, Path | None], RunFollower] = {}
 
     def follow(self, user: User, name: str) -> RunFollower | None:
-        """Return the run with this name, if this user may see it, and if it has begun."""
+        """Return the follower of this run; None if this user sees no such run, or it has not begun."""
         place = self.source.folder(user, name)
         if place is None:
             return None
@@ -76,20 +76,20 @@ class Watching:
         return follower
 
     def follow_all(self, user: User, names: list[str]) -> dict[str, RunFollower]:
-        """Return those of some runs that there are, with what is new."""
+        """Return the followers of the named runs that exist, after each has read its new records."""
         runs = {name: run for name in names if (run := self.follow(user, name)) is not None}
         for run in runs.values():
             run.read_news()
         return runs
 
     def version(self, user: User, names: list[str]) -> tuple[tuple[Any, ...], bool]:
-        """Return what differs whenever a page of some runs would, and whether there is more to be read."""
+        """Return a value that changes whenever the page of these runs does, and whether unread records remain."""
         runs = self.follow_all(user, names).values()
         runs_now = [(run.name, run.state, run.why, run.actions) for run in self.source.all(user)]
         return (*(run.version() for run in runs), *runs_now), any(run.reading for run in runs)
 
     def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
-        """Return what a page shows: the list, and its first run, the named one, or several on the same charts."""
+        """Return the page's data: the list, and the named run (default: the first) or charts that compare several."""
         runs = self.source.all(user)
         names = names or [run.name for run in sorted(runs, key=lambda run: not run.can_show)][:1]
         data = {"title": self.source.title, "query": query_of(*names) if names else "", "list": {
@@ -104,7 +104,7 @@ class Watching:
                 "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
 
     def one_run(self, user: User, name: str | None = None) -> dict[str, Any]:
-        """Return what a run's report would show, its buttons and its log; in words why there is nothing to show."""
+        """Return a run's report, buttons and log; if there is nothing to show, a text that says why."""
         run = self.source.one(user, name) if name is not None else None
         if run is None:
             words = "There is no such run." if name else "No runs yet. What begins appears here by itself."
@@ -125,7 +125,7 @@ def list_row(run: Listed) -> dict[str, Any]:
 
 
 def ago(when: float) -> str:
-    """Return how long ago in words, to show that a run writes or no longer does."""
+    """Return how long ago a time was, such as "2 hours ago"."""
     seconds = max(0.0, time.time() - when)
     for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= size:
@@ -135,5 +135,5 @@ def ago(when: float) -> str:
 
 
 def query_of(*names: str) -> str:
-    """Return the part of an address that shows a run, or compares several."""
+    """Return the URL query that shows one run, or compares several."""
     return "?" + urlencode([("run" if len(names) == 1 else "with", name) for name in names])
