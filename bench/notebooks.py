@@ -191,7 +191,7 @@ def upload(part: Any, folder: str, model: str) -> None:
     if there is none yet."""
     part.save_pretrained(folder)
     if not Path(folder, "tokenizer_config.json").exists():
-        AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)
 
 
 def is_flash(keyword: ast.keyword) -> bool:
@@ -296,7 +296,7 @@ def small_model(folder: Path) -> str:
     path = public.long_copy("tiny", folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": settings["eos_token"]} | settings))
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     tokenizer.add_tokens(list(THINKING))
     tokenizer.save_pretrained(path)
     return path
@@ -307,11 +307,16 @@ def shown(row: public.Row) -> list[str]:
     return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
+def told(last: list[public.Row]) -> str:
+    """Return how many notebooks ran, in words."""
+    return f"{sum(map(public.ran, last))} of {len(last)} ran to their end"
+
+
 def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the part of RESULTS.md: the newest row of each notebook."""
     last = public.latest(rows, "notebook")
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
-            f"{sum(map(public.ran, last))} of {len(last)} ran to their end. `device`: the CPU in place of a card. "
+            f"{told(last)}. `device`: the CPU in place of a card. "
             "`login`: no login to the hub. `length`: a context four times as long, for a token a byte.", "",
             *markdown(COLUMNS, map(shown, last))]
 

@@ -12,7 +12,7 @@ Meanwhile = Callable[[int], None]  # (sequences that are still decoded)
 # What an engine may be able to do beside `generate(prompts, params)`: the names of arguments, and of a method
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
 EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
-NEEDED = ("name", "kv_bytes", "generate", "on_policy_update", "sleep")  # of a caller's own engine, in a run
+NEEDED = ("name", "kv_bytes", "generate", "on_policy_update", "sleep")  # what every run uses of a caller's engine
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class PolicyParts(TrainerParts):
     args: GRPOConfig
     objective: GRPOObjective
     parity: ParityGate
-    planned_time: PlannedTime | None  # of a run with a plan
+    planned_time: PlannedTime | None  # None without a plan
 
     def metrics(
         self, engine: Engine, sampled: Sequence[RolloutGroup], groups: Sequence[RolloutGroup], updates: int

@@ -34,7 +34,7 @@ class Saver:
         self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
-        self.settings = config.to_dict()  # of the run; a step may have others
+        self.settings = config.to_dict()  # the run's; a step may have others
         self.replay = ReplayBuffer(0) if replay is None else replay
         self.random, self.saved = RandomStates(learner.policy.device), 0  # the step of the last checkpoint
         self.mark()

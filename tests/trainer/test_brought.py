@@ -31,6 +31,7 @@ from trl import RichProgressCallback
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.engines.base import NEEDED
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.parts import first_engine, lengths
 
@@ -124,7 +125,7 @@ def test_a_share_of_the_card_other_than_that_of_a_loaded_engine_of_vllm_is_refus
 ) -> None:
     trainer = make(tmp_path, vllm_gpu_memory_utilization=share)  # the engine of transformers takes no share
     with nullcontext() if share != 0.9 else pytest.raises(ValueError, match=r"is 0\.9, .* loaded with .*=0\.5; set"):
-        first_engine(trainer.parts, trainer.args, cast(Any, SimpleNamespace(name="vllm")))
+        first_engine(trainer.parts, trainer.args, cast(Any, SimpleNamespace(**dict.fromkeys(NEEDED) | {"name": "vllm"})))
 
 
 def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
         run.overlap.start_step(prompts, calls)
         for index, group in enumerate(groups):
             run.overlap.on_group(index, group.rollouts)
-        calls.wait()
+        calls.wait(groups)
         while not run.overlap.dropped and (run.overlap.partial is None or run.overlap.batches):
             run.overlap.meanwhile(1)
         run.overlap.join_worker()
