@@ -124,8 +124,9 @@ def test_a_share_of_the_card_other_than_that_of_a_loaded_engine_of_vllm_is_refus
     share: float | None, tmp_path: Path
 ) -> None:
     trainer = make(tmp_path, vllm_gpu_memory_utilization=share)  # the engine of transformers takes no share
+    engine = cast(Any, SimpleNamespace(**dict.fromkeys(NEEDED) | {"name": "vllm"}))
     with nullcontext() if share != 0.9 else pytest.raises(ValueError, match=r"is 0\.9, .* loaded with .*=0\.5; set"):
-        first_engine(trainer.parts, trainer.args, cast(Any, SimpleNamespace(**dict.fromkeys(NEEDED) | {"name": "vllm"})))
+        first_engine(trainer.parts, trainer.args, engine)
 
 
 def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> None:
