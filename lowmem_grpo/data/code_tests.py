@@ -1,4 +1,4 @@
-"""Convert the tests of a row, in the layouts of public datasets, to the single tests that `rewards.sandbox` runs.
+"""Convert the tests of a row, in the layouts of public datasets, to the single tests of `rewards/sandbox/cases.py`.
 
     {"inputs": [...], "outputs": [...], "fn_name": ...}          APPS, TACO, PRIME, verl; programs without a fn_name
     [{"input": "1\\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]      LiveCodeBench
