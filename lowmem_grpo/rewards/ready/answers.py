@@ -163,8 +163,7 @@ def finite(number: str) -> float:
 
 
 def number_present(present: float = 1.0, absent: float = -1.0, where: Place = last_number) -> TextReward:
-    """Return a reward that pays `present` if there is a number, by default anywhere in the completion, else `absent`.
-    """
+    """Return a reward: `present` if there is a number, by default anywhere in the completion, else `absent`."""
     return TextReward("number_present", functools.partial(pay_presence, where=where, amounts=(present, absent)))
 
 

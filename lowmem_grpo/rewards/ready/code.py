@@ -134,8 +134,7 @@ class CodeVerifier(Verifier):
         return results
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> VerifiedReward:
-        """Return a reward: `right` if all tests pass, else `wrong`. Each outcome's share is logged as `tests/OUTCOME`.
-        """
+        """Return a reward: `right` if all tests pass, else `wrong`. It logs each outcome's share as `tests/OUTCOME`."""
         return CodeReward(self, right, wrong, name or self.name)
 
     def share(self, amount: float = 1.0, name: str = "code_tests_passed") -> "ShareReward":

@@ -251,14 +251,12 @@ def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 
 
 def starts_unit(token: str) -> bool:
-    """Return whether a unit or a scale word begins with this token; single letters are left out: they may be variables.
-    """
+    """Return whether a unit or a scale word begins with this token; a single letter may be a variable, and does not."""
     return token in (TEXT, "%", "°", *CURRENCIES) or (len(token) > 1 and (token in UNITS or token in SCALES))
 
 
 def is_of_value(token: str) -> bool:
-    """Return whether a token may belong to the value before a unit; a function may not, as its argument would be lost.
-    """
+    """Return whether a token may belong to the value before a unit; a function may not: its argument would be cut."""
     return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
 
 
