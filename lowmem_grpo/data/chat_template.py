@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class ChatFormat:
     """The text around each turn of a chat, in which {role} stands for the role's name."""
 
-    turn: str  # what comes before the content
+    turn: str  # before the content
     end: str  # the token that ends a turn
     newline: str = "\n"  # after the end
     open_ended: bool = False  # only the assistant's turns have an end token

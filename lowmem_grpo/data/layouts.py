@@ -203,7 +203,7 @@ def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
         return columns
     if columns.prompt.lower() == "question" and "body" in names:
         return replace(columns, prompt=names["body"], more=(columns.prompt,))
-    named = [column] * (column.lower() == "test_list")  # only these tests name the function
+    named = [column] * (column.lower() == "test_list")  # MBPP names the function only in its tests
     return replace(columns, more=(*(names[name] for name in BELONGING if name in names), *named))
 
 

@@ -165,6 +165,7 @@ class DifficultyPools:
         self.best: float | None = None
 
     def rests(self, index: int, epoch: int) -> bool:
+        """Return whether a row still rests in this epoch."""
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
@@ -180,6 +181,7 @@ class DifficultyPools:
         self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
 
     def wake(self) -> None:
+        """End the rest of all rows."""
         self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
 
     def metrics(self) -> dict[str, float]:

@@ -79,12 +79,14 @@ class Stream:
         return list(islice(self.ahead, count))
 
     def draw(self) -> Row | None:
+        """Return the next row; None at the end of the stream."""
         if not self.peek(1):
             return None
         self.drawn += 1
         return self.ahead.popleft()
 
     def put_back(self, rows: list[Row]) -> None:
+        """Undo the drawing of these rows, the last ones drawn."""
         self.ahead.extendleft(reversed(rows))
         self.drawn -= len(rows)
 

@@ -14,7 +14,7 @@ from lowmem_grpo.engines.prompt_inputs import CLOSED, readable, text_ids
 
 MASKS = ("completion_mask", "assistant_masks")  # columns of rows that are token ids
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template that marks the assistant's tokens
-WORD = "Zq7answer"  # stands for a message while a template renders the others
+WORD = "Zq7answer"  # rendered in place of a message, to find its position
 BEGUN = re.compile(r"(?:</?think>\s*)+$")  # an empty or opened thinking block at the end of a prompt
 THINK, THOUGHT, THOUGHTS = "<think>", "</think>", ("reasoning_content", "thinking")  # tags, and message fields
 

@@ -105,6 +105,6 @@ class TokenReward(Reward):
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:
             raise TypeError(f"{self.__name__} counts tokens and got no completion_ids; a trainer passes them")
-        if "environments" in call and "turns" in call:  # episodes: no dataset has both
+        if "environments" in call and "turns" in call:  # episodes, since no dataset has both columns
             ids = [[token for turn in turns for token in turn.completion_ids] for turns in call["turns"]]
         return [self.rule(tokens) for tokens in ids]

@@ -122,7 +122,7 @@ def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
     """Return a function's result as `expected` floats and Nones. Raises RewardError for anything else."""
     try:
         rewards = [as_number(value) for value in as_list(result)]
-    except Exception as error:  # conversions of foreign types raise as they like
+    except Exception as error:  # conversions of other libraries' types may raise anything
         raise RewardError(f"reward function {name} returned a wrong result: {error}") from error
     if len(rewards) != expected:
         raise RewardError(f"reward function {name} returned {len(rewards)} rewards, expected {expected}")

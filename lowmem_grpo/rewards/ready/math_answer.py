@@ -23,7 +23,7 @@ REMEMBERED = 100_000  # cached comparisons: most pairs occur many times in a run
 
 
 class TooSlowError(RuntimeError):
-    """A comparison did not end in its time."""
+    """A comparison exceeded its time or memory."""
 
 
 class MathWorker:

@@ -19,7 +19,7 @@ from lowmem_grpo.rewards.ready.reading import SCALES, read_number
 Ask = Callable[[str, str], bool]
 Tokens = tuple[str, ...]
 
-MAX_DEPTH = 12  # brackets in brackets
+MAX_DEPTH = 12  # of nested brackets
 REVERSED = {">": "<", "\\ge": "\\le"}
 RELATIONS = {"=", "<", "\\le", "\\ne", "\\in", *REVERSED}
 OPENING = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}
@@ -145,7 +145,7 @@ def two_values(tokens: Tokens) -> AnswerPart | None:
 
 
 def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether an answer, or a part of one, equals the label's."""
+    """Return whether an answer, or a part of it, equals the label or the label's corresponding part."""
     if label.text == answer.text:
         return True
     if bool(label.name) != bool(answer.name) and label.kind != answer.kind:

@@ -68,7 +68,7 @@ NEWEST = 450  # the last number in Linux 6.1, the same on every machine
 Test = tuple[int, int, int]  # (index of the argument, mask, required value after the mask)
 WHOLE, O_ASYNC = 0xFFFFFFFF, 0x2000
 F_SETFL, LOOKS, LOCKS = 4, (0, 1, 2, 3, 1030, 1032), (5, 6, 7, 36, 37, 38)  # duplicates, flags, size of a pipe; locks
-TERMINAL, READY = (0x5401, 0x802C542A, 0x5413), (0x541B, 0x5421, 0x5450, 0x5451)  # is it one; FION*, FIO*CLEX
+TERMINAL, READY = (0x5401, 0x802C542A, 0x5413), (0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS*, TIOCGWINSZ; FION*, FIO*CLEX
 CHECKED: dict[str, tuple[tuple[int, int], list[tuple[Test, ...]]]] = {  # allowed if all tests of any row hold
     # not allowed: F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
     "fcntl": ((72, 25), [((1, WHOLE, F_SETFL), (2, O_ASYNC, 0)), *(((1, WHOLE, what),) for what in (*LOOKS, *LOCKS))]),

@@ -101,9 +101,9 @@ async def at_once(value: Any) -> Any:
 
 
 def asked(name: str) -> Callable[..., Any]:
-    """Return a method that asks the code for a result that must be data, such as a length. Plain data is read once and
-    computed with here. An object that was made with a value of the test is Undecided: it could return what the test
-    expects."""
+    """Return a method that asks the code for a result that must be data, such as a length. Immutable plain data is read
+    once and computed with here. An object that was made with a value of the test is Undecided: it could return what
+    the test expects."""
     def ask(self: Subject, *args: Any) -> Any:
         self._not_fed()
         if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):

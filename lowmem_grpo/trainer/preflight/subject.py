@@ -118,7 +118,7 @@ class Turns:
 
 
 class Subject:
-    """A GRPOTrainer or an SFTTrainer as the checks see it."""
+    """The parts of a GRPOTrainer or an SFTTrainer that the checks examine."""
 
     def __init__(self, trainer: Any) -> None:
         self.args, self.tokenizer, self.run_dir = trainer.args, trainer.tokenizer, trainer.run_dir
