@@ -39,7 +39,7 @@ ROLES = {"bot": "assistant", "chatgpt": "assistant"} | {
     alias: role for role, aliases in ALIASES.items() for alias in aliases}
 TOOLS = ("tool", "function_call", "function", "observation", "tool_response")  # roles in chats with tools
 UNIT = re.compile(r"([-+]?[0-9][0-9.,/]*) \([^()0-9]+\)")  # ASDiv's "9 (apples)"
-CLEARLY = 2.0  # of two columns, the one with this many times the letters of the other holds the prompts
+CLEARLY = 2.0  # between two columns, the one with this many times the letters of the other holds the prompts
 NUMBERING = ("", "id", "idx", "index", "row", "number", "no", "nr", "unnamed: 0")  # columns that only number rows
 MOST = 100  # the largest number of columns to guess from
 

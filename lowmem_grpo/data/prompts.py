@@ -148,7 +148,7 @@ def check_dataset(dataset: Any, column: str = "prompt") -> None:
 class Visit:
     """The outcome of a row's last visit."""
 
-    reward: float | None = None  # of all completions, if they earned the same
+    reward: float | None = None  # if all completions earned the same
     fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
     back: int = 0  # the epoch from which the row is sampled again
 

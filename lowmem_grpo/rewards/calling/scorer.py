@@ -31,7 +31,7 @@ __all__ = ["RewardError", "RewardScorer", "Scores"]
 logger = logging.getLogger(__name__)
 Override = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Any]
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids")
-DIGITS = 12  # of a mean over several calls: the split into calls depends on timing, and the log must not
+DIGITS = 12  # in a mean over several calls: the split into calls depends on timing, and the log must not
 
 
 @dataclass

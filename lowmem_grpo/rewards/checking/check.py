@@ -55,7 +55,7 @@ class RewardCheck:
     groups: int
     groups_with_signal: int
     seconds: float  # for the whole check
-    columns: list[str] = field(default_factory=list)  # of the dataset
+    columns: list[str] = field(default_factory=list)  # the dataset's
 
     @property
     def signal_share(self) -> float:

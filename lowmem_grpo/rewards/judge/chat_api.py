@@ -17,7 +17,7 @@ from lowmem_grpo.rewards.judge.judge import is_address, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
 from lowmem_grpo.runs.findings import Finding
 
-REPLY_BYTES = 4 << 20  # of one response; long thinking with its scores takes a tenth of that
+REPLY_BYTES = 4 << 20  # one response; long thinking with its scores takes a tenth of that
 REDIRECTS = 5
 SHORTEST = 8  # characters of a secret; a shorter key ("local", "EMPTY") is none, and occurs in ordinary words
 SHOWN = 300  # characters of a server's or connection's error that are shown

@@ -17,7 +17,7 @@ from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.runs.records import prompt_text
 
 EQUAL = 0.5  # the reward of completions that have no other to be compared with
-RESULT_CHARS = 4000  # of a message to the agent; a longer text is cut in the middle
+RESULT_CHARS = 4000  # in a message to the agent; a longer text is cut in the middle
 NOTHING = "(nothing more)"
 
 Transcript = tuple[str, ...]  # one line per message

@@ -19,7 +19,7 @@ from lowmem_grpo.rewards.ready.reading import SCALES, read_number
 Ask = Callable[[str, str], bool]
 Tokens = tuple[str, ...]
 
-MAX_DEPTH = 12  # of nested brackets
+MAX_DEPTH = 12  # nested brackets
 REVERSED = {">": "<", "\\ge": "\\le"}
 RELATIONS = {"=", "<", "\\le", "\\ne", "\\in", *REVERSED}
 OPENING = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}

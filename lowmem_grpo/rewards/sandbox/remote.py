@@ -48,7 +48,7 @@ class Link:
         self.broken: AssertionError | None = None  # from an assert in a callback
         self.named: set[str] = set()  # classes of the code that the test uses by name
         self.calls = 0  # requests to the code, of any operation
-        self.answers = 0  # of the code with data, which a test can compare
+        self.answers = 0  # answers with data, which a test can compare
         self.raised: list[tuple[BaseException, str]] = []  # by the code, with their texts
 
     def refer(self, value: Any) -> Any:

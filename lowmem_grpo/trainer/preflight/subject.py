@@ -141,7 +141,7 @@ class Subject:
         self.end_ids = own | {*(getattr(params, "stop_token_ids", None) or [])}  # tokens that end a completion
         self.end_texts: list[str] = getattr(params, "stop_strings", [])  # strings that end a completion
         self.turns: Turns | None = getattr(trainer, "turns", None)  # None: single-turn
-        self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # of the KV cache
+        self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # the KV cache's
         # If the caller samples the completions, `sample` holds rows that only test the chat template.
         self.without_rows = getattr(trainer, "given", None) is not None
 
