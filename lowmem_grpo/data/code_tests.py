@@ -84,8 +84,7 @@ def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None
 
 
 def call_of(function: str, inputs: Any, output: Any, kind: str) -> dict[str, Any]:
-    """Return the test of a function call. `inputs` is a list of arguments, or text: one argument on each line, or a
-    list for the type "function_call"."""
+    """Return the test of a call; `inputs` is a list, or text: an argument per line, or a list ("function_call")."""
     if not isinstance(inputs, str):
         args, expected = (list(inputs) if isinstance(inputs, list | tuple) else [inputs]), output
     else:

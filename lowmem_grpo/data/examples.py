@@ -115,8 +115,7 @@ class ExampleEncoder(PromptEncoder):
         return chat_text(self.tokenizer, messages, self.options(row) | CLOSED)
 
     def behind(self, rendered: str, row: dict[str, Any]) -> str:
-        """Return the text of the completion after the prompt `rendered`; DataError if the chat template renders the
-        prompt differently once the completion follows."""
+        """Return the text after the prompt `rendered`; DataError if the completion changes the prompt's rendering."""
         *prompt, last = row["prompt"]
         said = row["completion"]
         answer = {"role": "assistant", "content": said} if isinstance(said, str) else said[0]
@@ -150,8 +149,7 @@ class ExampleEncoder(PromptEncoder):
         return stop + 1 if stop < len(ids) and ids[stop] in self.end_ids else at if stop < len(ids) else stop
 
     def with_end(self, ids: list[int]) -> list[int]:
-        """Return the ids with the tokenizer's end token appended, unless their last token, not counting white space, is
-        an end token."""
+        """Return the ids with the end token appended, unless they end with one, possibly followed by white space."""
         last = next((token for token in reversed(ids) if str(self.tokenizer.decode([token])).strip()), None)
         return ids if last in self.end_ids else [*ids, self.end_id]
 

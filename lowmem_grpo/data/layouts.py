@@ -75,8 +75,7 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
 
 
 def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
-    """Return a cell as a chat prompt: trailing assistant messages are dropped, and `system` comes first unless the chat
-    has its own system message."""
+    """Return a cell as a chat without answers at its end, and with `system` first unless it has a system message."""
     said = chat_in(value) or [{"role": "user", "content": cell_text(value) or ""}]
     while said and said[-1]["role"] == "assistant":
         said.pop()
@@ -113,8 +112,7 @@ def whole_answer(row: dict[str, Any], column: str) -> Any:
 
 
 def value_at(row: dict[str, Any], column: str) -> Any:
-    """Return a cell, or the value at a key inside it ("reward_model.ground_truth"); None if the key is missing.
-    KeyError if the column is missing."""
+    """Return a cell, or the value at a key in it ("a.key"), None without the key. KeyError without the column."""
     if column in row:
         return row[column]
     name, dot, key = column.partition(".")
@@ -130,8 +128,7 @@ def holds_tests(value: Any) -> bool:
 
 
 def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | None, source: str) -> Columns:
-    """Return the columns that the user named, or a guess. ValueError if a column is missing or cannot serve as prompt
-    or answer."""
+    """Return the named columns, or a guess. ValueError if one is missing or unfit to be a prompt or an answer."""
     names = list(rows[0])
     for name in (prompt, answer):
         if name is not None and name.partition(".")[0] not in names and name not in names:
@@ -191,8 +188,7 @@ def answered(rows: list[dict[str, Any]], name: str) -> bool:
 
 
 def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
-    """Return the columns with those of tests and system prompts, and with the context that belongs to the prompt; a
-    chat prompt gets no context."""
+    """Return the columns with those of tests, system prompts and, unless the prompt is a chat, its context."""
     names = {name.strip().lower(): name for name in rows[0] if name not in (columns.prompt, columns.answer)}
     column = columns.answer or ""
     tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))
@@ -247,8 +243,7 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """Return (column, reason): the column whose name comes first in `usual`, or the only one with a word of `usual` in
-    its name; two empty strings if there is none."""
+    """Return (column, reason): the first name of `usual`, else the only one with such a word in it, else ""."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]

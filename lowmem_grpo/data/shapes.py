@@ -157,8 +157,7 @@ def messages_of(row: dict[str, Any], column: str) -> Any:
 
 
 def tokenised(dataset: Any, rows: Any, encoder: Any) -> Any:
-    """Return the tokenised `rows` with the other columns of `dataset`, which they were read from; DataError if no row
-    can be used."""
+    """Return the tokenised `rows` with the other columns of `dataset`; DataError if no row can be used."""
     if isinstance(rows, Stream):
         return tokenised_stream(dataset, rows, encoder)
     results, packs = encoded(rows, encoder), isinstance(encoder, PackEncoder)

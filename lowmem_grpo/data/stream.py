@@ -213,8 +213,7 @@ class PlainRows:
 
 
 def plain_row(row: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
-    """Return a row in plain values. With `arrays` every array becomes a list; otherwise only object arrays and the
-    columns of tokens do."""
+    """Return a row in plain values; arrays become lists if `arrays`, or if they hold objects or tokens."""
     return {name: without_none(plain(value, True)) if name == "tools" else plain(value, arrays or name in TOKENS)
             for name, value in row.items()}
 

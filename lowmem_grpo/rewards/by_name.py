@@ -60,8 +60,7 @@ def made(name: str, value: Any) -> Any:
 
 
 def load_file(path: Path) -> Any:
-    """Run a user's file as a module and return it. The module's name shadows no installed module, and it is entered in
-    sys.modules, where dataclasses look it up. ValueError if there is no such Python file."""
+    """Return a user's file as a module. Its name shadows no installed one, and dataclasses find it in sys.modules."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)

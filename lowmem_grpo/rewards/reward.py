@@ -54,8 +54,7 @@ class Reward(ABC):
         return self.pay(self.read(completions), columns, kwargs)
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return the form of each completion that `pay` takes: its text; of a chat, that of the last assistant
-        message."""
+        """Return the completions as `pay` takes them: their texts; of a chat, that of the last assistant message."""
         return completion_texts(completions)
 
     @abstractmethod

@@ -114,8 +114,7 @@ class RewardModel(Reward):
             self.move(self.home)
 
     def freeze(self) -> None:
-        """Freeze the model, turn its KV cache off, and set its padding token: it scores the last token that is not
-        padding."""
+        """Freeze the model, without a KV cache, with the tokenizer's padding: the last token before padding scores."""
         config = self.model.requires_grad_(False).eval().config.get_text_config()
         config.pad_token_id, config.use_cache = self.tokenizer.pad_token_id, False
         keep_layout(self.model)  # 4-bit weights that were repacked for the CPU could not be moved to a card

@@ -14,8 +14,7 @@ Verdict = bool | None  # None: no verdict, for example because the label is not 
 
 
 class Verifier(ABC):
-    """Judges completions: right, wrong, or None for no verdict. It is not a reward function; `.reward(right, wrong)`
-    makes one."""
+    """Judges completions: right, wrong, or None. Not a reward function; `.reward(right, wrong)` makes one."""
 
     name: str
     columns: tuple[str, ...] = ()  # dataset columns that it reads

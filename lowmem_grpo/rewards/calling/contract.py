@@ -104,8 +104,7 @@ def check_lengths(lists: dict[str, list[Any]], expected: int) -> None:
 
 
 def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functools.partial[Any]:
-    """Return `func` bound to those of the `available` arguments that it takes. MissingColumnError if a required one is
-    not available."""
+    """Return `func` bound to the `available` arguments that it takes. MissingColumnError if one is missing."""
     parameters = inspect.signature(func).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in available]
@@ -130,8 +129,7 @@ def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
 
 
 def foreign_types(result: Any) -> set[str]:
-    """Return the names of the types in a function's result that were converted: all but float, int and None in a list
-    or tuple."""
+    """Return the names of the types in a function's result that are converted to floats, or to a list."""
     kinds = set() if isinstance(result, (list, tuple)) else {type(result).__name__}
     return kinds | {type(value).__name__ for value in as_list(result)
                     if isinstance(value, bool) or not isinstance(value, (int, float, type(None)))}

@@ -170,8 +170,7 @@ class RewardScorer:
         return Call(name, self.by_name[name], lists, state, self.timeout, groups)
 
     def scores(self, calls: list[Call], spans: dict[int, range]) -> Scores:
-        """Return the scores from calls on the whole batch or on some of its groups, as `put_together` does; warn once
-        of converted results."""
+        """Return `put_together`'s scores of a batch, and warn once of converted results."""
         scores = put_together(calls, self.names, spans)
         for name in scores.converted.keys() - self.said:
             logger.warning("reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of "

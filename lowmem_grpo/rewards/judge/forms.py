@@ -101,9 +101,8 @@ class SingleForm(JudgeForm):
 
 @dataclass(frozen=True)
 class GroupForm(JudgeForm):
-    """One question for the completions of each group, with identical ones shown once. A group is consecutive
-    completions with the same prompt. If all are identical, nothing is asked. Multi-message episodes are compared as a
-    whole."""
+    """One question for each group (consecutive completions with the same prompt), with identical completions shown
+    once, and multi-message episodes as a whole. If all are identical, nothing is asked."""
 
     def read(self, completion: Any) -> str | Transcript:
         """Return a completion's text, or the transcript of a chat with more than one message."""
@@ -179,8 +178,7 @@ def as_line(value: Any) -> str:
 
 
 def compared(prompt: str, transcripts: Sequence[Transcript], rubric: str, reference: str | None = None) -> Question:
-    """Return the question about these transcripts side by side; the lines with which all of them begin are appended to
-    the prompt."""
+    """Return the question about transcripts side by side; the lines that all begin with go to the prompt."""
     least = min(map(len, transcripts))
     shared = next((number for number in range(least) if len({lines[number] for lines in transcripts}) > 1), least)
     task = "\n".join(filter(None, [prompt, *transcripts[0][:shared]]))

@@ -62,8 +62,7 @@ class SelfJudge(Judge):
         return now
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:
-        """Return the token ids of a question as one user turn, since some chat templates have no system turn; None if
-        it is too long."""
+        """Return a question's ids as one user turn (some templates have no system turn); None if it is too long."""
         tokenizer = self.tokenizer
         text = "\n\n".join(message["content"] for message in question.messages(fault))
         text = without_controls(text, tokenizer)

@@ -149,8 +149,7 @@ class CodeVerifier(Verifier):
 
 
 class OfTests(Reward):
-    """A reward from test verdicts. Rows with a test that no code can pass get None, are counted in a metric, and each
-    reason is logged once."""
+    """A reward from test verdicts. Rows with a test that no code can pass get None; each reason is logged once."""
 
     verifier: CodeVerifier
 

@@ -31,8 +31,7 @@ def format_kept(
 def tags_counted(
     once: float = 0.5, otherwise: float = -1.0, tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False
 ) -> TextReward:
-    """Return a reward that adds for each tag `once` if it occurs exactly once, else `otherwise`, so that a policy
-    learns the format in small steps."""
+    """Return a reward: for each tag `once` if it occurs exactly once, else `otherwise`; a step towards the format."""
     counted = checked(tags)[1 if opened else 0 :]
     return TextReward("tags_counted", functools.partial(pay_tags, tags=counted, amounts=(once, otherwise)))
 

@@ -59,16 +59,14 @@ def int_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 
 def strict_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """Return 0.5 for each completion in exactly this format: each tag once, alone on its line, and no other text
-    outside the two blocks; else 0.0."""
+    """Return 0.5 for each completion in the exact format: each tag once and alone on its line; else 0.0."""
     # Tags are counted first: the pattern takes linear time only if each occurs once.
     return [0.5 if count_single_tags(text) == len(TAGS) and STRICT_FORMAT.fullmatch(text) else 0.0
             for text in completion_texts(completions)]
 
 
 def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """Return 0.5 for each completion that begins with both blocks in order, with any line breaks and any text after
-    them, else 0.0."""
+    """Return 0.5 for each completion that begins with both blocks, with any line breaks and any text after; else 0."""
     return [0.5 if keeps_softly(text) else 0.0 for text in completion_texts(completions)]
 
 
@@ -80,8 +78,7 @@ def keeps_softly(text: str) -> bool:
 
 
 def xmlcount_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """Return for each completion 0.125 per tag that occurs exactly once, minus 0.001 per character after the first
-    </answer>; may be negative."""
+    """Return 0.125 per tag that occurs exactly once, minus 0.001 per character after the first </answer>."""
     texts = completion_texts(completions)
     return [0.125 * count_single_tags(text) - 0.001 * len(text.partition("</answer>")[2]) for text in texts]
 

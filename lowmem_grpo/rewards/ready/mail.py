@@ -43,14 +43,12 @@ def has_word(text: str, word: str) -> bool:
 
 
 def ideal_answer(exact: float = 1.0, other: float = 0.0, column: str = "ideal") -> VerifiedReward:
-    """Return a reward that pays `exact` if the completion equals the row's ideal answer, as in `answer_match`, else
-    `other`."""
+    """Return a reward: `exact` if the completion equals the ideal answer, as by `answer_match`, else `other`."""
     return answer_match(column).reward(exact, other, "ideal_answer")
 
 
 def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> LabelReward:
-    """Return a reward that pays `named` if one of the first two non-blank lines has the name of the row's recipient,
-    else `unnamed`."""
+    """Return a reward: `named` if one of the first two non-blank lines names the row's recipient, else `unnamed`."""
     return LabelReward("recipient_named", functools.partial(pay_recipient, amounts=(named, unnamed)), column)
 
 

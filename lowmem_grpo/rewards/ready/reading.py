@@ -71,8 +71,7 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 
 def after(mark: str) -> Place:
-    """Return a Place that finds the rest of the line after the last `mark`: `after("####")` reads GSM8K's solutions.
-    ValueError for an empty mark."""
+    """Return a Place: the rest of the line after the last `mark`, as "####" of GSM8K. ValueError if it is empty."""
     if not mark:
         raise ValueError("after got an empty mark; give the characters that stand before the answer")
     return functools.partial(behind, mark=mark)
@@ -175,8 +174,7 @@ def exact_value(plain: str) -> Fraction | None:
 
 
 def value_of(text: str) -> Fraction:
-    """Return the value of a number, computed from its parts. ValueError for misplaced commas or a number that is too
-    large, ZeroDivisionError for 1/0."""
+    """Return a number's value. ValueError for misplaced commas or too large a number, ZeroDivisionError for 1/0."""
     for mark, operation in OPERATIONS.items():
         left, separator, right = text.partition(mark)
         if separator:

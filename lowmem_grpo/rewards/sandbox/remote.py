@@ -35,8 +35,7 @@ class Undecided(BaseException):
 
 
 class Link:
-    """One end of the connection. `perform` executes the other process's requests; `stand_in` is the class of stand-ins
-    for its objects."""
+    """One end of the connection: `perform` executes requests, `stand_in` is the class of stand-ins."""
 
     def __init__(self, channel: Any, perform: Callable[..., Any], stand_in: type) -> None:
         self.channel, self.perform, self.stand_in = channel, perform, stand_in

@@ -35,8 +35,7 @@ class Verdict:
 
 
 def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
-    """Return one verdict for each case, in order. No code can make this raise an error, except worker.CannotStart if a
-    sandbox does not start."""
+    """Return one verdict for each case, in order. Raises only worker.CannotStart, whatever the code does."""
     if fault := why_refused(code, sandbox.limits.code_bytes):
         return [Verdict("refused", fault)] * len(cases)
     trial = Trial(code, sandbox, any(isinstance(case, CallCase) and case.json for case in cases))

@@ -138,8 +138,7 @@ class Worker:
         return self._status()
 
     def _look(self, deadline: float, quits: bool = True) -> None:
-        """Wait up to POLL_SECONDS for data, read it, and enforce the limits. Without `quits`, a closed channel is no
-        error."""
+        """Wait up to POLL_SECONDS, read data, enforce limits; a closed channel raises only with `quits`."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise WorkerEnded("timeout", f"not done within {self.limits.seconds:g} s")

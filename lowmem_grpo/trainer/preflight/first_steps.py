@@ -35,8 +35,7 @@ class PlannedTime:
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,
         fields: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Return the planned seconds of a step: sampling, training, both. `fields` are the log-probabilities computed
-        in forward passes before training."""
+        """Return planned seconds: sampling, training, both; `fields` are log-probabilities computed before training."""
         passes = len({field == "ref_logprobs" for field in fields})  # one pass for the reference, one for the policy
         generated = self.plan_step(workload_of(sampled))
         learned = self.plan_step(workload_of(trained, updates, iterations, passes))
