@@ -1,6 +1,6 @@
-"""From rows to prompts and examples, in a seeded order that can be continued.
+"""Dataset rows to prompts and training examples, in a seeded order that a checkpoint can resume.
 
-Names load when they are first used.
+Submodules are imported when one of their names is first used.
 """
 
 from importlib import import_module

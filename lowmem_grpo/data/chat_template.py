@@ -1,5 +1,5 @@
-"""Chats under other projects' names: `get_chat_template`, the format of a family of models by Unsloth's name, and
-`standardize_sharegpt`, which makes messages with role and content of those with "from", "value", "human", "gpt"."""
+"""Unsloth's chat helpers: `get_chat_template` sets the chat format of a model family by its name in Unsloth, and
+`standardize_sharegpt` converts ShareGPT messages ("from", "value", "human", "gpt") to role and content."""
 
 import difflib
 import json
@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The form of a turn: {role} is the role's name, and `end` the token that ends each turn."""
+    """The text around each turn of a chat, in which {role} stands for the role's name."""
 
-    turn: str  # what comes before the content
-    end: str  # what comes after it
+    turn: str  # before the content
+    end: str  # the token that ends a turn
     newline: str = "\n"  # after the end
-    open_ended: bool = False  # whether only the assistant's turns have an end token
-    roles: tuple[str, str, str] = ("system", "user", "assistant")  # their names
-    system: bool = True  # whether there are turns of the system; otherwise its text begins the user's first turn
-    bos: bool = False  # whether the begin token stands at the front
-    turns: tuple[str, str, str] = ("", "", "")  # where the turns of system, user and assistant look different
+    open_ended: bool = False  # only the assistant's turns have an end token
+    roles: tuple[str, str, str] = ("system", "user", "assistant")  # the format's names for these roles
+    system: bool = True  # there are system turns; otherwise the system text begins the first user turn
+    bos: bool = False  # the chat begins with the tokenizer's BOS token
+    turns: tuple[str, str, str] = ("", "", "")  # used instead of `turn` for system, user and assistant, if not empty
 
     def before(self, place: int) -> str:
         return self.turns[place] or self.turn.replace("{role}", self.roles[place])
@@ -82,13 +82,13 @@ def get_chat_template(
     map_eos_token: bool = True, system_message: str | None = None, patch_saving: bool = True,
     use_zoo_tokenizer_patch: bool | None = None,
 ) -> Any:
-    """The tokenizer, with the chat template of that name; `chat_template` may also be (a template, its end token).
+    """Set the chat template of this name on the tokenizer, and return it; or pass (template, end token).
 
-    A tokenizer that has this format already keeps its own template. `mapping` says how the dataset calls the keys and
-    roles, as {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}. With `map_eos_token` a model
-    stops at the end of a turn: at the format's own end token, if the tokenizer has it, else at the tokenizer's end
-    token, which then ends the turns. `system_message` is for conversations that have none. The other two options change
-    nothing here. ValueError for an unknown name.
+    A tokenizer that already has the format keeps its own template. `mapping` gives the dataset's names of keys and
+    roles, such as {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}. With `map_eos_token` the
+    EOS token becomes the format's end token; if the tokenizer lacks that token, its EOS token ends the turns instead.
+    `system_message` is added to conversations without one. The other two options have no effect here. ValueError for
+    an unknown name.
     """
     if other := sorted(set(mapping or {}) - MAPPING.keys()):
         raise ValueError(f"mapping has {other[0]!r}; its keys are {', '.join(MAPPING)}")
@@ -96,7 +96,7 @@ def get_chat_template(
     plain = keys == MAPPING and system_message is None
     if isinstance(chat_template, str):
         form, own = format_of(chat_template), str(tokenizer.chat_template or "")
-        has_it = (form.turn.partition("{role}")[0] or form.before(2)) in own  # how its turns begin, up to the role
+        has_it = (form.turn.partition("{role}")[0] or form.before(2)) in own  # the start of a turn, up to the role
         logger.info("chat template %s: %s", chat_template, "the tokenizer's own has this format and stays" if has_it
                     else "made for this tokenizer")
         body = own if has_it else written(form, end_of(tokenizer, form, map_eos_token))
@@ -117,7 +117,7 @@ def get_chat_template(
 
 
 def format_of(name: str) -> ChatFormat:
-    """Return the format of that name; ValueError lists the names."""
+    """Return the format of this name; ValueError, with the known names, for an unknown one."""
     if name.lower() not in FORMATS:
         close = difflib.get_close_matches(name.lower(), FORMATS, n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
@@ -132,12 +132,13 @@ def is_token(tokenizer: Any, text: str) -> bool:
 
 
 def end_of(tokenizer: Any, form: ChatFormat, map_eos_token: bool) -> str:
+    """Return the text that ends a turn: the format's, or the tokenizer's EOS token if it lacks the format's token."""
     missing = map_eos_token and not is_token(tokenizer, form.end) and tokenizer.eos_token is not None
     return str(tokenizer.eos_token) if missing else form.end
 
 
 def written(form: ChatFormat, end: str) -> str:
-    """Return a template of this format, which reads `own.messages`."""
+    """Return the Jinja template that renders `own.messages` in this format."""
     system, user, assistant = (form.before(place) for place in range(3))
     rest = form.newline if form.open_ended else end + form.newline
     return constant("form", {"system": system, "user": user, "assistant": assistant, "end": end + form.newline,
@@ -145,19 +146,19 @@ def written(form: ChatFormat, end: str) -> str:
 
 
 def reading(keys: dict[str, str], system_message: str | None) -> str:
-    """Return the part of a template that reads messages under the dataset's own names into `own.messages`."""
+    """Return the Jinja code that converts messages with the dataset's key and role names into `own.messages`."""
     roles = {keys["user"]: "user", keys["assistant"]: "assistant"}
     return constant("keys", {"role": keys["role"], "content": keys["content"], "roles": roles,
                              "system": system_message}) + READ
 
 
 def constant(name: str, value: dict[str, Any]) -> str:
-    """Return a dictionary of a template. JSON's words for None and truth are Jinja's too, once `null` is `none`."""
+    """Return a Jinja statement that sets `name` to a dictionary. JSON is valid Jinja, once `null` is `none`."""
     text = json.dumps(value, ensure_ascii=False)
     return "{%- set " + name + " = " + text.replace(": null", ": none") + " -%}\n"
 
 
-# Conversations under the names of ShareGPT
+# ShareGPT conversations
 
 COLUMNS = ("conversations", "messages", "conversation")
 ALIASES = {
@@ -173,8 +174,8 @@ def standardize_sharegpt(
 ) -> Any:
     """Return the dataset with its conversations as lists of {"role", "content"}, in the same column.
 
-    `dataset` is a Dataset, an IterableDataset or a DatasetDict, or a list of rows. The aliases are names of roles;
-    other roles, such as "tool", stay as they are. `tokenizer` changes nothing. DataError where no column holds
+    `dataset` is a Dataset, an IterableDataset, a DatasetDict or a list of rows. The aliases are role names that the
+    dataset may use; other roles, such as "tool", are kept. `tokenizer` has no effect. DataError if no column holds
     conversations.
     """
     names = {alias.lower(): role for role, aliases in zip(
@@ -207,6 +208,7 @@ def column_of(columns: list[str]) -> str:
 
 
 def message_of(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return {"role", "content"} of a message; `names` maps role aliases to roles. DataError if a key is missing."""
     role = next((message[key] for key in ROLE_KEYS if message.get(key) is not None), None)
     content = next((message[key] for key in CONTENT_KEYS if message.get(key) is not None), None)
     if role is None or content is None:

@@ -1,4 +1,4 @@
-"""Reads the layouts in which public datasets keep a row's tests, and gives the single tests that `cases` takes.
+"""Convert the tests of a row, in the layouts of public datasets, to the single tests of `rewards/sandbox/cases.py`.
 
     {"inputs": [...], "outputs": [...], "fn_name": ...}          APPS, TACO, PRIME, verl; programs without a fn_name
     [{"input": "1\\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]      LiveCodeBench
@@ -6,8 +6,8 @@
     {"input": [...], "output": [...]}, also below public_tests, private_tests and generated_tests        code_contests
     {"test": "def check(candidate): ...", "entry_point": "Solution().add"}                HumanEval, LeetCodeDataset
 
-Each may be JSON text, and so may its parts; PrimeIntellect writes Python literals, and LiveCodeBench packs its private
-tests. Sources: the dataset cards, and the scorers of APPS, LiveCodeBench, verl (prime_code), open-r1 and rllm.
+Each layout, and each part of it, may also be JSON text; PrimeIntellect writes Python literals, and LiveCodeBench packs
+its private tests. Sources: dataset cards, and the scorers of APPS, LiveCodeBench, verl (prime_code), open-r1, rllm.
 """
 
 import ast
@@ -26,12 +26,12 @@ HOLDERS = (
 FUNCTIONS = ("fn_name", "func_name", "entry_point")
 PROGRAMS, CALLS = ("stdin", "stdin_stdout"), ("functional", "function_call")
 PYTHON = ("python", "python3", "py")
-PACKED = "eJ"  # how base64 of zlib's data begins
+PACKED = "eJ"  # the first characters of base64-encoded zlib data
 
 
 def tests_in(tests: Any, function: str | None = None) -> list[Any]:
-    """Return the tests of a row one by one. `function` names what they test, where the row holds that apart from them.
-    What has no known layout is returned as it is. Raises ValueError for a layout that is known, but not kept."""
+    """Return the tests of a row as a flat list. `function` names the tested function if another column of the row holds
+    the name. Tests of an unknown layout are returned unchanged. ValueError for a malformed test of a known layout."""
     tests = parsed(tests)
     if isinstance(tests, dict):
         return tests_of({key: value for key, value in tests.items() if value is not None}, tests, function)
@@ -43,7 +43,7 @@ def tests_in(tests: Any, function: str | None = None) -> list[Any]:
 
 
 def tests_of(present: dict[str, Any], entry: dict[str, Any], function: str | None) -> list[Any]:
-    """Return the tests of an object, of which `present` leaves out what is None."""
+    """Return the tests of the object `entry`; `present` holds its keys whose values are not None."""
     function = function_in(present) or function
     if (language := str(present.get("language", PYTHON[0]))).lower() not in PYTHON:
         raise ValueError(f"tests are for {language!r}; only Python runs here: leave the row out")
@@ -60,6 +60,7 @@ def tests_of(present: dict[str, Any], entry: dict[str, Any], function: str | Non
 
 
 def in_pairs(inputs: Any, outputs: Any, entry: dict[str, Any], function: str | None) -> list[Any]:
+    """Return one test for each pair of an input and an output. ValueError unless both are lists of one length."""
     inputs, outputs = parsed(inputs), parsed(outputs)
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
         counts = [len(many) if isinstance(many, list | tuple) else f"{many!r:.50}" for many in (inputs, outputs)]
@@ -69,7 +70,8 @@ def in_pairs(inputs: Any, outputs: Any, entry: dict[str, Any], function: str | N
 
 
 def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None) -> dict[str, Any]:
-    """Return one test of a program, or of the function where one is named; `entry` may say which of the two it is."""
+    """Return one test, of a program or of a function call. The type in `entry` decides; without a type, it is a call if
+    `function` is named. ValueError for an unknown type, or a call without a function name."""
     kind = kind_of(entry)
     if kind not in (*PROGRAMS, *CALLS, ""):
         raise ValueError(f"a test has the type {kind!r}; allowed are {', '.join((*PROGRAMS, *CALLS))}: correct the row")
@@ -82,7 +84,7 @@ def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None
 
 
 def call_of(function: str, inputs: Any, output: Any, kind: str) -> dict[str, Any]:
-    """Return the test of a call. Where the arguments are text, so is the result: one argument a line, or a list."""
+    """Return the test of a call; `inputs` is a list, or text: an argument per line, or a list ("function_call")."""
     if not isinstance(inputs, str):
         args, expected = (list(inputs) if isinstance(inputs, list | tuple) else [inputs]), output
     else:
@@ -91,12 +93,13 @@ def call_of(function: str, inputs: Any, output: Any, kind: str) -> dict[str, Any
         args = args[0] if kind == "function_call" and args and isinstance(args[0], list) else args
         expected = value_of(output) if isinstance(output, str) else output
     if len(args) == 1 and isinstance(args[0], dict) and all(str(key).isdecimal() for key in args[0]):
-        args = [{int(key): value for key, value in args[0].items()}]  # JSON made text of the numbers
+        args = [{int(key): value for key, value in args[0].items()}]  # JSON turned integer keys into text
     wrapped = kind != "functional" and isinstance(expected, list)  # most of APPS keeps each result in a list of one
     return {"call": function, "args": args, "expected": expected, "json": True, "wrapped": wrapped}
 
 
 def value_of(text: str) -> Any:
+    """Return the JSON value or Python literal that a text holds; a text that is neither is returned unchanged."""
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
@@ -115,7 +118,7 @@ def kind_of(entry: dict[str, Any]) -> str:
 
 
 def function_in(value: Any) -> str | None:
-    """Return the function that an object names, also in its `metadata`, or that a text is."""
+    """Return the function name in an object or its `metadata`; a text of one line is the name itself. None if none."""
     value = parsed(value)
     if isinstance(value, dict):
         named = [value[key] for key in FUNCTIONS if value.get(key)]
@@ -124,7 +127,7 @@ def function_in(value: Any) -> str | None:
 
 
 def parsed(value: Any) -> Any:
-    """Return the object or list that a text holds; anything else as it is, and blank text as ""."""
+    """Return the object or list that a text holds. Blank text becomes "", and any other value is returned unchanged."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, str):
         return value
@@ -134,7 +137,7 @@ def parsed(value: Any) -> Any:
 
 
 def unpacked(text: str) -> str:
-    """Return the JSON text that LiveCodeBench pickles, compresses and writes in base64; another text as it is."""
+    """Return the JSON text that LiveCodeBench has pickled, compressed and base64-encoded; any other text unchanged."""
     try:
         data = TextAlone(io.BytesIO(zlib.decompress(base64.b64decode(text, validate=True)))).load()
     except (ValueError, EOFError, zlib.error, pickle.UnpicklingError):
@@ -143,7 +146,7 @@ def unpacked(text: str) -> str:
 
 
 class TextAlone(pickle.Unpickler):
-    """Loads plain data only: a class or a function could run code."""
+    """An unpickler of plain data only: classes and functions, which could run code, are refused."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is not plain data")

@@ -1,8 +1,8 @@
-"""Rows for supervised fine-tuning: their token ids, and which of these are trained.
+"""Rows for supervised fine-tuning: their token ids, and the mask of those that are trained.
 
-Prompt and completion are tokenised separately, exactly as in a rollout: first the prompt as the template renders it for
-the assistant's turn, then what the model should say, including the token that ends it. Texts and whole conversations
-are in texts.py, and shapes.py says what the columns of a dataset mean.
+Prompt and completion are tokenised separately, exactly as in a rollout: first the prompt with its generation prompt,
+then the completion with its end token. texts.py has the encoders of texts and whole conversations, and shapes.py
+chooses the encoder by a dataset's columns.
 """
 
 import json
@@ -19,44 +19,44 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100  # a label that is not trained
 SHOWN = 60  # characters of a text in a message
-NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # also behind a turn of the assistant
+NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # even after an assistant message
 
 
 @dataclass
 class Example(Prompt):
-    """A usable row: what comes before its first trained token, and the ids (C,) from that one on."""
+    """A usable row: `ids` are the tokens before the first trained token, `completion_ids` (C,) those from it on."""
 
     completion_ids: list[int] = field(default_factory=list)
-    trained: list[bool] | None = None  # (C,) which of these are trained; None for all
-    input_ids: list[int] = field(default_factory=list)  # the whole row, as it was cut
-    labels: list[int] = field(default_factory=list)  # these where they are trained, else IGNORED
+    trained: list[bool] | None = None  # (C,) mask of the trained completion tokens; None for all
+    input_ids: list[int] = field(default_factory=list)  # the whole row, after truncation
+    labels: list[int] = field(default_factory=list)  # `input_ids` where they are trained, else IGNORED
 
 
 @dataclass
 class Examples(Prompt):
-    """Several examples that are one row: those of a pack, or the answers of a conversation."""
+    """Several examples from one row: those of a pack, or one for each answer of a conversation."""
 
     parts: list[Example] = field(default_factory=list)
 
 
 def each_of(encoded: Any) -> list[Example]:
-    """Return the examples of what an encoder made of a row: one, several, or none where it gave a reason."""
+    """Return the examples in an encoder's result: one, several, or none if the result is a reason to skip the row."""
     return encoded.parts if isinstance(encoded, Examples) else [encoded] if isinstance(encoded, Example) else []
 
 
 class ExampleEncoder(PromptEncoder):
-    """Turns a row's `prompt` and `completion` (strings or chat messages) into an Example, or says why it cannot.
-    `end_ids` are the tokens that end a sampled completion. `truncation` is what is cut off a row of more than
-    `max_length` tokens: its end ("keep_start"), its beginning ("keep_end"), or nothing (None), and it is left out. The
-    columns `tools` (a list, or its JSON) and `chat_template_kwargs` are for the chat template, as in TRL."""
+    """Turns a row's `prompt` and `completion` (strings or chat messages) into an Example, or returns the reason why it
+    cannot. `end_ids` are the tokens that end a sampled completion. `truncation` applies to rows of more than
+    `max_length` tokens: cut the end ("keep_start"), cut the beginning ("keep_end"), or leave the row out (None). The
+    columns `tools` (a list, or its JSON) and `chat_template_kwargs` are passed to the chat template, as in TRL."""
 
-    continues = True  # whether a completion goes on with a prompt's last message, where that is the assistant's
+    continues = True  # a completion continues the prompt's last message if that is an assistant message
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, end_ids: list[int],
         template_kwargs: dict[str, Any] | None = None, truncation: str | None = None, prompt_too: bool = False,
     ) -> None:
-        """`prompt_too` trains the prompt's tokens as well."""
+        """`prompt_too`: train the prompt's tokens as well."""
         super().__init__(tokenizer, max_length, template_kwargs)
         self.end_ids, self.truncation, self.prompt_too = end_ids, truncation, prompt_too
         self.said: set[str] = set()
@@ -82,8 +82,9 @@ class ExampleEncoder(PromptEncoder):
         return self.example(row, prompt.text, [*prompt.ids, *ids], trained, "prompt and completion")
 
     def example(self, row: dict[str, Any], text: str, ids: list[int], trained: list[bool], what: str) -> Example | str:
-        """The example of a row's tokens, of which `trained` are; or why there is none. Nothing predicts the first
-        token, and what follows the last trained one is left out."""
+        """Return the example of a row's tokens with the mask `trained`, or the reason to skip the row; `what` names the
+        tokens in that reason. The first token is never trained, since nothing predicts it; tokens after the last
+        trained one are left out of the completion."""
         limit = self.max_prompt_length
         if len(ids) > limit:
             if self.truncation is None:
@@ -99,6 +100,7 @@ class ExampleEncoder(PromptEncoder):
         return Example(row, ids[:first], text, None, 0, ids[first:end], None if all(mask) else mask, ids, labels)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the chat template's keyword arguments for a row; DataError if its `tools` are text but not JSON."""
         tools, own = row.get("tools"), row.get("chat_template_kwargs") or {}
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools else tools
@@ -108,12 +110,12 @@ class ExampleEncoder(PromptEncoder):
         return {**self.template_kwargs, **own, **({} if self.continues else NEW_TURN)}
 
     def render_whole(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> str:
-        """Return the template's text of messages to which nothing is added."""
+        """Return the chat template's text of the messages, without a generation prompt."""
         self.need_template()
         return chat_text(self.tokenizer, messages, self.options(row) | CLOSED)
 
     def behind(self, rendered: str, row: dict[str, Any]) -> str:
-        """Return what the template puts after the rendered prompt; DataError if it renders that differently then."""
+        """Return the text after the prompt `rendered`; DataError if the completion changes the prompt's rendering."""
         *prompt, last = row["prompt"]
         said = row["completion"]
         answer = {"role": "assistant", "content": said} if isinstance(said, str) else said[0]
@@ -131,7 +133,7 @@ class ExampleEncoder(PromptEncoder):
         return whole[len(rendered) :]
 
     def ended(self, text: str) -> list[int] | None:
-        """Return the text's ids up to its end token, or with one behind them; None if text follows the end token."""
+        """Return the text's ids up to its end token, which is appended if missing; None if text follows that token."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         ends = [place for place, token in enumerate(ids) if token in self.end_ids]
         if not ends:
@@ -140,14 +142,14 @@ class ExampleEncoder(PromptEncoder):
         return None if rest.strip() else ids[: ends[0] + 1]
 
     def through_end(self, ids: list[int], at: int) -> int:
-        """Return where an answer whose text is ids[:at] ends: behind the end token that follows it, or behind the white
-        space with which the text ends. Where another token follows, nothing of it belongs to the answer."""
+        """Return the end of the answer whose text ends at ids[:at]: after its end token if that follows, possibly after
+        white space; after the white space if the ids end there; else `at`."""
         seen = (place for place in range(at, len(ids)) if str(self.tokenizer.decode([ids[place]])).strip())
         stop = next(seen, len(ids))
         return stop + 1 if stop < len(ids) and ids[stop] in self.end_ids else at if stop < len(ids) else stop
 
     def with_end(self, ids: list[int]) -> list[int]:
-        """Return the ids with the tokenizer's end token behind them, unless they end with one and white space."""
+        """Return the ids with the end token appended, unless they end with one, possibly followed by white space."""
         last = next((token for token in reversed(ids) if str(self.tokenizer.decode([token])).strip()), None)
         return ids if last in self.end_ids else [*ids, self.end_id]
 
@@ -161,13 +163,13 @@ class ExampleEncoder(PromptEncoder):
 
 
 def shared_start(text: str, other: str) -> str:
-    """Return the longest text with which both begin."""
+    """Return the longest common prefix of two texts."""
     pairs = enumerate(zip(text, other, strict=False))
     return text[: next((at for at, (letter, another) in pairs if letter != another), min(len(text), len(other)))]
 
 
 def unusable(prompt: Any, completion: Any) -> str | None:
-    """Return why a completion cannot follow this prompt; None if it can."""
+    """Return the reason why this completion cannot be trained after this prompt; None if it can."""
     if completion in (None, [], "") or (isinstance(completion, str) and not completion.strip()):
         return "empty completion"
     if isinstance(completion, str):

@@ -1,5 +1,5 @@
-"""Datasets from a user's files or from the hub. The library that reads them is imported where it is used: a file that
-is missing, empty or broken is refused at once."""
+"""Datasets from a user's files or from the hub. The `datasets` library is imported only when it reads, so that a
+missing, empty or broken file is refused at once."""
 
 import codecs
 import csv
@@ -13,10 +13,10 @@ from typing import Any
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 NAMED = 12  # columns that a message lists
-LOOKED = 10_000  # lines that are parsed before the library reads all of them
-CHUNK = 1 << 20  # bytes of a file that are read at a time
+LOOKED = 10_000  # lines that are checked before the library reads the file
+CHUNK = 1 << 20  # bytes read at a time
 ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
-PARQUET = b"PAR1"  # the first bytes of such a file, and its last ones
+PARQUET = b"PAR1"  # the first and the last bytes of a parquet file
 
 
 class DataError(ValueError):
@@ -28,7 +28,7 @@ def is_file_name(source: str) -> bool:
 
 
 def refuse_unreadable(path: Path) -> None:
-    """Raise OSError for a file that is missing, that has no rows, or whose first rows are broken."""
+    """Raise OSError for a file that is missing, of another kind, without rows, or broken in its first rows."""
     kind = path.suffix.lower()
     if kind not in KINDS or not path.is_file():
         raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
@@ -45,7 +45,7 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def rows_fault(path: Path, kind: str) -> str:
-    """Return why a text file has no rows, or which of its first lines is broken; empty where neither is found."""
+    """Return the reason why a text file has no rows, or its first broken line; empty if there is no fault."""
     lines = first_lines(path)
     if len(lines) < (2 if kind == ".csv" else 1) or (kind == ".json" and "".join(lines).split() in (["[]"], ["{}"])):
         return "it has no rows; each prompt needs one"
@@ -53,13 +53,13 @@ def rows_fault(path: Path, kind: str) -> str:
 
 
 def has_one_row(path: Path) -> bool:
-    """Return whether a readable text file has one row only; False where the library has to read it to tell."""
+    """Return whether a readable text file has just one row; False if only the library could tell."""
     kind = path.suffix.lower()
     if kind == ".jsonl":
         return len(first_lines(path, "replace")) == 1
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         if kind == ".csv":
-            return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # the first has the names
+            return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # with the header
         try:
             held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < CHUNK else None
         except ValueError:
@@ -74,7 +74,7 @@ def first_lines(path: Path, errors: str = "strict") -> list[str]:
 
 
 def check_rows(path: Path) -> None:
-    """Raise OSError for a .json file that is one object around a list of rows: it would be read as one row."""
+    """Raise OSError for a .json file that is one object around a list of rows, which would be read as one row."""
     first, second = [*first_lines(path), "", ""][:2]
     if not first.lstrip(" \t").startswith("{") or (second and first.rstrip().endswith("}")):
         return
@@ -89,7 +89,7 @@ def check_rows(path: Path) -> None:
 
 
 def check_encoding(path: Path) -> None:
-    """Raise OSError unless a text file is in UTF-8. It is read piece by piece: a line may be as long as the file."""
+    """Raise OSError unless a text file is UTF-8. It is read in chunks, since a line may be as long as the file."""
     decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as file:
         while True:
@@ -105,7 +105,7 @@ def check_encoding(path: Path) -> None:
 
 
 def broken_line(path: Path, most: int | None = None) -> str:
-    """Return the first line that is not a JSON object, and why; empty if all are, or the first `most`."""
+    """Return a message about the first of `most` lines (None: all) that is not a JSON object; empty if all are."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in islice(enumerate(file, 1), most):
             try:
@@ -117,7 +117,7 @@ def broken_line(path: Path, most: int | None = None) -> str:
 
 
 def columns_of(path: Path) -> list[str]:
-    """Return the columns of a file whose first lines say them; none for a file of another kind."""
+    """Return the columns of a .csv or .jsonl file, from its first lines; an empty list for other files."""
     kind = path.suffix.lower()
     if kind not in (".jsonl", ".csv"):
         return []
@@ -129,7 +129,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) -> None:
-    """Raise ValueError where some of the wanted columns are not among those of a source, if these are known."""
+    """Raise ValueError if a wanted column is not in `columns`; an empty `columns` means unknown and passes."""
     missing = sorted({*wanted} - {*columns})
     if columns and missing:
         raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {listed(columns)}. Rename one, or "
@@ -149,16 +149,16 @@ def listed(names: Sequence[str]) -> str:
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
-    """Return `read_rows`, with the prompts in a column `prompt`. ValueError where their column is missing."""
+    """Return `read_rows` with `prompt_column` renamed to `prompt`. ValueError if the column is missing."""
     rows = read_rows(source, split)
     check_prompt_column(source, rows.column_names, prompt_column)
     return rows if prompt_column == "prompt" else rows.rename_column(prompt_column, "prompt")
 
 
 def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any:
-    """A dataset from a jsonl, json, csv or parquet file (all its rows), or a split of a dataset on the hub, where
-    "OWNER/NAME:CONFIG" names one of several configurations. OSError if it is not there or cannot be read, ValueError
-    for a dataset that the hub does not have."""
+    """Return the dataset of a jsonl, json, csv or parquet file (all its rows), or a split of a dataset on the hub;
+    "OWNER/NAME:CONFIG" selects a configuration. OSError if it is missing or cannot be read, ValueError for a dataset
+    that the hub does not have."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -175,7 +175,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     try:
         with quiet_datasets():
             rows = load_dataset(**wanted)
-    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last one for a file without rows
+    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # StopIteration for a file without rows
         raise OSError(f"no rows from {source!r}: {reason(path, error)}") from error
     if any(name.startswith("__index_level_") for name in rows.column_names or []) and path.suffix.lower() == ".csv":
         raise OSError(f"no rows from {source!r}: its lines have more fields than its first line names; put texts that "
@@ -184,7 +184,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
 
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
-    """Return the first rows of a source; from the hub, only these are loaded. Errors are those of `read_rows`."""
+    """Return the first `count` rows of a source, the only ones loaded from the hub. Raises as `read_rows` does."""
     from datasets.exceptions import DatasetsError
 
     if is_file_name(source):
@@ -202,6 +202,7 @@ def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
 
 
 def reason(path: Path, error: BaseException) -> str:
+    """Return one line on why the library could not read a source: the broken line of a .jsonl file if there is one."""
     if path.suffix.lower() == ".jsonl" and path.is_file() and (line := broken_line(path)):
         return line
     said = str(error.__cause__ or error).splitlines() or ["it is empty"]
@@ -209,7 +210,7 @@ def reason(path: Path, error: BaseException) -> str:
 
 
 def cell_text(value: Any) -> str | None:
-    """Return a cell as text, None for an empty one. 5.0 becomes "5": tables turn 5 into 5.0 if others are empty."""
+    """Return a cell as text, None if it is empty. 5.0 becomes "5": a column with empty cells holds 5 as 5.0."""
     if value is None or value != value:  # NaN is an empty cell
         return None
     if isinstance(value, float) and value.is_integer():
@@ -219,7 +220,7 @@ def cell_text(value: Any) -> str | None:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Let the library show no bars and no log lines inside; its errors are raised anyway."""
+    """Silence the progress bars and log lines of `datasets` inside the block; its errors are still raised."""
     from datasets import disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
 
     logger, shown = logging.getLogger("datasets"), is_progress_bar_enabled()

@@ -1,14 +1,14 @@
-"""Tells which columns of a dataset are prompts and answers, by the layouts that public datasets have, or guesses.
+"""Find the columns of a dataset that hold prompts and answers, from the layouts of public datasets, or by a guess.
 
     question or problem, answer or solution           GSM8K, MATH, NuminaMath; with choices (MMLU, ARC) or a context
     instruction, input, output; body, question        Alpaca; ASDiv, SVAMP
     prompt, completion                                TRL: texts, or chat messages
-    messages, conversations                           OpenAI, ShareGPT: what the assistant says last is the answer
+    messages, conversations                           OpenAI, ShareGPT: the last assistant message is the answer
     prompt, reward_model: {ground_truth: ...}         verl, DAPO, Skywork
     text, test_list; prompt, test, entry_point        MBPP, HumanEval; APPS, LiveCodeBench: the tests are the answer
 
-Where rows need more than two columns say, they are refused with a question: preference pairs, Countdown without a
-question, choices in columns of their own, tools beside chats. A recipe reads its rows with `prompt_of` and `answer_of`.
+Layouts that two columns cannot express are refused, and the error says what to pass: preference pairs, Countdown
+without a question, one column per choice, chats with tools. A recipe reads its rows with `prompt_of` and `answer_of`.
 """
 
 import re
@@ -30,30 +30,30 @@ ANSWERS = ("reward_model.ground_truth", "answer.normalized_value", "answers_span
 TESTED = re.compile(r'\bassert\b|def (check|test)\w*\(|"inputs?":.*"outputs?":|"outputs?":.*"inputs?":', re.DOTALL)
 TESTS = ("test_list", "tests", "test", "test_cases", "unit_tests", "input_output", "verification_info",
          "private_test_cases", "private_tests", "public_test_cases", "public_tests")
-FUNCTIONS = ("entry_point", "fn_name", "metadata")  # name what these test
+FUNCTIONS = ("entry_point", "fn_name", "metadata")  # columns that name the function under test
 CHOICES = ("choices", "options", "endings")
-BELONGING = ("context", "passage", "article", "input", "starter_code", "tools", *CHOICES)  # that a prompt needs as well
-OPTION = re.compile(r"(op|opt|option|choice|sol|ending)[ _]?[a-e0-5]|[A-E]")  # a column with one of several choices
+BELONGING = ("context", "passage", "article", "input", "starter_code", "tools", *CHOICES)  # are added to the prompt
+OPTION = re.compile(r"(op|opt|option|choice|sol|ending)[ _]?[a-e0-5]|[A-E]")  # a column that holds a single choice
 SYSTEM = ("system", "system_prompt")
 ROLES = {"bot": "assistant", "chatgpt": "assistant"} | {
     alias: role for role, aliases in ALIASES.items() for alias in aliases}
 TOOLS = ("tool", "function_call", "function", "observation", "tool_response")  # roles in chats with tools
 UNIT = re.compile(r"([-+]?[0-9][0-9.,/]*) \([^()0-9]+\)")  # ASDiv's "9 (apples)"
-CLEARLY = 2.0  # a column with this many times the letters of the other one holds the prompts
-NUMBERING = ("", "id", "idx", "index", "row", "number", "no", "nr", "unnamed: 0")  # columns that say nothing
+CLEARLY = 2.0  # between two columns, the one with this many times the letters of the other holds the prompts
+NUMBERING = ("", "id", "idx", "index", "row", "number", "no", "nr", "unnamed: 0")  # columns that only number rows
 MOST = 100  # the largest number of columns to guess from
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The two columns, and why they were chosen."""
+    """The prompt and answer columns, the reasons for choosing them, and further columns of the layout."""
 
-    prompt: str = ""  # empty if it cannot be told
-    answer: str | None = ""  # empty if it cannot be told; None if no answers are wanted
+    prompt: str = ""  # empty if unknown
+    answer: str | None = ""  # empty if unknown; None if no answers are wanted
     why_prompt: str = ""
     why_answer: str = ""
     more: tuple[str, ...] = ()  # further columns that go into the prompt
-    tests: tuple[str, ...] = ()  # where answers are tests of code: their column, and the one that names what they test
+    tests: tuple[str, ...] = ()  # if answers are code tests: their column, then the one that names the tested function
     system: str = ""  # the column with system prompts; empty if there is none
 
     @property
@@ -62,7 +62,7 @@ class Columns:
 
 
 def chat_in(value: Any) -> list[dict[str, Any]] | None:
-    """Return the chat that a cell holds, as messages or as their JSON, under OpenAI's names; None if it holds none."""
+    """Return the chat in a cell (messages, or their JSON) with OpenAI's key and role names; None if it is no chat."""
     said = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[{") else value
     if not isinstance(said, list) or not said or not all(
             isinstance(each, dict) and {"role", "from"} & {*each} and {"content", "value"} & {*each} for each in said):
@@ -75,7 +75,7 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
 
 
 def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
-    """Return a prompt as chat messages, without an answer at its end, and with `system` first unless it has its own."""
+    """Return a cell as a chat without answers at its end, and with `system` first unless it has a system message."""
     said = chat_in(value) or [{"role": "user", "content": cell_text(value) or ""}]
     while said and said[-1]["role"] == "assistant":
         said.pop()
@@ -84,9 +84,9 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
 
 
 def answer_of(row: dict[str, Any], column: str, where: Callable[[str], str | None] | None = None) -> Any:
-    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text: of a chat what the
-    assistant says last, and several texts as a list, any of which is right. None if there is none. With `where`, it is
-    the part of each text that this finds, as `rewards.after("####")` does."""
+    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text: of a chat, the last
+    assistant message; of several texts, a list, any of which is right. None if there is no answer. `where` extracts
+    the answer from each text, for example `rewards.after("####")`."""
     said = whole_answer(row, column)
     if where is None or said is None:
         return said
@@ -95,7 +95,7 @@ def answer_of(row: dict[str, Any], column: str, where: Callable[[str], str | Non
 
 
 def whole_answer(row: dict[str, Any], column: str) -> Any:
-    """Return the answer in a column, or in a key of it: a text, a list of texts, or None."""
+    """Return `answer_of` without `where`: a text, a list of texts, or None."""
     value = value_at(row, column)
     if chat := chat_in(value):
         value = chat[-1]["content"] if chat[-1]["role"] == "assistant" else None
@@ -112,7 +112,7 @@ def whole_answer(row: dict[str, Any], column: str) -> Any:
 
 
 def value_at(row: dict[str, Any], column: str) -> Any:
-    """Return a cell, or what it has at a key: "reward_model.ground_truth". KeyError without the column."""
+    """Return a cell, or the value at a key in it ("a.key"), None without the key. KeyError without the column."""
     if column in row:
         return row[column]
     name, dot, key = column.partition(".")
@@ -128,7 +128,7 @@ def holds_tests(value: Any) -> bool:
 
 
 def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | None, source: str) -> Columns:
-    """Return the columns that the user named, or a guess. ValueError names those that cannot be asked or rewarded."""
+    """Return the named columns, or a guess. ValueError if one is missing or unfit to be a prompt or an answer."""
     names = list(rows[0])
     for name in (prompt, answer):
         if name is not None and name.partition(".")[0] not in names and name not in names:
@@ -150,7 +150,7 @@ def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | N
 
 
 def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> None:
-    """Raise ValueError for layouts whose prompt or answer cannot be told from columns."""
+    """Raise ValueError for layouts in which no column is the prompt or the answer."""
     truth = value_at(rows[0], "reward_model.ground_truth") if "reward_model" in rows[0] else None
     keys = [f"reward_model.ground_truth.{key}" for key in truth] if isinstance(truth, dict) else []
     options = [name for name in names.values() if OPTION.fullmatch(name if len(name) == 1 else name.lower())]
@@ -177,6 +177,7 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
 
 
 def is_asked(rows: list[dict[str, Any]], *names: str) -> bool:
+    """Return whether some row has a text or a chat, which can be a prompt, in one of these columns."""
     return any(isinstance(cell := value_at(row, name), str) or chat_in(cell) for row in rows for name in names)
 
 
@@ -187,7 +188,7 @@ def answered(rows: list[dict[str, Any]], name: str) -> bool:
 
 
 def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
-    """Return the same columns, with those that a prompt cannot be answered without. A chat gets none."""
+    """Return the columns with those of tests, system prompts and, unless the prompt is a chat, its context."""
     names = {name.strip().lower(): name for name in rows[0] if name not in (columns.prompt, columns.answer)}
     column = columns.answer or ""
     tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))
@@ -198,12 +199,13 @@ def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
         return columns
     if columns.prompt.lower() == "question" and "body" in names:
         return replace(columns, prompt=names["body"], more=(columns.prompt,))
-    named = [column] * (column.lower() == "test_list")  # only these tests name the function
+    named = [column] * (column.lower() == "test_list")  # MBPP names the function only in its tests
     return replace(columns, more=(*(names[name] for name in BELONGING if name in names), *named))
 
 
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
-    """Guess by name. Of two columns: the other one, the one with clearly longer texts, or the first. Else none."""
+    """Return the columns guessed by name. If there are just two columns, the one that is not found by name is the
+    remaining one; if neither is found, the prompt is the one with clearly longer texts, else the first."""
     why_prompt = why_answer = "named"
     tests = [usual for usual in TESTS for name in names if name.lower() == usual and any(
         holds_tests(row[name]) for row in rows)]
@@ -232,7 +234,7 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
 
 
 def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, str]:
-    """Return the one of two columns with clearly longer texts, else the first; and how it was found."""
+    """Return (column, reason): of two columns, the one with clearly longer texts, else the first."""
     letters = {name: sum(len(row[name]) for row in rows if isinstance(row[name], str)) for name in names}
     longer, shorter = sorted(names, key=lambda name: letters[name], reverse=True)
     if letters[longer] > CLEARLY * letters[shorter]:
@@ -241,7 +243,7 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """Return the column with the most usual name, or the only one with such a word in it, and how it was found."""
+    """Return (column, reason): the first name of `usual`, else the only one with such a word in it, else ""."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]
@@ -251,7 +253,7 @@ def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
 
 
 def checked(rows: list[dict[str, Any]], columns: Columns, source: str) -> Columns:
-    """Return the same columns. ValueError if one is empty in every row, or if no column has texts for prompts."""
+    """Return `columns`. ValueError if one of them is empty in every row, or if no column has texts for prompts."""
     for name in (columns.prompt, columns.answer):
         if name and all(value_at(row, name) in (None, "", []) for row in rows):
             raise ValueError(f"the column {name!r} of {source} is empty in all of the first {len(rows)} rows; name "

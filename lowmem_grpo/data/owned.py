@@ -1,5 +1,5 @@
-"""Copies of what a user's code is given, so that it may change them: a row belongs to all its completions and to all
-steps that read it again."""
+"""Copies of the arguments of user code, which the code may change: a row is shared by all completions of its prompt
+and by all steps that read it again."""
 
 import copy
 from dataclasses import is_dataclass
@@ -9,8 +9,8 @@ UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def owned(value: Any) -> Any:
-    """Return a copy that shares no list, dict or array with `value`, nor a dataclass such as `types.Turn`. Everything
-    else in it stays the same object: an environment, a client, a function, the routes of a turn."""
+    """Return a copy that shares no list, dict, array or dataclass (such as `types.Turn`) with `value`. All other
+    objects in it are shared: an environment, a client, a function, the routes of a turn."""
     if type(value) in UNCHANGING:
         return value
     if isinstance(value, dict):
@@ -26,7 +26,7 @@ def owned(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         twin = copy.copy(value)
         for name, part in getattr(value, "__dict__", {}).items():
-            if isinstance(part, (list, dict)):  # others may lead back to it, or be as large as the routes of a turn
-                object.__setattr__(twin, name, owned(part))  # also where it is frozen
+            if isinstance(part, (list, dict)):  # other fields may refer back to `value`, or be as large as routes
+                object.__setattr__(twin, name, owned(part))  # works for frozen dataclasses too
         return twin
     return copy.deepcopy(value) if hasattr(value, "dtype") else value

@@ -1,10 +1,10 @@
-"""Rows packed into sequences of `max_length` tokens, by TRL's three strategies: a step then counts packs, not rows.
+"""Rows packed into sequences of `max_length` tokens, by TRL's three strategies; batch sizes then count packs, not rows.
 
-    bfd         rows of at most `max_length` tokens side by side, best fit, longest first; longer ones are cut
-    bfd_split   the same, with what was cut off as rows of their own
-    wrapped     all tokens in a line, cut where `max_length` says; rows see the ones before them
+    bfd         best fit, longest row first; rows longer than `max_length` are truncated
+    bfd_split   as bfd, but the rest of a row that is too long becomes a row of its own
+    wrapped     all tokens concatenated and cut every `max_length` tokens; a row attends to the rows before it
 
-Rows of a pack do not see each other in the first two.
+With the first two, the rows of a pack do not attend to each other.
 """
 
 import logging
@@ -29,10 +29,10 @@ Row = dict[str, Any]
 
 @dataclass
 class PackedRows:
-    """Packs by index, each with its rows."""
+    """Packs by index, each as {"rows": its rows}."""
 
     rows: Any
-    packs: list[list[int]]  # places of their rows
+    packs: list[list[int]]  # row indices of each pack
     column_names = ("rows",)
 
     def __len__(self) -> int:
@@ -44,13 +44,13 @@ class PackedRows:
 
 @dataclass
 class PackEncoder:
-    """Turns the rows of a pack into their examples, each by `inner`, whose attributes it has."""
+    """Encodes each row of a pack with `inner`; other attributes are those of `inner`."""
 
     inner: Any  # an ExampleEncoder
     column = "rows"
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner" or name.startswith("__"):  # while it is copied
+        if name == "inner" or name.startswith("__"):  # asked for by `copy`, before `inner` is set
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -61,8 +61,8 @@ class PackEncoder:
 
 
 def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEncoder) -> tuple[Any, Any]:
-    """Return rows as packs of the encoder's `max_length`, and what encodes them; `tokens` encodes rows of token ids.
-    DataError for a stream, and where no row can be used."""
+    """Return packs of at most the encoder's `max_length` tokens, and the encoder for them; `tokens` encodes rows of
+    token ids. DataError for a stream, or if no row can be used."""
     if isinstance(rows, Stream):
         raise DataError("packing=True, and the rows are a stream, of which no length is known before it is read; leave "
                         "packing out (sequences are packed without padding anyway), or pass a datasets.Dataset")
@@ -80,7 +80,7 @@ def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEnc
 
 
 def of_any_length(encoder: Any) -> Any:
-    """Return the encoder without a bound on the length of a row, and those that it asks."""
+    """Return a copy of the encoder, and of the encoders inside it, without a bound on the length of a row."""
     whole = copy(encoder)
     whole.max_prompt_length = maxsize
     for name in ("inner", "turns"):
@@ -90,7 +90,7 @@ def of_any_length(encoder: Any) -> Any:
 
 
 def encoded(rows: Any, encoder: Any) -> list[Any]:
-    """Return what the encoder makes of each row, or why it makes nothing; DataError where it makes nothing of any."""
+    """Return the encoder's result for each row: examples, or the reason to skip it. DataError if all are skipped."""
     results = [encoder.encode(rows[index]) for index in range(len(rows))]
     reasons = Counter(result for result in results if isinstance(result, str))
     told = ", ".join(f"{reason} ({count})" for reason, count in reasons.items())
@@ -102,15 +102,16 @@ def encoded(rows: Any, encoder: Any) -> list[Any]:
 
 
 def pieces(ids: list[int], labels: list[int], size: int) -> Iterator[Row]:
+    """Yield rows of at most `size` consecutive token ids, with their labels."""
     for at in range(0, len(ids), size):
         yield {"input_ids": ids[at : at + size], "labels": labels[at : at + size]}
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return packs of at most `size` tokens, as places of their rows: the longest row first, each into the fullest pack
-    that has room. Rows without a token are left out."""
+    """Return packs of at most `size` tokens, as lists of row indices: the longest row first, each into the fullest pack
+    that has room. Empty rows are left out."""
     packs: list[list[int]] = []
-    spaces: list[int] = []  # sorted; `free` has the packs with so much room
+    spaces: list[int] = []  # the sorted keys of `free`, which has the packs by their free tokens
     free: dict[int, deque[int]] = defaultdict(deque)
     for place in sorted((place for place, length in enumerate(lengths) if length), key=lambda place: -lengths[place]):
         at = bisect_left(spaces, lengths[place])

@@ -1,4 +1,4 @@
-"""Prompts of a run: checked rows in a seeded order, with a position that can be saved and continued from."""
+"""The prompts of a run: checked rows in a seeded order, with a position that can be saved and restored."""
 
 import logging
 import random
@@ -15,8 +15,8 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-LONGEST_REST = 8  # epochs that a row rests
-SHOWN = 3  # how many bad rows of a kind are named in the log
+LONGEST_REST = 8  # epochs
+SHOWN = 3  # skipped rows that are logged for each reason
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 
 
@@ -27,8 +27,8 @@ class Prompt:
     row: dict[str, Any]
     ids: list[int]
     text: str  # rendered, as the model sees it
-    index: int | None = None  # the row's place in its dataset
-    epoch: int = 0  # in which it was drawn
+    index: int | None = None  # the row's index in the dataset
+    epoch: int = 0  # the epoch in which it was drawn
 
 
 def as_group(prompt: Prompt, rollouts: list[Rollout]) -> RolloutGroup:
@@ -36,16 +36,16 @@ def as_group(prompt: Prompt, rollouts: list[Rollout]) -> RolloutGroup:
 
 
 class PromptEncoder:
-    """Turns a row's `prompt` (a string or chat messages) into token ids, or says why a row cannot be used."""
+    """Turns a row's `prompt` (a string or chat messages) into token ids, or returns the reason to skip the row."""
 
-    column = "prompt"  # that the dataset must have
-    source = "`prompt`"  # the columns that a row's author wrote, in messages
+    column = "prompt"  # required in the dataset
+    source = "`prompt`"  # the user's name for the columns, used in messages
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None,
         truncate: bool = False,
     ) -> None:
-        """`truncate` cuts longer prompts to their last `max_prompt_length` tokens."""
+        """`truncate`: cut longer prompts to their last `max_prompt_length` tokens, instead of skipping them."""
         self.tokenizer = tokenizer
         self.max_prompt_length, self.truncate = max_prompt_length, truncate
         self.template_kwargs = template_kwargs or {}
@@ -77,29 +77,30 @@ class PromptEncoder:
         return Prompt(row, ids, text)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return what the chat template is given for a row beside its messages."""
+        """Return the chat template's keyword arguments for a row."""
         return self.template_kwargs
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """Return the chat template's text of the messages, ready for what the assistant says next."""
+        """Return the chat template's text of the messages, with the generation prompt."""
         self.need_template()
         return chat_text(self.tokenizer, messages, options)
 
     def need_template(self) -> None:
-        """Raise DataError where the tokenizer has no chat template."""
+        """Raise DataError if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise DataError("the dataset holds chat messages, and the tokenizer has no chat template: set "
                             "tokenizer.chat_template, load an instruct model, or make `prompt` a plain string")
 
 
 def is_chat(prompt: Any) -> bool:
-    """Return whether `prompt` is a non-empty list of messages with a role and text, or with tool calls."""
+    """Return whether `prompt` is a list of messages, of which at least one has text or tool calls."""
     return isinstance(prompt, list) and all(map(is_message, prompt)) and any(
         message.get("tool_calls") or message["content"].strip() for message in prompt)
 
 
 def odd_role(messages: list[Any], tokenizer: Any) -> str:
-    """Return why a role is refused: the chat template would write an unusual one as it is. Empty where none is."""
+    """Return the reason to refuse an unusual role, which the chat template would write as it is; "" if all roles are
+    usual or mentioned in the template."""
     template = str(tokenizer.chat_template)
     odd = [role for role in (str(message["role"]) for message in messages)
            if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template]
@@ -107,7 +108,7 @@ def odd_role(messages: list[Any], tokenizer: Any) -> str:
 
 
 def no_chat(value: Any, name: str) -> str:
-    """Return why a value that is no text is no chat either; `name` is its column."""
+    """Return the reason why a value that is not text is not a chat; `name` is its column."""
     if value in (None, []):
         return f"empty {name}"
     if not isinstance(value, list):
@@ -122,13 +123,13 @@ def no_chat(value: Any, name: str) -> str:
 
 
 def is_message(message: Any) -> bool:
-    """Return whether it is a message with a role and text; beside tool calls the text may be None or missing."""
+    """Return whether a value is a message with a role and text; with tool calls the text may be None or missing."""
     said = message.get("content") if isinstance(message, dict) and "role" in message else 0
     return isinstance(said, str) or (said is None and bool(message.get("tool_calls")))
 
 
 def check_dataset(dataset: Any, column: str = "prompt") -> None:
-    """Raise DataError for a dataset without a length, rows by index, or the column."""
+    """Raise DataError for a dataset that has no length, no rows, no access by index, or not the column."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset or a list of rows (a "
                         "streamed dataset can be made into one with datasets.Dataset.from_list(list(stream.take(N))))")
@@ -144,16 +145,16 @@ def check_dataset(dataset: Any, column: str = "prompt") -> None:
 class Visit:
     """The outcome of a row's last visit."""
 
-    reward: float | None = None  # what all completions earned, if that is the same
+    reward: float | None = None  # if all completions earned the same
     fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
-    back: int = 0  # the epoch in which the row is sampled again
+    back: int = 0  # the epoch from which the row is sampled again
 
 
 class DifficultyPools:
-    """Remembers the last visit of each row. A row whose completions all earn the same is left out for 1 epoch; if that
-    happens again, for 2, 4 and then 8. A visit with a spread of rewards starts this anew. "learning" are rows with a
-    spread. Of the others, "easy" are those that earned the best reward seen in the run, and "hard" those that earned
-    less. Until two different rewards have been seen, they are all "hard"."""
+    """Remembers the last visit of each row. A row whose completions all earn the same reward rests for 1 epoch; if that
+    happens again, for 2, 4 and then 8. A visit with a spread of rewards resets this. Rows with a spread are "learning".
+    Of the others, those that earned the best reward seen in the run are "easy", and those that earned less "hard".
+    Until two different rewards have been seen, all of these are "hard"."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Visit] = {}
@@ -161,10 +162,11 @@ class DifficultyPools:
         self.best: float | None = None
 
     def rests(self, index: int, epoch: int) -> bool:
+        """Return whether a row still rests in this epoch."""
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
-        """Note a visit of a row. Completions without a reward do not count, nor does a visit with no reward at all."""
+        """Record a visit of a row. Completions without a reward are ignored, and so is a visit without any reward."""
         scored = [reward for reward in rewards if reward is not None]
         if not scored:
             return
@@ -176,6 +178,7 @@ class DifficultyPools:
         self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
 
     def wake(self) -> None:
+        """End the rest of all rows."""
         self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
 
     def metrics(self) -> dict[str, float]:
@@ -188,7 +191,7 @@ class DifficultyPools:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as JSON."""
+        """Return the state that `restore` takes, as JSON values."""
         rows = [[index, visit.reward, visit.fruitless, visit.back] for index, visit in self.rows.items()]
         return {"rows": rows, "worst": self.worst, "best": self.best}
 
@@ -199,15 +202,15 @@ class DifficultyPools:
 
 @dataclass
 class PromptSource:
-    """An endless stream of usable prompts, epoch after epoch, each in its own seeded order."""
+    """An endless sequence of usable prompts, epoch after epoch, each epoch in its own seeded order."""
 
     dataset: Any
     encoder: PromptEncoder
     seed: int
     shuffle: bool = True
-    pools: DifficultyPools | None = None  # resting rows are passed over; if all rest, all come back
+    pools: DifficultyPools | None = None  # resting rows are passed over; if all rest, all return
     position: int = 0  # rows drawn so far, over all epochs
-    skipped: Counter[str] = field(default_factory=Counter)  # by reason
+    skipped: Counter[str] = field(default_factory=Counter)  # rows by reason
     order: list[int] = field(default_factory=list, repr=False)
     order_epoch: int = -1
 
@@ -219,7 +222,7 @@ class PromptSource:
         return self.position / len(self.dataset)
 
     def record(self, prompts: list[Prompt], groups: list[RolloutGroup]) -> None:
-        """Tell the pools what the completions of these prompts, which are of this source, earned."""
+        """Record in the pools the rewards of the groups sampled for `prompts`, which this source returned."""
         if self.pools is None:
             return
         for prompt, group in zip(prompts, groups, strict=True):
@@ -229,8 +232,8 @@ class PromptSource:
     def take(self, count: int) -> list[Prompt]:
         """Return the next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
         prompts: list[Prompt] = []
-        fruitless: set[int] = set()  # rows met since the last usable one, which may lie in two epochs
-        passed = 0  # places in the order since then
+        fruitless: set[int] = set()  # unusable rows since the last usable one, possibly of two epochs
+        passed = 0  # rows drawn since then, including those that rest
         while len(prompts) < count:
             epoch, index = self.position // len(self.dataset), self.next_index()
             passed += 1
@@ -271,12 +274,12 @@ class PromptSource:
         return ", ".join(f"{reason} ({count})" for reason, count in self.skipped.items()) or "nothing skipped"
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs to go on from here."""
+        """Return the state that `restore` takes."""
         state = {"position": self.position, "skipped": dict(self.skipped), "rows": len(self.dataset)}
         return state if self.pools is None else state | {"pools": self.pools.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position; the dataset must have the same number of rows."""
+        """Continue from a saved position; DataError if the dataset has another number of rows."""
         if state["rows"] != len(self.dataset):
             raise DataError(f"the checkpoint was made with a dataset of {state['rows']} rows, this one has "
                             f"{len(self.dataset)}; resume with the same dataset")

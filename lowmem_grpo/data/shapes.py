@@ -1,7 +1,7 @@
-"""What the columns of a dataset mean for supervised fine-tuning, and who turns its rows into examples.
+"""The choice of a dataset's encoder for supervised fine-tuning, by its columns.
 
-In this order: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`, the column of texts, and
-`conversations`, which is `messages` under another name.
+The first that applies: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`, the text column, or
+`conversations`, which is read as `messages`.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,17 +33,17 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 @dataclass(frozen=True)
 class Shapes:
-    """The way in which a run reads rows."""
+    """Reads the datasets of a fine-tuning run: chooses, wraps and packs."""
 
     config: SFTConfig
     tokenizer: PreTrainedTokenizerBase
-    longest: int  # tokens
+    longest: int  # tokens of a row
     end_ids: list[int]
     formatting_func: Callable[..., Any] | None = None
-    wrap: Callable[[Any], Any] | None = None  # makes another encoder of one, as `train_on_responses_only` does
+    wrap: Callable[[Any], Any] | None = None  # wraps the encoder, for `train_on_responses_only`
 
     def read(self, dataset: Any, parameter: str = "train_dataset") -> tuple[Any, Any]:
-        """Return the rows, or packs of them, and what encodes them; DataError where no column says what to train on."""
+        """Return (rows or packs, their encoder); DataError if the columns fit no layout, or not the settings."""
         rows, encoder = self.read_rows(dataset, parameter)
         config = self.config
         packing = config.packing if parameter == "train_dataset" or config.eval_packing is None else config.eval_packing
@@ -56,6 +56,7 @@ class Shapes:
         return packed(rows, encoder, config.packing_strategy, self.encoder(TokenEncoder))
 
     def read_rows(self, dataset: Any, parameter: str) -> tuple[Any, ExampleEncoder]:
+        """Return the rows, not packed, and the encoder for their columns; DataError if the columns fit no layout."""
         rows = rows_of(dataset, parameter)
         columns = columns_of(rows)
         if not columns and not isinstance(rows, Stream):
@@ -96,7 +97,8 @@ class Shapes:
         return encoder
 
     def conversations(self, rows: Any, column: str) -> tuple[Any, ExampleEncoder]:
-        """Rows with chat messages: of the assistant's last one, of all of the assistant's, or of all tokens."""
+        """Return rows of chats, and the encoder that trains the last assistant message (assistant_only_loss=None), all
+        assistant messages (True) or all tokens (False)."""
         encoder = self.encoder(ConversationEncoder if self.config.assistant_only_loss is not None else AnswerEncoder)
         encoder.source = f"`{column}`"
         if self.config.assistant_only_loss is None:
@@ -107,7 +109,8 @@ class Shapes:
         return rows, encoder
 
     def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """Return what makes a row of one text by `formatting_func`, which takes one row or a batch of columns."""
+        """Return a function that maps a row to {"text": ...} with `formatting_func`, which takes one row or a batch of
+        columns; DataError if that returns no text for the first row."""
         plain: Any = self.formatting_func
 
         def function(row: dict[str, Any]) -> Any:
@@ -126,7 +129,7 @@ class Shapes:
 
 
 def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:
-    """Return whether a formatting function makes two texts of a batch of two rows, given as columns."""
+    """Return whether a formatting function returns two texts for a batch of two rows, passed as columns."""
     try:
         made = function({name: [value, value] for name, value in row.items()})
     except Exception:  # noqa: BLE001 - a function for one row may raise anything for two
@@ -135,11 +138,12 @@ def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:
 
 
 def kept(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that go to the chat template."""
     return {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
 
 
 def messages_of(row: dict[str, Any], column: str) -> Any:
-    """Return the chat messages of a row; those with `from` and `value` get the usual names."""
+    """Return the chat messages of a row; ShareGPT's `from` and `value` become `role` and `content`."""
     messages = row.get(column)
     if not isinstance(messages, list):
         return messages
@@ -148,12 +152,12 @@ def messages_of(row: dict[str, Any], column: str) -> Any:
             for message in messages]
 
 
-# The rows as TRL shows them after its trainer was made. Packs have `seq_lengths` too, and no other columns; of a stream
-# the rows are tokenised when they are drawn.
+# The `train_dataset` that TRL's trainer shows after it was made. Packs also have `seq_lengths`, and no other columns;
+# the rows of a stream are tokenised when they are drawn.
 
 
 def tokenised(dataset: Any, rows: Any, encoder: Any) -> Any:
-    """Return what an encoder makes of `rows`, which were passed as `dataset`; DataError where no row can be used."""
+    """Return the tokenised `rows` with the other columns of `dataset`; DataError if no row can be used."""
     if isinstance(rows, Stream):
         return tokenised_stream(dataset, rows, encoder)
     results, packs = encoded(rows, encoder), isinstance(encoder, PackEncoder)
@@ -166,7 +170,7 @@ def tokenised(dataset: Any, rows: Any, encoder: Any) -> Any:
 
 
 def columns_of_row(example: Example | Examples) -> dict[str, list[int]]:
-    """Return the columns that training makes of a row, or of a pack."""
+    """Return the token columns of an encoded row or pack."""
     if isinstance(example, Example):
         return {"input_ids": example.input_ids, "labels": example.labels}
     parts = example.parts
@@ -176,8 +180,8 @@ def columns_of_row(example: Example | Examples) -> dict[str, list[int]]:
 
 
 def own_columns(dataset: Any, places: list[int]) -> Dataset | None:
-    """Return these rows with their own columns, without those that training makes; None where there are no others.
-    Columns of a list that Arrow cannot hold are left out."""
+    """Return the rows at `places` without their token columns; None if no other columns are left. Columns that Arrow
+    cannot hold are left out if the dataset is a list."""
     if comes_from(dataset, "datasets", "Dataset"):
         kept = dataset.with_format(None).select(places)
         kept = kept.remove_columns([name for name in ("input_ids", "labels", *MASKS) if name in kept.column_names])
@@ -195,7 +199,7 @@ def own_columns(dataset: Any, places: list[int]) -> Dataset | None:
 
 
 def tokenised_stream(dataset: Any, rows: Stream, encoder: Any) -> Any:
-    """Return a stream of the hub's library whose rows are tokenised as they are drawn; another one as it was passed."""
+    """Return a `datasets.IterableDataset` that tokenises its rows as they are drawn; any other stream unchanged."""
     if not comes_from(dataset, "datasets", "IterableDataset"):
         return dataset
 

@@ -1,15 +1,15 @@
-"""The kinds of datasets that people bring, as rows by index or as a stream.
+"""Every supported kind of dataset, read either by index or as a stream.
 
     rows by index   a list of dicts, datasets.Dataset, a map-style torch Dataset, a DataFrame or Arrow table
     a stream        datasets.IterableDataset, a torch IterableDataset, a generator, or the function that makes one
     refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
 
-Rows are read as plain values, and their chat messages without the keys that Arrow filled with None and with one text
-for a content of text parts (`engines/prompt_inputs.py`). Other libraries' classes are known by the names of their
-modules: none of them is imported.
+Rows are converted to plain values. In chat messages, keys that Arrow filled with None are removed, and a content of
+text parts becomes one text (`engines/prompt_inputs.py`). Classes of other libraries are recognised by their module names,
+so that no library is imported.
 
-A run on a stream has a position, the number of rows that it has drawn. To go on from there, the stream is begun again
-and passed over up to it, so it must give the same rows in the same order.
+The position of a run on a stream is the number of rows drawn. To resume, the stream is restarted and rows are skipped
+up to that position, so it must give the same rows in the same order.
 """
 
 import logging
@@ -25,37 +25,37 @@ from lowmem_grpo.engines.prompt_inputs import joined_text, plain_message, withou
 logger = logging.getLogger(__name__)
 
 CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
-IMAGES = ("image", "images", "pixel_values")  # columns, of which TRL trains on what they hold
-IMAGE_PARTS = ("image", "image_url", "input_image")  # types of the parts of a message
-TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns that are read here
+IMAGES = ("image", "images", "pixel_values")  # columns that TRL trains on
+IMAGE_PARTS = ("image", "image_url", "input_image")  # types of message parts
+TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns converted to lists
 Row = dict[str, Any]
 
 
 class Stream:
-    """Rows of an iterable, or of a function that begins one. Rows that were only looked at stay to be drawn."""
+    """The rows of an iterable, or of a function that returns one. Rows that `peek` has read are still drawn later."""
 
     def __init__(self, rows: Any, plain: Callable[[Row], Row] = dict) -> None:
-        """`plain` makes plain values of a row."""
+        """`plain` converts a row to plain values."""
         self.rows, self.plain = rows, plain
-        self.change: Callable[[Row], Row] | None = None  # made to each row
+        self.change: Callable[[Row], Row] | None = None  # applied to each row
         self.iterator: Iterator[Row] | None = None
-        self.ahead: deque[Row] = deque()
-        self.drawn = 0  # rows, since the stream was last begun
+        self.ahead: deque[Row] = deque()  # read, but not drawn yet
+        self.drawn = 0  # rows since the stream was last started
 
     def start_round(self, round_number: int = 0) -> None:
-        """Begin the stream, or begin it again; DataError for an iterator, which cannot be."""
+        """Start or restart the stream; DataError for an iterator, which cannot be restarted."""
         if self.iterator is not None and isinstance(self.rows, Iterator):
             raise DataError(f"the rows are a {type(self.rows).__name__}, which can be read only once, and {self.drawn} "
                             "rows were not enough; pass the generator's function (train_dataset=rows, not rows()), or "
                             "lower max_steps")
-        if hasattr(self.rows, "set_epoch"):  # a shuffled dataset has another order in each round
+        if hasattr(self.rows, "set_epoch"):  # reshuffles a dataset for this round
             self.rows.set_epoch(round_number)
         self.iterator = self.changed(iter(self.rows() if callable(self.rows) else self.rows))
         self.ahead.clear()
         self.drawn = 0
 
     def changed(self, rows: Iterable[Any]) -> Iterator[Row]:
-        """Yield the rows as they are drawn; DataError for one that is no dict."""
+        """Yield the rows as `draw` returns them; DataError for a row that is not a dict."""
         for row in rows:
             if not isinstance(row, dict) and hasattr(row, "__arrow_c_stream__"):  # a table of one row
                 row = (row.to_dict("records") if hasattr(row, "to_dict") else row.to_pylist())[0]
@@ -71,7 +71,7 @@ class Stream:
         self.change = change
 
     def peek(self, count: int) -> list[Row]:
-        """Return the next rows, at most `count`, which stay to be drawn."""
+        """Return up to `count` of the next rows without drawing them."""
         if self.iterator is None:
             self.start_round()
         assert self.iterator is not None
@@ -79,17 +79,19 @@ class Stream:
         return list(islice(self.ahead, count))
 
     def draw(self) -> Row | None:
+        """Return the next row; None at the end of the stream."""
         if not self.peek(1):
             return None
         self.drawn += 1
         return self.ahead.popleft()
 
     def put_back(self, rows: list[Row]) -> None:
+        """Undo the drawing of these rows, the last ones drawn."""
         self.ahead.extendleft(reversed(rows))
         self.drawn -= len(rows)
 
     def pass_to(self, drawn: int, round_number: int) -> None:
-        """Go on as if so many rows had been drawn in this round."""
+        """Skip rows until `drawn` rows of this round have been drawn; DataError if the stream ends before that."""
         if drawn < self.drawn or round_number:
             self.start_round(round_number)
         while self.drawn < drawn:
@@ -103,13 +105,13 @@ class Stream:
 
 
 class StreamSource(PromptSource):
-    """Usable prompts of a stream, in its order, round after round; `epoch` counts the rounds."""
+    """The usable prompts of a stream, in its order, round after round; `epoch` counts the rounds."""
 
     dataset: Stream
 
     def __post_init__(self) -> None:
-        self.rounds, self.fruitful = 0, 0  # the round that is read, and the last one in which a row could be used
-        self.recent: list[Row] = []  # drawn since `state` was asked for
+        self.rounds, self.fruitful = 0, 0  # the current round, and the last one with a usable row
+        self.recent: list[Row] = []  # drawn since the last call of `state`
         if self.pools is not None:
             raise DataError("difficulty_pools=True, and the rows are a stream, in which no row comes again at will; "
                             "leave it out, or pass a datasets.Dataset")
@@ -140,7 +142,7 @@ class StreamSource(PromptSource):
         return prompts
 
     def next_round(self) -> None:
-        """Begin the stream again; DataError if the round had no row, or none that can be used."""
+        """Restart the stream; DataError if the past round had no usable row."""
         if not self.dataset.drawn:
             raise DataError("the dataset has no rows")
         if self.fruitful < self.rounds or not self.position - sum(self.skipped.values()):
@@ -151,13 +153,14 @@ class StreamSource(PromptSource):
     end_epoch = next_round
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs to go on from here."""
+        """Return the state that `restore` takes."""
         self.recent = []
         return {"position": self.position, "skipped": dict(self.skipped), "rows": None, "rounds": self.rounds,
                 "drawn": self.dataset.drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position, which a stream reaches by passing over the rows before it."""
+        """Continue from a saved position: put back rows drawn since it was saved, or skip the rows before it. DataError
+        for the state of a dataset that is not a stream."""
         if state["rows"] is not None:
             raise DataError(f"the checkpoint was made with a dataset of {state['rows']} rows, and this one is a "
                             "stream; resume with the same dataset")
@@ -172,19 +175,20 @@ class StreamSource(PromptSource):
 def source_of(
     dataset: Any, encoder: PromptEncoder, seed: int, shuffle: bool = True, pools: DifficultyPools | None = None
 ) -> PromptSource:
+    """Return the prompt source of `rows_of`'s result: a StreamSource for a Stream."""
     kind = StreamSource if isinstance(dataset, Stream) else PromptSource
     return kind(dataset, encoder, seed, shuffle, pools)
 
 
 class PlainRows:
-    """Gives rows by index, each in plain values, and changed, when it is read."""
+    """Rows by index, converted to plain values and changed by `change_each`'s function when they are read."""
 
     def __init__(self, rows: Any) -> None:
         shape = getattr(rows, "format", None) if comes_from(rows, "datasets", "Dataset") else None
         if shape and shape["type"] in CONVERTED:
             rows = rows.with_format(None, columns=shape["columns"], output_all_columns=shape["output_all_columns"])
         self.rows = rows
-        self.change: Callable[[Row], Row] | None = None  # made to each row
+        self.change: Callable[[Row], Row] | None = None  # applied to each row
 
     def change_each(self, change: Callable[[Row], Row]) -> None:
         self.change = change
@@ -199,8 +203,8 @@ class PlainRows:
 
     @property
     def column_names(self) -> list[str] | None:
-        """The names of the columns: of the first row if rows are changed, of all rows of a list, None where nothing
-        says them."""
+        """The column names: of the first row if rows are changed, of all rows of a list, otherwise the dataset's own;
+        None if it has none."""
         if self.change is not None:
             return list(self[0])
         if isinstance(self.rows, (list, tuple)):
@@ -209,7 +213,7 @@ class PlainRows:
 
 
 def plain_row(row: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
-    """Return a row in plain values: with `arrays` every array is a list, otherwise those of objects and of tokens."""
+    """Return a row in plain values; arrays become lists if `arrays`, or if they hold objects or tokens."""
     return {name: without_none(plain(value, True)) if name == "tools" else plain(value, arrays or name in TOKENS)
             for name, value in row.items()}
 
@@ -224,7 +228,7 @@ def plain(value: Any, arrays: bool) -> Any:
 
 
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
-    """Return the dataset as rows by index, or as a Stream; DataError, with what to pass instead, if it is neither."""
+    """Return the dataset as rows by index, or as a Stream; DataError, with what to pass instead, for any other kind."""
     if dataset is None:
         raise DataError(f"`{parameter}` is required, as there are no rows without it; pass a list of dicts, or a "
                         "datasets.Dataset")
@@ -256,8 +260,8 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
 
 
 def refuse_images(columns: list[str], first: Any, parameter: str) -> None:
-    """Raise DataError where a column, or a message of the first row, holds images."""
-    row = first if isinstance(first, Mapping) else {}  # another form is refused where rows are read
+    """Raise DataError if a column, or a message of the first row, holds images."""
+    row = first if isinstance(first, Mapping) else {}  # rows of other types are refused when they are read
     held = next((name for name in IMAGES if name in columns or name in row), None)
     if held is not None:
         raise DataError(f"{parameter} has the column {held!r}, and images are not supported: only text is trained "
@@ -271,11 +275,12 @@ def refuse_images(columns: list[str], first: Any, parameter: str) -> None:
 
 
 def comes_from(value: Any, library: str, name: str) -> bool:
+    """Return whether a value is an instance of the library's class `name`, without importing the library."""
     return any(cls.__name__ == name and cls.__module__.partition(".")[0] == library for cls in type(value).__mro__)
 
 
 def of_several(dataset: Mapping[str, Any], parameter: str) -> str:
-    """Return what a mapping holds, and what to pass instead."""
+    """Return the end of an error message: the columns or splits that a mapping holds, and what to pass instead."""
     names = list(dataset)
     if any(isinstance(value, Sequence) and not hasattr(value, "column_names") for value in dataset.values()):
         return (f" with the columns {', '.join(map(repr, names))}; pass datasets.Dataset.from_dict(...) of it, or "
@@ -286,7 +291,7 @@ def of_several(dataset: Mapping[str, Any], parameter: str) -> str:
 
 
 def columns_of(dataset: Any) -> list[str]:
-    """Return the names of the columns; those of the first row where the dataset does not say."""
+    """Return the column names; those of the first row if the dataset has no `column_names`."""
     named = getattr(dataset, "column_names", None)
     if named is not None:
         return list(named)

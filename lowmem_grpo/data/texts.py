@@ -1,7 +1,7 @@
-"""Rows for supervised fine-tuning that are one text, one conversation, or token ids already.
+"""Rows for supervised fine-tuning that are one text, one conversation, or token ids.
 
-Of a text every token is trained but the first, which nothing predicts; of a conversation every token, or those of the
-assistant; of token ids those that the row's own columns say.
+A text is trained on all its tokens but the first, which nothing predicts; a conversation on all tokens or on those of
+the assistant; token ids on those that the row's `labels` or masks select.
 """
 
 import re
@@ -13,14 +13,14 @@ from lowmem_grpo.data.prompts import DataError, is_chat, no_chat, odd_role
 from lowmem_grpo.engines.prompt_inputs import CLOSED, readable, text_ids
 
 MASKS = ("completion_mask", "assistant_masks")  # columns of rows that are token ids
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the assistant says
-WORD = "Zq7answer"  # stands for a message while a template renders the others
-BEGUN = re.compile(r"(?:</?think>\s*)+$")  # a thought, empty or begun, behind a prompt
-THINK, THOUGHT, THOUGHTS = "<think>", "</think>", ("reasoning_content", "thinking")  # marks, and fields of messages
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template that marks the assistant's tokens
+WORD = "Zq7answer"  # rendered in place of a message, to find its position
+BEGUN = re.compile(r"(?:</?think>\s*)+$")  # an empty or opened thinking block at the end of a prompt
+THINK, THOUGHT, THOUGHTS = "<think>", "</think>", ("reasoning_content", "thinking")  # tags, and message fields
 
 
 class TextEncoder(ExampleEncoder):
-    """Turns the text in one column into an Example. An end token is added where the text has none."""
+    """Turns the text in one column into an Example. The end token is appended if the text does not end with one."""
 
     column = "text"
 
@@ -35,16 +35,16 @@ class TextEncoder(ExampleEncoder):
 
 
 class ConversationEncoder(ExampleEncoder):
-    """Turns a row's `messages` into an Example: of all tokens, or of those of the assistant's messages; into one for
-    each answer where the template rewrites earlier ones. What the assistant says begins where a prompt of the messages
-    before it ends, and ends with the token that ends a sampled answer, also where the template writes that at the
-    beginning of the next message, as GLM 4. Where a template has {% generation %} marks, they say what is trained."""
+    """Turns a row's `messages` into an Example that trains all tokens or those of the assistant's messages; into one
+    Example for each answer if the chat template rewrites earlier answers. An answer begins where the prompt of the
+    messages before it ends. It ends with the token that ends a sampled completion, even if the template writes that
+    token at the start of the next message, as GLM 4 does. {% generation %} marks of a template take precedence."""
 
     column = "messages"
     assistant_only = continues = False
 
     def encode(self, row: dict[str, Any], behind: int = 0) -> Example | Examples | str:
-        """Return the example, in which the first `behind` messages are not trained, or why the row is left out."""
+        """Return the example, or the reason to leave the row out. The first `behind` messages are not trained."""
         messages: Any = row.get("messages")
         if not is_chat(messages):
             return no_chat(messages, self.source.strip("`"))
@@ -59,8 +59,8 @@ class ConversationEncoder(ExampleEncoder):
     def example_of(
         self, row: dict[str, Any], text: str, places: list[int] | None = None, behind: int = 0
     ) -> Example | str:
-        """Return the example of a conversation's text, or why it is left out. Only messages at `places` are trained, if
-        these are given."""
+        """Return the example of a conversation's text, or the reason to leave it out. If `places` is given, only the
+        messages at these positions are trained."""
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
         trained = self.mask(row, text, ids, starts) if places is None else self.marked(row, text, ids, starts, places)
@@ -74,7 +74,7 @@ class ConversationEncoder(ExampleEncoder):
         return self.example(row, text, ids, trained, "messages")
 
     def mask(self, row: dict[str, Any], text: str, ids: list[int], starts: list[int]) -> list[bool]:
-        """Return which tokens are trained; `starts` are their first characters in the text."""
+        """Return for each token whether it is trained; `starts` are the tokens' character offsets in the text."""
         if not self.assistant_only:
             return [True] * len(ids)
         messages, options = row["messages"], self.options(row) | CLOSED
@@ -97,8 +97,9 @@ class ConversationEncoder(ExampleEncoder):
         return trained
 
     def apart(self, row: dict[str, Any], behind: int, error: Exception) -> Examples | str:
-        """Return each answer behind the first `behind` messages as an example of its own, which ends there: where the
-        template renders a conversation differently once it goes on, as those do that leave out earlier thoughts."""
+        """Return one example for each answer after the first `behind` messages: the conversation up to that answer.
+        Used if the template renders an answer differently once more messages follow, as those that drop earlier
+        thoughts do."""
         messages, examples = row["messages"], list[Any]()
         for place, message in enumerate(messages):
             if message["role"] == "assistant" and place >= behind:
@@ -113,7 +114,7 @@ class ConversationEncoder(ExampleEncoder):
         return Examples(row, [], "", parts=parts) if parts else str(examples[0])
 
     def span(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return (first, end) of an answer's characters, without what ends its turn; DataError if it cannot be told."""
+        """Return (first, end) of an answer's characters, without its end token; UntoldError if they cannot be found."""
         messages = row["messages"]
         try:
             before = self.render(messages[:place], self.options(row))
@@ -132,8 +133,8 @@ class ConversationEncoder(ExampleEncoder):
         return self.span_of_word(row, place, text)
 
     def span_of_last(self, row: dict[str, Any], before: str, text: str) -> tuple[int, int]:
-        """Return the same of the last message, where `before`, the prompt that it answers, is rendered differently:
-        what is added to that for the assistant's turn stands in the text as often as the assistant speaks."""
+        """Return `span` of the last message if its prompt `before` is rendered differently in the whole text: the last
+        occurrence of the generation prompt begins the answer, if there is exactly one for each assistant message."""
         earlier = row["messages"][:-1]
         shown = self.render_whole(earlier, row)
         head = BEGUN.sub("", before[len(shown) :]) if before.startswith(shown) else ""
@@ -143,28 +144,29 @@ class ConversationEncoder(ExampleEncoder):
         return first, self.end_of_text(text, first)
 
     def span_of_word(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return the same where the template refuses a part of the conversation, or leaves out of earlier answers the
-        thought that opens a prompt: a word in place of the message says where that stands, behind an answer's head."""
+        """Return `span` if the template refuses a part of the conversation, or drops from earlier answers the thinking
+        block that opens a prompt: a marker word rendered in place of the message shows where it stands, after the
+        generation prompt."""
         messages = list(row["messages"])
         head = self.render(messages, self.options(row))[len(text) :].partition(THINK)[0]
         said, messages[place] = messages[place], {**messages[place], "content": WORD}
         told, word, rest = self.render_whole(messages, row).partition(WORD)
         first = told.rfind(head) + len(head)
         thought = THOUGHT in (said.get("content") or "") or any(said.get(field) for field in THOUGHTS)
-        between = told[first:].replace(THINK, "").replace(THOUGHT, "").strip()  # nothing, of an empty thought
+        between = told[first:].replace(THINK, "").replace(THOUGHT, "").strip()  # empty for an empty thinking block
         if thought or between or not (word and head and head in told and text[:first] == told[:first]):
             raise UntoldError(place)
         return first, self.end_of_text(text, first) if said.get("tool_calls") else len(text.removesuffix(rest))
 
     def end_of_text(self, text: str, first: int) -> int:
-        """Return where the first end token stands behind a place, or the length of the text where none does."""
+        """Return the position of the first end token at or after `first`; the text's length if there is none."""
         places = (text.find(word, first) for end in self.end_ids if (word := str(self.tokenizer.decode([end]))))
         return min((at for at in places if at >= 0), default=len(text))
 
 
 class CompletionEncoder(ExampleEncoder):
-    """Turns a row's `prompt` and `completion` into an Example, where a completion may have several messages too: all
-    that follows the prompt is trained, or with `turns.assistant_only` the assistant's part of it."""
+    """Turns a row's `prompt` and `completion`, which may have several messages, into an Example: all tokens after the
+    prompt are trained, or with `turns.assistant_only` those of the assistant."""
 
     turns: ConversationEncoder
 
@@ -180,16 +182,17 @@ class CompletionEncoder(ExampleEncoder):
 
 
 class AnswerEncoder(ExampleEncoder):
-    """Turns the assistant's last message of a conversation into an Example; `with_answer` has made its row."""
+    """Turns the last assistant message of a conversation into an Example; `with_answer` makes its rows."""
 
-    continues = False  # two messages of the assistant are two turns
+    continues = False  # two assistant messages in a row are two turns
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         return row["reason"] or super().encode(row)
 
 
 def with_answer(messages: Any, name: str) -> dict[str, Any]:
-    """Return a conversation as a row with its last answer, and the `reason` why not; `name` is its column."""
+    """Return a conversation as a row whose `completion` is the last assistant message. `reason` is empty, or says why
+    the row cannot be used; `name` is the column, for that message."""
     if not is_chat(messages):
         return {"prompt": messages, "completion": None, "reason": no_chat(messages, name)}
     place = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=None)
@@ -200,7 +203,7 @@ def with_answer(messages: Any, name: str) -> dict[str, Any]:
 
 
 class UntoldError(DataError):
-    """It cannot be told which tokens of a message are the assistant's."""
+    """The assistant's tokens in a message cannot be found."""
 
     def __init__(self, place: int) -> None:
         super().__init__(
@@ -211,8 +214,8 @@ class UntoldError(DataError):
 
 
 class TokenEncoder(ExampleEncoder):
-    """Takes a row's `input_ids` as they are. `labels` (-100 is not trained), `completion_mask` and `assistant_masks`
-    say which are trained, `labels` alone where there are some; without them all are."""
+    """Takes a row's `input_ids` unchanged. `labels` (-100 is not trained), or without labels `completion_mask` and
+    `assistant_masks`, select the trained tokens; without any of them all tokens are trained."""
 
     column = "input_ids"
 
@@ -229,6 +232,6 @@ class TokenEncoder(ExampleEncoder):
             if len(values) != len(ids):
                 return f"{column} has another length than input_ids"
             if column in MASKS and (row.get("labels") is not None or (self.prompt_too and column == MASKS[0])):
-                continue  # labels say it all, as in TRL
+                continue  # labels take precedence over masks, as in TRL
             trained = [counts and bool(is_trained(value)) for counts, value in zip(trained, values, strict=True)]
         return self.example(row, str(self.tokenizer.decode(ids)), ids, trained, "input_ids")

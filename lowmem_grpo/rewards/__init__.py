@@ -1,6 +1,7 @@
-"""Reward functions: verifiers say right or wrong, rewards pay, and the rest calls and checks them.
+"""Reward functions and verifiers, and the code that calls and checks them. A verifier judges right or wrong; a reward
+turns completions into numbers.
 
-A name is loaded when it is first used. docs/rewards.md shows each ready-made one with an example.
+A submodule is imported when one of its names is first used. docs/rewards.md has an example of each ready-made reward.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Reward functions and verifiers by name, as a command line gives them."""
+"""Reward functions and verifiers by the names that command lines take."""
 
 import difflib
 import importlib.util
@@ -8,15 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo import rewards  # the door: what a command line may name is what it offers
+from lowmem_grpo import rewards  # its __all__ is what a command line may name
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.verifier import Verifier
 
 
 def find_function(name: str) -> Any:
-    """Return a reward function or a verifier by its name: one of lowmem_grpo.rewards, as "correctness_reward_func" or
-    "number_match", or one of the user's own, as "my_rewards.py:score" or "package.module:score". ValueError if there is
-    none."""
+    """Return a reward function or a verifier by its name: one of lowmem_grpo.rewards, such as "number_match", or one
+    of the user's own, such as "my_rewards.py:score" or "package.module:score". ValueError if it does not exist."""
     home, colon, attribute = name.rpartition(":")
     refuse_unknown(name)
     if not colon:
@@ -33,7 +32,7 @@ def find_function(name: str) -> Any:
 
 
 def refuse_unknown(name: str) -> None:
-    """Raise ValueError for a name without a file that is no reward of the package."""
+    """Raise ValueError for a name without a colon that is not in lowmem_grpo.rewards."""
     if ":" not in name and name not in rewards.__all__:
         close = difflib.get_close_matches(name, rewards.__all__, n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
@@ -41,7 +40,8 @@ def refuse_unknown(name: str) -> None:
 
 
 def made(name: str, value: Any) -> Any:
-    """Return a value that is a reward or a verifier, or what it makes without arguments where it is a function."""
+    """Return `value` if it is a reward function or a verifier; else call it without arguments and return the reward or
+    verifier that it makes. ValueError if it makes neither, or requires arguments."""
     if isinstance(value, Verifier):
         return value
     parameters = inspect.signature(value).parameters if callable(value) else {}
@@ -60,7 +60,7 @@ def made(name: str, value: Any) -> Any:
 
 
 def load_file(path: Path) -> Any:
-    """Run a user's file as a module. Its name hides no installed one, and dataclasses can look it up."""
+    """Return a user's file as a module. Its name shadows no installed one, and dataclasses find it in sys.modules."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)

@@ -1,4 +1,4 @@
-"""A reward turns completions into numbers: an object that is called as TRL calls a reward function."""
+"""The base classes of rewards: objects that are called as TRL calls a reward function."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -11,9 +11,9 @@ CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_ex
 
 
 class MeanOf(float):
-    """The mean of `count` values, for `log_metric`. TRL takes it as any other number. A plain number counts as a mean
-    over all completions of its call. For a mean over only some of them, say how many they are: a batch that is scored
-    in several calls then logs what a single call would. Raises ValueError for a count that is not positive."""
+    """The mean of `count` values, for `log_metric`; TRL takes it as a plain number. A plain number counts as the mean
+    over all completions of its call. Use MeanOf for a mean over only some of them, so that a batch that is scored in
+    several calls logs the same as in a single call. ValueError for a count that is not positive."""
 
     count: float
 
@@ -26,15 +26,14 @@ class MeanOf(float):
 
 
 class Reward(ABC):
-    """A reward function that has a name and knows which dataset columns it reads. It can be pickled. It is called by
-    keyword with `completions`, a list of N texts or chats, and with a list of length N for each of its columns; it
-    ignores whatever else the contract passes. It returns N floats; None stands for "does not apply". Raises TypeError
-    if a column is missing."""
+    """A reward function with a name and the dataset columns that it reads. It can be pickled. It is called by keyword
+    with `completions`, a list of N texts or chats, and with a list of length N for each of its columns; other arguments
+    of the contract are ignored. It returns N floats; None means "does not apply". TypeError if a column is missing."""
 
-    by_group = True  # looks only at one prompt's group at a time: may be called while other groups decode
-    after_sampling = False  # uses the rollout engine itself: is called after sampling
-    time_limit: float | None = None  # in seconds, in place of GRPOConfig.reward_timeout
-    required = False  # None from it leaves the whole group out of the step, whatever other functions pay
+    by_group = True  # needs only one prompt's group at a time, so it may be called while other groups decode
+    after_sampling = False  # uses the rollout engine, so it must be called after sampling
+    time_limit: float | None = None  # seconds, in place of GRPOConfig.reward_timeout
+    required = False  # if it returns None for a completion, the whole group is left out of the step
 
     def __init__(self, name: str, columns: tuple[str, ...] = ()) -> None:
         clashing = sorted({*columns} & {*CONTRACT, "prompt", "completion"})
@@ -55,15 +54,15 @@ class Reward(ABC):
         return self.pay(self.read(completions), columns, kwargs)
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return what `pay` gets of each completion: its text, of a chat the assistant's last message."""
+        """Return the completions as `pay` takes them: their texts; of a chat, that of the last assistant message."""
         return completion_texts(completions)
 
     @abstractmethod
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        """Return the rewards of N texts. `columns` holds the columns that it reads, `call` all that was passed."""
+        """Return the rewards of N texts. `columns` holds the columns of `self.columns`, `call` all other arguments."""
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
-        """Return why a dataset row can never be judged; None if it can. It is asked before a run."""
+        """Return the reason why a dataset row can never be judged; None if it can. Called before a run."""
         return None
 
     def __repr__(self) -> str:
@@ -72,7 +71,7 @@ class Reward(ABC):
 
 
 class TextReward(Reward):
-    """A reward that looks at each text by itself and reads no column."""
+    """A reward of each text alone, without a column."""
 
     def __init__(self, name: str, rule: Callable[[str], float | None]) -> None:
         super().__init__(name)
@@ -83,7 +82,7 @@ class TextReward(Reward):
 
 
 class LabelReward(Reward):
-    """A reward of each text and its row's value in one column; None if the row has no value."""
+    """A reward of each text and its row's value in one column; None if that value is None."""
 
     def __init__(self, name: str, rule: Callable[[str, Any], float | None], column: str) -> None:
         super().__init__(name, (column,))
@@ -95,8 +94,8 @@ class LabelReward(Reward):
 
 
 class TokenReward(Reward):
-    """A reward of each completion's token ids, as they were sampled: before decoding and without a chat template. Of an
-    episode these are the tokens that the policy drew in all of its turns."""
+    """A reward of each completion's token ids as sampled, before decoding and without a chat template; of an episode,
+    the ids that the policy sampled in all its turns."""
 
     def __init__(self, name: str, rule: Callable[[list[int]], float]) -> None:
         super().__init__(name)
@@ -105,6 +104,6 @@ class TokenReward(Reward):
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:
             raise TypeError(f"{self.__name__} counts tokens and got no completion_ids; a trainer passes them")
-        if "environments" in call and "turns" in call:  # episodes: no dataset has both
+        if "environments" in call and "turns" in call:  # episodes, since no dataset has both columns
             ids = [[token for turn in turns for token in turn.completion_ids] for turns in call["turns"]]
         return [self.rule(tokens) for tokens in ids]

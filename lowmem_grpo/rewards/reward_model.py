@@ -1,8 +1,8 @@
-"""A reward model: a sequence classifier with one label, whose number is the reward of a prompt and its completion.
+"""A reward model: a sequence classifier with one label, whose logit is the reward of a prompt and its completion.
 
-It is called as TRL calls it: on the chat template's text of prompt and completion where the prompt is a chat, else on
-both joined, padded on the right. It is frozen, and computes in its own dtype, without autocast. Where the policy is on
-a card, it waits on the host and is on the card only while it scores.
+As in TRL, its input is the chat template's text of prompt and completion if the prompt is a chat, else both joined,
+padded on the right. The model is frozen, and computes in its own dtype, without autocast. If the policy is on a card,
+the model is kept on the host and moved to the card only while it scores.
 """
 
 import logging
@@ -24,22 +24,22 @@ from lowmem_grpo.rewards.reward import Reward
 
 logger = logging.getLogger(__name__)
 
-TOKENS = 8192  # that one forward pass takes at most, padding included, unless a single row is longer
+TOKENS = 8192  # most tokens of a forward pass, with padding, unless a single row is longer
 KIND = "a model for sequence classification with num_labels=1, such as trl.RewardTrainer makes"
 
 
 class RewardModel(Reward):
-    """Pays the score of a model, which is an object or a name, under the last part of its name."""
+    """Pays the score of a model, given as an object or a name; the reward has the last part of the model's name."""
 
-    after_sampling = True  # it is on the card only once the sampler's cache is not
+    after_sampling = True  # the KV cache must have left the card
     time_limit = math.inf
 
     def __init__(self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> None:
-        """`tokenizer` is by default that of the model's name. `init` holds options of from_pretrained for a name:
-        revision, token, dtype and quantization_config. `template_kwargs` go to the chat template. OSError for a name
-        without a model, TypeError for a model of another kind, ValueError for one with several labels, and where no
-        tokenizer fits it."""
+        """`tokenizer` is by default the one stored with the model. `init` holds from_pretrained options for a model
+        given by name: revision, token, dtype and quantization_config. `template_kwargs` go to the chat template.
+        OSError for a name without a model, TypeError for a model of another kind, ValueError for a model with several
+        labels, or without a fitting tokenizer."""
         named = isinstance(model, str)
         self.model: Any = None if named else model
         self.init, self.template_kwargs = dict(init or {}), dict(template_kwargs or {})
@@ -60,10 +60,10 @@ class RewardModel(Reward):
             self.freeze()
 
     def check_kind(self, config: Any) -> None:
-        """Raise TypeError for a model that scores nothing, and ValueError for several labels."""
+        """Raise TypeError unless the model is a sequence classifier, and ValueError if it has several labels."""
         kinds = list(getattr(config, "architectures", None) or [])
         if self.model is not None:
-            kinds = [type(getattr(self.model, "_orig_mod", self.model)).__name__]  # a compiled model has it inside
+            kinds = [type(getattr(self.model, "_orig_mod", self.model)).__name__]  # unwraps a compiled model
         if not any("SequenceClassification" in kind for kind in kinds):
             raise TypeError(f"reward_funcs holds {self.__name__}, a {' or '.join(kinds) or 'model of no known class'}; "
                             f"a reward model is {KIND}; for another, give a function that calls it")
@@ -72,8 +72,8 @@ class RewardModel(Reward):
                              f"number: take {KIND}, or give a function that calls the model and chooses")
 
     def fitting_tokenizer(self, tokenizer: Any, config: Any) -> Any:
-        """Return the tokenizer, which pads with its end token where it has no token for padding. ValueError where there
-        is none, or where it has ids that the model does not know."""
+        """Return the tokenizer, with its end token for padding if it has no padding token. ValueError if there is no
+        tokenizer, or if it has more tokens than the model."""
         name, text = self.__name__, config.get_text_config()
         try:
             tokenizer = self.source.tokenizer() if tokenizer is None else tokenizer
@@ -90,10 +90,10 @@ class RewardModel(Reward):
                              f"{text.vocab_size}; give the model's own in reward_processing_classes")
         return tokenizer
 
-    # Where it lies
+    # Placement
 
     def load(self, device: torch.device) -> None:
-        """Read a model that was given by name, and let it score on the policy's device."""
+        """Load a model that was given by name, and set `device`, the policy's, as the device that scores."""
         if self.model is None:
             target = device if "quantization_config" in self.init else torch.device("cpu")
             self.model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -114,10 +114,10 @@ class RewardModel(Reward):
             self.move(self.home)
 
     def freeze(self) -> None:
-        """Let nothing train it, and no cache be kept. It looks for the last token that is not this padding."""
+        """Freeze the model, without a KV cache, with the tokenizer's padding: the last token before padding scores."""
         config = self.model.requires_grad_(False).eval().config.get_text_config()
         config.pad_token_id, config.use_cache = self.tokenizer.pad_token_id, False
-        keep_layout(self.model)  # repacked for a processor, 4-bit weights could not be moved to a card
+        keep_layout(self.model)  # 4-bit weights that were repacked for the CPU could not be moved to a card
 
     def move(self, device: torch.device) -> None:
         self.model.to(device)
@@ -125,7 +125,7 @@ class RewardModel(Reward):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Keep the model where it scores, inside of the block."""
+        """Keep the model on its scoring device inside the block."""
         if self.device == self.home:
             yield
             return
@@ -143,16 +143,16 @@ class RewardModel(Reward):
 
     @property
     def scoring_bytes(self) -> int:
-        """Its bytes on the card while it scores: its weights, and what is inside a layer (estimated)."""
+        """The estimated bytes on the card while it scores: weights, and activations inside a layer."""
         shape, dtypes = self.model.config.get_text_config(), [parameter.dtype for parameter in self.model.parameters()]
         size = max(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)
         inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
         return self.weight_bytes + size * TOKENS * (2 * int(inner) + 6 * int(shape.hidden_size))
 
-    # What it pays
+    # Scoring
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
-        """Return why it can never judge a row: its prompt is a chat, and the tokenizer cannot render one."""
+        """Return the reason why a row can never be judged: a chat prompt, but no chat template. None if it can."""
         if not is_chat(row.get("prompt")) or getattr(self.tokenizer, "chat_template", None):
             return None
         return ("the prompt is a chat, and the reward model's tokenizer has no chat template: set its chat_template, "
@@ -176,7 +176,7 @@ class RewardModel(Reward):
         return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template_kwargs))
 
     def scores(self, texts: list[str]) -> list[float]:
-        """Return the scores (N,) of N texts, in batches, the shortest first; fewer at a time where memory runs out."""
+        """Return the scores (N,) of N texts, in batches, the shortest first; batches shrink if memory runs out."""
         lengths = [len(ids) for ids in self.encode(texts)["input_ids"]]
         waiting = sorted(range(len(texts)), key=lengths.__getitem__)
         done: dict[int, float] = {}
@@ -192,11 +192,12 @@ class RewardModel(Reward):
         return [done[row] for row in range(len(texts))]
 
     def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
+        """Return the next batch of `waiting` rows, which are sorted by length: at most TOKENS tokens with padding."""
         fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
         return waiting[: self.bound.under(max(fitting, default=1))]
 
     def encode(self, texts: Sequence[str], **options: Any) -> Any:
-        """Return the ids of texts, which hold their special tokens already."""
+        """Tokenize texts that contain their special tokens already."""
         return self.tokenizer(text=list(texts), add_special_tokens=False, **options)
 
     def forward(self, texts: list[str]) -> list[float]:
@@ -216,9 +217,9 @@ class RewardModel(Reward):
 
 def with_models(functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
                 template_kwargs: dict[str, Any] | None = None) -> list[Any]:
-    """Return the reward functions, with a `RewardModel` in the place of each model and each name of one.
-    `processing_classes` are their tokenizers: one, or a list with one for each function, of which those of functions
-    are not looked at. ValueError for a wrong number of them."""
+    """Return the reward functions, with a `RewardModel` in place of each model object or model name.
+    `processing_classes` are the tokenizers: one, or a list with one for each function, in which entries for plain
+    functions are ignored. ValueError for a wrong number of them."""
     tokenizers = [None] * len(functions) if processing_classes is None else processing_classes
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
     if len(tokenizers) != len(functions):

@@ -4,13 +4,13 @@ from typing import Any
 
 
 def completion_texts(completions: list[Any]) -> list[str]:
-    """Return the text of each completion. Raises TypeError for one that is neither a string nor chat messages."""
+    """Return the text of each completion. TypeError for a completion that is neither a string nor chat messages."""
     return [completion_text(completion) for completion in completions]
 
 
 def completion_text(completion: Any) -> str:
-    """A string as it is; of chat messages the content of the assistant's last one, which may be empty (without an
-    assistant's message, that of the last one)."""
+    """Return a completion's text: the string itself, or the content (possibly empty) of the last assistant message of a
+    chat; without an assistant message, that of its last message. TypeError for anything else."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):

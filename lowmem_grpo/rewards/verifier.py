@@ -1,4 +1,4 @@
-"""A verifier says whether a completion is right, and pays nothing. `Verifier.reward` makes a reward from it."""
+"""Verifiers, which judge whether a completion is right; `Verifier.reward` makes a reward function of one."""
 
 import functools
 import logging
@@ -10,14 +10,14 @@ from lowmem_grpo.rewards.reward import MeanOf, Reward
 
 logger = logging.getLogger(__name__)
 
-Verdict = bool | None  # None: it cannot tell, for example because the label is not a number
+Verdict = bool | None  # None: no verdict, for example because the label is not a number
 
 
 class Verifier(ABC):
-    """Says right, wrong, or None if it cannot tell. It is not a reward function: `.reward(right, wrong)` makes one."""
+    """Judges completions: right, wrong, or None. Not a reward function; `.reward(right, wrong)` makes one."""
 
     name: str
-    columns: tuple[str, ...] = ()  # the dataset's columns that it reads
+    columns: tuple[str, ...] = ()  # dataset columns that it reads
 
     @abstractmethod
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
@@ -36,8 +36,8 @@ class LabelVerifier(Verifier):
     """A verifier that compares each text with its row's value in one column."""
 
     def __init__(self, name: str, judge: Callable[[str, Any], Verdict], column: str) -> None:
-        """`judge` gets a completion's text and the label, and of a list each one: any of them is right. It is not asked
-        if the row has no label (None)."""
+        """`judge` takes a completion's text and a label. A list is several labels, any of which is right; None is no
+        label, and gives no verdict."""
         self.name, self.judge, self.columns = name, judge, (column,)
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
@@ -47,7 +47,7 @@ class LabelVerifier(Verifier):
 
 
 def any_of(label: Any, judge: Callable[[Any], Verdict]) -> Verdict:
-    """Return whether the judge takes the label, or one of a list of labels; None where no label gives a verdict."""
+    """Return whether `judge` accepts the label, or any of a list of labels; None if no label gives a verdict."""
     labels = label if isinstance(label, list | tuple) else [label]
     said = [judge(each) for each in labels if each is not None]
     return True if True in said else False if False in said else None
@@ -64,13 +64,13 @@ class TextVerifier(Verifier):
 
 
 class VerifiedReward(Reward):
-    """A reward that pays for a verifier's verdicts. It logs the share of right ones as `verdicts/NAME`, which does not
-    depend on the amounts."""
+    """A reward that pays for a verifier's verdicts. It logs the share of right verdicts as `verdicts/NAME`, which does
+    not depend on the amounts."""
 
     def __init__(self, verifier: Verifier, right: float, wrong: float, name: str) -> None:
         super().__init__(name, verifier.columns)
         self.verifier, self.right, self.wrong = verifier, float(right), float(wrong)
-        self.said_unread = False  # that there was no verdict
+        self.said_unread = False  # `say_unread` has warned
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         needed = {name: columns[name] for name in self.columns}
@@ -79,7 +79,7 @@ class VerifiedReward(Reward):
         return self.paid(verdicts, call)
 
     def say_unread(self, verdicts: list[Verdict], labels: list[Any]) -> None:
-        """Warn once of labels that give no verdict; one that is missing gives none on purpose."""
+        """Warn once if labels give no verdict, other than missing ones, which give none on purpose."""
         unread = [label for verdict, label in zip(verdicts, labels, strict=False)
                   if verdict is None and label not in (None, "")]
         if unread and not self.said_unread:
@@ -90,7 +90,7 @@ class VerifiedReward(Reward):
                 self.__name__, len(unread), len(verdicts), unread[0], self.columns[0])
 
     def paid(self, verdicts: list[Verdict], call: dict[str, Any]) -> list[float | None]:
-        """Return the pay for these verdicts, and log the share of right ones."""
+        """Return the rewards for these verdicts, and log the share of right ones."""
         said = [verdict for verdict in verdicts if verdict is not None]
         if said and callable(log := call.get("log_metric")):
             log(f"verdicts/{self.__name__}", MeanOf(sum(said) / len(said), len(said)))

@@ -1,1 +1,1 @@
-"""How reward functions are called, and what they may return."""
+"""The calls of reward functions, and the checks of their results."""

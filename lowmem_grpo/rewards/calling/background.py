@@ -1,8 +1,8 @@
-"""Work beside the thread that asks for it: in daemon threads, or in the event loop of one. The threads of an executor
-would keep a program from ending before the work.
+"""Background work in daemon threads, or in an event loop that runs in one. An executor's threads would keep the program
+from exiting before the work ends.
 
-anyio's BlockingPortal is no such loop: it waits for the loop when it hands over a call, so that a coroutine that blocks
-would keep its caller past every time limit, and SystemExit in one call ends it for all.
+anyio's BlockingPortal cannot replace the loop: it waits for the loop when it submits a call, so a coroutine that blocks
+would hold its caller past every time limit, and SystemExit in one call would end it for all.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread, begun when it is first used. It lives as long as this object, so that a client
-    which is kept between calls stays usable."""
+    """An event loop in a daemon thread, started on first use. It lives as long as this object, so that clients which
+    are kept between calls stay usable."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.lock = name, threading.Lock()  # two threads may use it first
+        self.name, self.lock = name, threading.Lock()  # two threads may race to the first use
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, function: Callable[[], Awaitable[Any]]) -> Future[Any]:
-        """Run an async function beside the others, with the caller's context variables, and never wait for them."""
+        """Start an async function in the loop with the caller's context variables, and return its future at once."""
         with self.lock:
             if self.loop is None:
                 self.loop = asyncio.new_event_loop()
@@ -38,7 +38,7 @@ class BackgroundLoop:
 
 
 async def without_exit(function: Callable[[], Awaitable[Any]]) -> Any:
-    """Await the call. SystemExit would end the event loop for all, so it becomes a RuntimeError."""
+    """Return the awaited result. SystemExit, which would end the event loop for all, becomes a RuntimeError."""
     try:
         return await function()
     except SystemExit as error:
@@ -46,7 +46,7 @@ async def without_exit(function: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Serve `loop` until it is stopped, and let its tasks end then: they may have things to close."""
+    """Run `loop` until it is stopped, then cancel its tasks and let them clean up."""
     loop.run_forever()
     if tasks := asyncio.all_tasks(loop):
         for task in tasks:
@@ -56,15 +56,15 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
-    """Run `work` in a daemon thread, with the caller's context variables."""
+    """Run `work` in a new daemon thread with the caller's context variables; return the thread."""
     thread = threading.Thread(target=partial(contextvars.copy_context().run, work), name=name, daemon=True)
     thread.start()
     return thread
 
 
 def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """Return `run` of each of N items, in the order of the items, with `workers` at a time. After an error or an
-    interrupt no further item begins; the first error is raised when those that have begun end."""
+    """Return [run(item) for item in items], computed in `workers` threads. After an error or an interrupt no further
+    item begins; the first error is raised once the items in progress have ended."""
     waiting = list(enumerate(items))[::-1]
     results: dict[int, Result] = {}
     faults: list[BaseException] = []

@@ -31,14 +31,14 @@ POLL_SECONDS = 0.1  # between checks for failures, and for Ctrl-C, which some sy
 
 SIGNAL: Any = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))  # None on Windows; SIGALRM stays free
 NONE_MADE = "; environments holds None for each that could not be made, and the log says why"
-AGAIN = 1.0  # seconds until it is raised once more in code that catches everything
+AGAIN = 1.0  # seconds until the signal is sent again, for code that catches everything
 
-Lists = dict[str, list[Any]]  # arguments of a call that have an entry for each completion
+Lists = dict[str, list[Any]]  # arguments of a call with one entry per completion
 
 
 @dataclass
 class CallRecorder:
-    """Collects what a function logs while a batch of completions is scored."""
+    """Collects the values that a function logs during one call."""
 
     num_completions: int
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -57,45 +57,45 @@ class CallRecorder:
         self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
 
     def weighted(self, name: str) -> list[tuple[float, float]]:
-        """(value, weight) of all that was logged under a name; the weight is how many values it is the mean of. Plain
-        numbers share the completions of the call between them: a single one is a mean over all of these."""
+        """Return (value, weight) of all values logged under a name. The weight is the number of completions that the
+        value is a mean of: the `count` of a MeanOf; plain numbers share the completions of the call equally."""
         values = self.values[name]
         return [(value, value.count if isinstance(value, MeanOf) else (self.num_completions or 1) / len(values))
                 for value in values]
 
 
 class Call:
-    """A named function with its lists of N completions. One of the methods `run...` begins the call."""
+    """One call of a function on N completions, begun by one of the methods `run...`."""
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
                  groups: Sequence[int] = ()) -> None:
-        """`groups` are the numbers of those that it scores; without any it scores the whole batch. Raises
-        MissingColumnError if the function needs an argument that is not there."""
+        """`groups` are the indices of the groups in `lists`; empty for the whole batch. MissingColumnError if a
+        required argument is not available."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
         self.recorder = CallRecorder(len(self.completions))
         shared = {"trainer_state": state, "log_extra": self.recorder.log_extra, "log_metric": self.recorder.log_metric}
         self.func = bind(name, func, {**lists, **shared})
-        self.lists = lists.keys() - {"environments"}  # those are the ones that were played
-        self.lacks_some = any(made is None for made in lists.get("environments") or ())  # that could not be made
+        self.lists = lists.keys() - {"environments"}  # arguments to copy; environments are passed themselves
+        self.lacks_some = any(made is None for made in lists.get("environments") or ())  # environments that could not be made
         self.future: Future[Any] = Future()
         self.groups = groups
         self.began = self.ended = 0.0
 
     def bound(self) -> Any:
-        """Call the function with objects of its own: what it changes is seen by no other call, record or step."""
+        """Call the function with copies of its lists, so that its changes affect no other call, record or step."""
         arguments = {name: owned(value) if name in self.lists else value for name, value in self.func.keywords.items()}
         return self.func.func(**arguments)
 
     def run(self) -> None:
-        """Run here and now, unless it was stopped before. `future` gets what it returns or raises."""
+        """Run in this thread, unless the call was cancelled; `future` gets the result or the error."""
         if not self.future.set_running_or_notify_cancel():
             return
         self.began = time.monotonic()
         try:
             result = self.bound()
-        except BaseException as error:  # noqa: BLE001, the thread that asked raises it again
+        except BaseException as error:  # noqa: BLE001, raised again in the thread that waits
             self.note_end()
             self.future.set_exception(error)
         else:
@@ -103,8 +103,8 @@ class Call:
             self.future.set_result(result)
 
     def run_alone(self) -> None:
-        """Begin in this thread where it is the main one, so that signal.alarm works as in TRL, and end at the time
-        limit; elsewhere in a daemon thread of its own, with the caller's context variables."""
+        """Run to the end or to the time limit in this thread if it is the main thread, so that signal.alarm works as in
+        TRL; otherwise begin in a new daemon thread, with the caller's context variables."""
         if SIGNAL is not None and threading.current_thread() is threading.main_thread():
             with suppress(OverTime), time_limit(self.limit):
                 self.run()
@@ -124,25 +124,25 @@ class Call:
 
     @property
     def rewards(self) -> list[float | None]:
-        """The rewards (N,) that the finished call returned. RewardError for what is not a list of rewards."""
+        """The rewards (N,) of the finished call. RewardError if its result is not a list of N rewards."""
         return as_rewards(self.name, self.future.result(), len(self.completions))
 
     @property
     def interval(self) -> tuple[float, float]:
-        """When it began and when it ended, or now if it still runs; on the monotonic clock."""
+        """(begin, end) on the monotonic clock; the end is now if the call still runs."""
         return self.began, self.ended or time.monotonic()
 
     @property
     def late(self) -> bool:
-        """Whether it has passed its time limit, finished or not."""
+        """Whether the call has passed its time limit, finished or not."""
         began, ended = self.interval
         stopped = self.future.done() and isinstance(failure(self.future), OverTime)
         return stopped or (bool(began) and ended - began >= self.limit)
 
 
 def wait_for(calls: list[Call]) -> None:
-    """Wait until calls that run side by side have ended. RewardError for the first that fails, TooLateError for those
-    that pass their time limits: async calls are then stopped, and nothing can stop a thread."""
+    """Wait until concurrent calls have ended. RewardError for the first that fails, TooLateError for those that pass
+    their time limits. Async calls are then cancelled; threads cannot be stopped."""
     try:
         while True:
             check(calls)
@@ -154,8 +154,8 @@ def wait_for(calls: list[Call]) -> None:
 
 
 def check(calls: list[Call]) -> None:
-    """Raise RewardError for a call that has failed, and TooLateError for those that have passed their time limits,
-    whether anyone waited for them or not."""
+    """Raise RewardError for a call that has failed, and TooLateError for calls that have passed their time limits, even
+    if they have finished since."""
     for call in calls:
         if call.future.done() and not isinstance(error := failure(call.future), (NoneType, OverTime)):
             first = repr(call.completions[0])[:120] if call.completions else None
@@ -171,7 +171,7 @@ def check(calls: list[Call]) -> None:
 
 
 def pause(calls: list[Call]) -> float:
-    """Return the seconds to wait for a change: until the next time limit, and at most POLL_SECONDS."""
+    """Return the seconds to wait: until the next time limit of a call, at most POLL_SECONDS."""
     now = time.monotonic()
     return max(0.0, min([POLL_SECONDS, *(call.began + call.limit - now for call in calls if not call.future.done())]))
 
@@ -182,18 +182,18 @@ def stop(calls: list[Call]) -> None:
 
 
 def failure(future: Future[Any]) -> BaseException | None:
-    """Return the error of a finished call. A coroutine that cancelled itself counts as an error too."""
+    """Return the error of a finished call, None if it has none. A cancelled coroutine counts as an error."""
     return asyncio.CancelledError() if future.cancelled() else future.exception()
 
 
 class OverTime(BaseException):
-    """Raised inside of code that takes longer than it may; `except Exception` does not catch it."""
+    """Raised inside code that passes its time limit; a BaseException, so `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OverTime inside of the block, in the main thread, when it has taken this long, and each second after that.
-    Code that waits is woken; code that computes outside of Python's interpreter is not ended before it comes back."""
+    """Raise OverTime inside the block, in the main thread, after this many seconds, and again every second after that.
+    Blocking calls are interrupted; native code that computes ends only when it returns to the interpreter."""
     if not math.isfinite(seconds):
         yield
         return
@@ -212,13 +212,13 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             done.set()
     finally:
-        done.set()  # the signal may come within the line above
-        watchdog.join()  # from here on no signal comes
+        done.set()  # again, because the signal may interrupt the line above
+        watchdog.join()  # no signal can come after this
         signal.signal(SIGNAL, previous)
 
 
 def watch(done: threading.Event, seconds: float) -> None:
-    """Send the signal to the main thread until the block is done."""
+    """Send SIGNAL to the main thread after `seconds`, then every AGAIN seconds, until `done` is set."""
     main: Any = threading.main_thread().ident
     while not done.wait(seconds):
         signal.pthread_kill(main, SIGNAL)

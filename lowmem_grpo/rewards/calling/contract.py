@@ -1,4 +1,4 @@
-"""The contract of reward functions: how they are named and called, what they return, and how they fail.
+"""The contract of reward functions: their names, arguments, results and failures.
 
 Every failure becomes a RewardError, raised in the thread that asked for the rewards.
 """
@@ -14,8 +14,8 @@ from lowmem_grpo.rewards.verifier import Verifier
 RewardFunction = Callable[..., Any]
 
 RESERVED = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # no column may have these names
-OF_EPISODES = ("environments", "turns")  # nor these, where completions are episodes
-NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns left out, as in TRL: other arguments hold them
+OF_EPISODES = ("environments", "turns")  # reserved too, if completions are episodes
+NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns not passed, as in TRL: other arguments hold them
 
 
 class RewardError(RuntimeError):
@@ -31,7 +31,7 @@ class TooLateError(RewardError):
 
 
 def check_function(func: Any) -> None:
-    """Raise TypeError for a verifier, and anything else that cannot be called."""
+    """Raise TypeError for a verifier, or any other value that cannot be called."""
     if isinstance(func, Verifier):
         raise TypeError(f"reward_funcs holds the verifier {func.name}, which says right or wrong and pays nothing; "
                         "make a reward function from it with .reward(right=1.0, wrong=0.0)")
@@ -40,7 +40,7 @@ def check_function(func: Any) -> None:
 
 
 def is_model(func: Any) -> bool:
-    """Return whether this is a torch module, or a text, which is the name of a reward model; needs no torch."""
+    """Return whether a value is a reward model: a torch module, or a string, its name. Does not import torch."""
     return isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__)
 
 
@@ -71,8 +71,8 @@ def is_async(func: RewardFunction) -> bool:
 
 
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
-    """Return whether it may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling: False
-    turns early calls off for all functions, other values decide for functions that say nothing themselves."""
+    """Return whether a function may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling:
+    False forbids that for all functions; other values apply to functions without a `by_group` attribute."""
     func = unwrap(func)
     if getattr(func, "after_sampling", False) or chosen is False:
         return False
@@ -80,7 +80,7 @@ def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
 
 
 def own_limit(func: RewardFunction) -> float | None:
-    """Return its own time limit in seconds, if it has one."""
+    """Return a function's own time limit in seconds; None if it has none."""
     return getattr(unwrap(func), "time_limit", None)
 
 
@@ -89,7 +89,7 @@ def is_required(func: RewardFunction) -> bool:
 
 
 def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:
-    """Return the columns that functions get. Raises RewardError for a column with the name of an argument."""
+    """Return the columns that are passed to functions. RewardError for a column with the name of an argument."""
     clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
     if clashes:
         raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them")
@@ -104,7 +104,7 @@ def check_lengths(lists: dict[str, list[Any]], expected: int) -> None:
 
 
 def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functools.partial[Any]:
-    """`func` with the arguments that it takes. Raises MissingColumnError if one that it requires is not there."""
+    """Return `func` bound to the `available` arguments that it takes. MissingColumnError if one is missing."""
     parameters = inspect.signature(func).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in available]
@@ -121,7 +121,7 @@ def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
     """Return a function's result as `expected` floats and Nones. Raises RewardError for anything else."""
     try:
         rewards = [as_number(value) for value in as_list(result)]
-    except Exception as error:  # conversions of foreign types raise as they like
+    except Exception as error:  # conversions of other libraries' types may raise anything
         raise RewardError(f"reward function {name} returned a wrong result: {error}") from error
     if len(rewards) != expected:
         raise RewardError(f"reward function {name} returned {len(rewards)} rewards, expected {expected}")
@@ -129,7 +129,7 @@ def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
 
 
 def foreign_types(result: Any) -> set[str]:
-    """Names of the types in a function's result that are not float, int or None and could be made into floats."""
+    """Return the names of the types in a function's result that are converted to floats, or to a list."""
     kinds = set() if isinstance(result, (list, tuple)) else {type(result).__name__}
     return kinds | {type(value).__name__ for value in as_list(result)
                     if isinstance(value, bool) or not isinstance(value, (int, float, type(None)))}

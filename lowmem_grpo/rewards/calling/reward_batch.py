@@ -1,4 +1,4 @@
-"""The one place that makes Scores: of the groups of a batch, some of them while others are still sampled."""
+"""Scoring of a batch's groups, some of them while other groups are still being sampled."""
 
 import copy
 import threading
@@ -17,25 +17,24 @@ from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Message, Rollout, RolloutGroup, Turn
 
-LINGER = 0.02  # seconds that the worker waits, so that groups that finish together go into one call
+LINGER = 0.02  # seconds that the worker waits, so that groups that finish together share one call
 
 
 class RewardBatch:
-    """The calls of the reward functions on a batch of prompts: made before it is sampled, told of finished groups by
-    `on_group` while others decode, and brought to an end by `settle`. A context manager: after its end no call begins.
-    All plain functions share one worker thread. Whenever it is free, it takes all groups that wait and calls one
-    function after the other on them. So no two plain functions run side by side, as when a whole batch is scored, and
-    functions that share state stay right. This holds within a batch: nothing can stop a thread, so a call of a batch
-    that failed may still run while the next batch is scored. Async functions are called for each group at once. Nothing
-    is raised before `wait`, and no call begins after a failure or after `close`."""
+    """The calls of the reward functions on a batch of prompts. It is made before sampling, gets finished groups by
+    `on_group` while others decode, and returns the scores by `settle`. As a context manager it closes at the end.
+    All plain functions share one worker thread. Whenever the thread is free, it takes all waiting groups and calls one
+    function after the other on them. So plain functions never run concurrently, just as when a whole batch is scored,
+    and may share state. This holds only within a batch: threads cannot be stopped, so a call of a failed batch may
+    still run while the next batch is scored. Async functions are called for each group at once. Errors are raised only
+    by `wait`, and no call begins after a failure or after `close`."""
 
     def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
                  clock: Clock | None = None) -> None:
-        """Use only the rows of the prompts. `clock` counts the seconds of the calls. Early calls see `state` as it is
-        now, because sampling counts tokens in it. RewardError if a function, early or not, needs a column that no row
-        has."""
+        """Only the rows of `prompts` are used. `clock` measures the calls. Early calls get a copy of `state` as it is
+        now, because sampling counts tokens in it. RewardError if any function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
-        self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # completions of the groups handed in
+        self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # completions per group handed in so far
         available = dict.fromkeys([*lists_of(scorer, [], self.columns), "trainer_state", "log_extra", "log_metric"])
         for name, func in ({} if scorer.late_columns else scorer.by_name).items():
             bind(name, func, available)
@@ -45,8 +44,8 @@ class RewardBatch:
         self.calls: list[Call] = []
         self.waiting: list[tuple[int, Lists]] = []  # for the worker
         self.working = self.hurry = self.closed = False
-        self.failed: Call | None = None  # the first that failed; it stopped the others
-        self.broken: BaseException | None = None  # what ended the worker, other than an error of a function
+        self.failed: Call | None = None  # the first call that failed, which stopped the others
+        self.broken: BaseException | None = None  # an error in the worker itself
         self.changed = threading.Condition()  # guards all of the above
 
     def __enter__(self) -> Self:
@@ -58,11 +57,11 @@ class RewardBatch:
 
     @property
     def on_group(self) -> OnGroup | None:
-        """The function that the engine is to call for each finished group; None if no function is early."""
+        """The callback that the engine calls for each finished group; None if no function is called early."""
         return self.add_group if self.names else None
 
     def add_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """Have the rollouts of a prompt scored when all of them are there, unless they were handed in before."""
+        """Submit the finished rollouts of a prompt to the early functions, unless they were submitted before."""
         if not self.names or index in self.sizes:
             return
         self.sizes[index] = len(rollouts)
@@ -78,13 +77,13 @@ class RewardBatch:
                     start_thread("early rewards", self.work)
 
     def start_task(self, call: Call) -> None:
-        """Begin the call of an async function. The lock is held."""
+        """Begin the call of an async function; the caller holds the lock."""
         self.calls.append(call)
         call.run_in_loop(self.scorer.loop)
         call.future.add_done_callback(lambda _: self.finish_call(call))
 
     def finish_call(self, call: Call) -> None:
-        """Wake whoever waits for a call that has ended. After the first failure no call begins."""
+        """Notify waiting threads that a call has ended; close the batch after the first failure."""
         with self.changed:
             first = failure(call.future) is not None and not self.closed
             if first:
@@ -94,25 +93,25 @@ class RewardBatch:
             self.close()
 
     def work(self) -> None:
-        """Call every plain function on what waits, until nothing does."""
+        """Call every plain function on the waiting groups, until none are left."""
         try:
             while calls := self.next_calls():
                 for call in calls:
                     if not self.closed:
                         call.run()
                         self.finish_call(call)
-        except BaseException as error:  # noqa: BLE001, whoever waits raises it again
+        except BaseException as error:  # noqa: BLE001, `wait` raises it again
             with self.changed:
                 self.broken = error
                 self.changed.notify_all()
 
     def next_calls(self) -> list[Call]:
-        """Return the next calls, on all groups that wait; none if there is nothing to do, and the worker then ends."""
+        """Return the next calls, on all waiting groups; an empty list, which ends the worker, if none wait."""
         with self.changed:
             self.changed.wait_for(lambda: self.hurry or self.closed, LINGER)
             taken, self.waiting = self.waiting, []
             if not taken or self.closed:
-                self.working = False  # under the lock: a group that comes in from now on starts another worker
+                self.working = False  # under the lock, so that the next group starts another worker
                 self.changed.notify_all()
                 return []
             lists = {name: [value for _, lists in taken for value in lists[name]] for name in taken[0][1]}
@@ -122,11 +121,10 @@ class RewardBatch:
             return calls
 
     def wait(self, groups: list[RolloutGroup]) -> float:
-        """Wait until the early functions have scored all groups. Return the seconds in which calls ran before this
-        wait, while other groups decoded; calls that ran side by side count once. Raises RewardError if a call failed or
-        passed its time limit."""
+        """Wait until the early functions have scored all groups. Return the seconds that calls took before this wait,
+        hidden behind sampling; concurrent calls count once. RewardError if a call failed or passed its time limit."""
         for index, group in enumerate(groups):
-            self.add_group(index, group.rollouts)  # those that the engine has not told of
+            self.add_group(index, group.rollouts)  # groups that the engine has not reported
         with self.changed:
             hidden = covered([call.interval for call in self.calls if call.began])
             self.hurry = True
@@ -147,21 +145,21 @@ class RewardBatch:
         stop([call for call in self.calls if call.began])
 
     def settle(self, groups: list[RolloutGroup]) -> Scores:
-        """Return what all functions say of the groups, once all are sampled. RewardError if one of them failed."""
+        """Return the scores of all groups after sampling. RewardError if a function failed."""
         with self, self.clock.phase("reward"):
             self.clock.reward_hidden += self.wait(groups)
             return self.scores(groups)
 
     def scores(self, groups: list[RolloutGroup]) -> Scores:
-        """Return the scores of finished groups. Functions that are not early are called now, each once."""
+        """Return the scores of all groups. Functions that were not called early are called now, once on the batch."""
         rest = [name for name in self.scorer.names if name not in self.names]
         whole = self.scorer.call_whole(rest, lists_of(self.scorer, groups, self.columns), self.now)
         sizes = {index: len(group.rollouts) for index, group in enumerate(groups)}
         return self.scorer.scores([*self.calls, *whole], spans_of(sizes))
 
     def scored(self, index: int) -> Scores | None:
-        """Return the scores of a finished group while others are sampled; None where they are not all there, or a call
-        failed. Behind its own, the lists have those of groups that were scored in the same calls."""
+        """Return the scores of a finished group while others are sampled; None if some are missing or a call failed.
+        The group's completions come first in the lists, then those of groups scored in the same calls."""
         with self.changed:
             calls = [call for call in self.calls if index in call.groups and call.future.done()]
         if self.failed is not None or len(calls) < len(self.scorer.names):
@@ -172,7 +170,7 @@ class RewardBatch:
 
 
 def spans_of(sizes: dict[int, int]) -> dict[int, range]:
-    """Return the places of the completions of groups that stand side by side, by the sizes of these."""
+    """Return the range of each group's completions in a concatenated batch, from the group sizes."""
     ends = accumulate(sizes.values())
     return {group: range(end - size, end) for (group, size), end in zip(sizes.items(), ends, strict=True)}
 
@@ -187,27 +185,27 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 class EpisodeMessages(list[Message]):
-    """All messages of an episode that follow its prompt: of the assistant, with its tool calls, of tools and of the
-    environment. It is the plain list that TRL gives to reward functions, but for `completion[0]`: functions for one
-    answer read the answer there, so it is the last message of the assistant."""
+    """All messages of an episode after its prompt: of the assistant, with its tool calls, of tools and of the
+    environment. It equals the list that TRL passes to reward functions, except that `completion[0]` is the last
+    assistant message, because functions for single answers read the answer there."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.answer if index == 0 else super().__getitem__(index)
 
     @property
     def answer(self) -> Message:
-        """The last message of the assistant; IndexError without one."""
+        """The last assistant message; IndexError if there is none."""
         return [message for message in self if message.get("role") == "assistant"][-1]
 
 
 def score_groups(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState | None) -> Scores:
-    """Return what all functions say of sampled groups, each called once."""
+    """Return the scores of sampled groups; each function is called once."""
     return scorer.score_lists(lists_of(scorer, groups, columns_of([group.row for group in groups])), state)
 
 
 def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str]) -> Lists:
-    """Return the lists that functions get for the rollouts of groups: the columns of their rows, and those that
-    rollouts bring, which stand before them. `completion_ids` are all that followed the prompt."""
+    """Return the lists that are passed to functions for the rollouts of groups. A rollout's own columns take precedence
+    over those of its row. `completion_ids` are all tokens after the prompt."""
     pairs = [(group.row, rollout) for group in groups for rollout in group.rollouts]
     names = dict.fromkeys([*columns, *columns_of([rollout.columns for _, rollout in pairs])])
     values = {name: [rollout.columns.get(name, row.get(name)) for row, rollout in pairs] for name in names}
@@ -222,7 +220,7 @@ def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str
 
 
 def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """Return the row's prompt, and of an episode with what the environment added to it, as in TRL."""
+    """Return the row's prompt; for an episode, with the messages that the environment added to it, as in TRL."""
     prompt = row.get("prompt")
     if not rollout.opening:
         return prompt
@@ -230,8 +228,8 @@ def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
 
 
 def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """A rollout as functions get it: a text where the prompt is one (of an episode the last turn's), else a chat; that
-    of an episode without a turn is an empty answer."""
+    """Return a rollout as it is passed to functions: a text if the prompt is text (of an episode, the last turn's),
+    else a chat. An episode without a turn gives an empty answer."""
     if not rollout.ending or isinstance(row.get("prompt"), str):
         return [{"role": "assistant", "content": rollout.text}] if is_chat(row.get("prompt")) else rollout.text
     turns = rollout.turns or [Turn([], [], [], "stop")]
@@ -240,5 +238,5 @@ def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the dataset columns that functions get; a row without one has None there."""
+    """Return the names of the dataset columns that are passed to functions; rows may lack some, which are then None."""
     return sorted({name for row in rows for name in row} - {"prompt", "completion"})

@@ -1,14 +1,14 @@
-"""Calls reward functions under TRL's contract, each within a time limit, and checks what they return.
+"""Call reward functions under TRL's contract, each within a time limit, and check their results.
 
 A function is called by keyword with `prompts`, `completions` and `completion_ids`, a list for every dataset column,
 `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. A function without **kwargs gets only the
-arguments that it names. It returns one number or None for each completion. Booleans, tensors and arrays are taken as
-numbers, and a warning says so once; anything else is refused.
+arguments that it names. It returns one number or None for each completion. Booleans, tensors and arrays are converted
+to numbers, with one warning; anything else is refused.
 
-Plain functions run one after another in the main thread, as in TRL, so that signal.alarm and what is built on it work;
-a signal of another kind ends one that takes too long. Where the scorer is called in another thread, each runs in a
-daemon thread. Async functions run together in one event loop, which lives as long as the scorer and also works inside a
-notebook's running loop. `reward_batch.py` calls functions sooner, in a thread.
+Plain functions run one after another in the main thread, as in TRL, so that signal.alarm and code built on it work; a
+signal other than SIGALRM ends a function that takes too long. If the scorer is called in another thread, each function
+runs in a daemon thread. Async functions run together in one event loop, which lives as long as the scorer and also
+works inside a notebook's running loop. `reward_batch.py` calls functions early, in a thread.
 """
 
 import logging
@@ -31,21 +31,21 @@ __all__ = ["RewardError", "RewardScorer", "Scores"]
 logger = logging.getLogger(__name__)
 Override = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Any]
 OF_COMPLETIONS = ("prompts", "completions", "completion_ids")
-DIGITS = 12  # in a mean over several calls: how a batch was cut into calls depends on time, but the log must not
+DIGITS = 12  # in a mean over several calls: the split into calls depends on timing, and the log must not
 
 
 @dataclass
 class Scores:
     """The results of the functions on N completions."""
 
-    returned: dict[str, list[float | None]]  # (N,) for each function, NaN and infinity among them; None: not judged
+    returned: dict[str, list[float | None]]  # (N,) by function; may hold NaN and infinity; None: not judged
     extras: dict[str, list[Any]]  # (N,) for each column passed to log_extra
-    metrics: dict[str, float]  # means of what log_metric got
-    converted: dict[str, list[str]]  # what each function returned beside numbers
+    metrics: dict[str, float]  # means of the values passed to log_metric
+    converted: dict[str, list[str]]  # by function, the types that it returned other than numbers
 
     @cached_property
     def rewards(self) -> dict[str, list[float | None]]:
-        """(N,) for each function; None if it does not apply or was not finite."""
+        """(N,) rewards by function; None if a reward does not apply or is not finite."""
         return {name: [None if contract.is_invalid(value) else value for value in values]
                 for name, values in self.returned.items()}
 
@@ -61,18 +61,18 @@ class RewardScorer:
     def __init__(self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
                  weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
                  episodes: bool = False, late_columns: bool = False, override: Override | None = None) -> None:
-        """`timeout` is in seconds, for functions without a `time_limit` of their own. `while_sampling` is
-        GRPOConfig.score_while_sampling; `score` does not use it. `episodes` says that completions are episodes:
-        functions then get their `environments` and `turns` too. `late_columns` says that rollouts bring columns of
-        their own, so that nobody knows before what functions will get. `override` is called in place of the functions,
-        on all completions of a batch with their rows, and returns the rewards (N, R); `call_rows` calls the functions.
+        """`timeout` is in seconds, for functions without their own `time_limit`. `while_sampling` is
+        GRPOConfig.score_while_sampling; `score` does not use it. `episodes`: completions are episodes, and functions
+        also get `environments` and `turns`. `late_columns`: rollouts add columns that are unknown before sampling.
+        `override` is called in place of the functions, on all completions of a batch with their rows, and returns the
+        rewards (N, R); it may call the functions with `call_rows`.
 
-        A reward model may be given as an object, or by its name. Raises TypeError for what is neither, ValueError for
-        no functions or a wrong number of weights."""
+        A reward model may be given as an object or by name. TypeError for a value that is neither a function nor a
+        model, ValueError for no functions, a wrong number of weights, or only zero weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.funcs: list[RewardFunction] = list(functions)
         if any(map(contract.is_model, self.funcs)):
-            from lowmem_grpo.rewards.reward_model import with_models  # which loads what reads models
+            from lowmem_grpo.rewards.reward_model import with_models  # imports transformers
 
             self.funcs = with_models(self.funcs)
         if not self.funcs:
@@ -86,8 +86,8 @@ class RewardScorer:
             raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
         self.timeout, self.while_sampling = timeout, while_sampling
         self.episodes, self.late_columns = episodes, late_columns
-        self.override, self.called = override, dict[str, Call]()  # by `call_rows`, since `override` was called
-        self.said: set[str] = set()  # functions of whose conversions a warning has told
+        self.override, self.called = override, dict[str, Call]()  # calls by `call_rows` inside `override`
+        self.said: set[str] = set()  # functions whose conversions have been warned of
         self.loop = BackgroundLoop("async rewards")
 
     @property
@@ -98,7 +98,7 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The functions whose None leaves a group out of the step. One of weight 0 is a metric and requires nothing."""
+        """The functions whose None leaves the whole group out of the step; not those of weight 0, which are metrics."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and contract.is_required(func)]
 
@@ -108,23 +108,23 @@ class RewardScorer:
 
     def score(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
               columns: dict[str, list[Any]], trainer_state: Any) -> Scores:
-        """Rewards of N completions; every list has length N. Every failure is raised as RewardError in this thread."""
+        """Return the scores of N completions; every list has length N. RewardError, in this thread, for any failure."""
         return self.score_lists(self.lists(prompts, completions, completion_ids, columns), trainer_state)
 
     def score_lists(self, lists: Lists, state: Any) -> Scores:
-        """Return the same for the arguments that `lists` made."""
+        """Return the scores of N completions, with arguments made by `lists`."""
         return self.scores(self.call_whole(self.names, lists, state), {0: range(len(lists["completions"]))})
 
     def lists(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
               columns: dict[str, list[Any]]) -> Lists:
-        """Return the arguments with one entry for each completion. RewardError if one has not, or names clash."""
+        """Return the arguments that have one entry per completion. RewardError for a wrong length or clashing names."""
         lists = dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
         lists |= contract.passed_columns(columns, self.episodes)
         contract.check_lengths(lists, len(completions))
         return lists
 
     def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
-        """Call these functions, or what is called in their place, and return the finished calls."""
+        """Call these functions, or `override` in their place, and return the finished calls."""
         if self.override is None or not lists["completions"]:
             return self.call_each(names, lists, state)
         others = {name: values for name, values in lists.items() if name not in OF_COMPLETIONS}
@@ -145,7 +145,7 @@ class RewardScorer:
         self, rows: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
         state: Any,
     ) -> list[list[float | None]]:
-        """Return what each function says of N completions of these rows: a list (N,) for each function."""
+        """Call all functions on N completions, one for each of `rows`; return their rewards, (N,) for each function."""
         lists = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         lists |= dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
         contract.check_lengths(lists, len(completions))
@@ -153,7 +153,7 @@ class RewardScorer:
         return [self.called[name].rewards for name in self.names]
 
     def call_each(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
-        """Call each of these functions, plain ones first, and wait. The arguments of all are checked before."""
+        """Call each of these functions, plain ones first, and wait. All arguments are checked before the first call."""
         calls = [self.call(name, lists, state) for name in names]
         together = [call for call in calls if contract.is_async(self.by_name[call.name])]
         alone = [call for call in calls if call not in together]
@@ -166,11 +166,11 @@ class RewardScorer:
         return [*alone, *together]
 
     def call(self, name: str, lists: Lists, state: Any, groups: Sequence[int] = ()) -> Call:
-        """Return a call that has not begun. MissingColumnError if the function needs what is not there."""
+        """Return a call that has not begun. MissingColumnError if a required argument is not available."""
         return Call(name, self.by_name[name], lists, state, self.timeout, groups)
 
     def scores(self, calls: list[Call], spans: dict[int, range]) -> Scores:
-        """Return the results of calls of the whole batch or of some of its groups; see `put_together`."""
+        """Return `put_together`'s scores of a batch, and warn once of converted results."""
         scores = put_together(calls, self.names, spans)
         for name in scores.converted.keys() - self.said:
             logger.warning("reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of "
@@ -180,8 +180,8 @@ class RewardScorer:
 
 
 def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -> Scores:
-    """Return the scores of a batch, whose groups are at the places `spans`, from calls of all of it and of some of its
-    groups. RewardError for a result that is not a list of rewards."""
+    """Return the scores of a batch, merged from calls on the whole batch and calls on some of its groups; `spans` are
+    the positions of each group's completions. RewardError for a result that is not a list of rewards."""
     count = sum(map(len, spans.values()))
     by_name = {name: [call for call in calls if call.name == name] for name in names}
     returned: dict[str, list[float | None]] = {name: [None] * count for name in names}
@@ -198,14 +198,14 @@ def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -
 
 
 def put(values: list[Any], places: Sequence[int], parts: list[Any]) -> None:
-    """Put each of some values at its place in the batch."""
+    """Write `parts` into `values` at these positions."""
     for place, part in zip(places, parts, strict=True):
         values[place] = part
 
 
 def means_of(functions: list[list[CallRecorder]]) -> dict[str, float]:
-    """Means of the values passed to log_metric. The values of a function's calls are weighted so that together they
-    give what a single call on the whole batch would."""
+    """Return the means of the values passed to log_metric. The values from several calls of a function are weighted so
+    that they give the mean of a single call on the whole batch."""
     logged: dict[str, list[tuple[float, float]]] = defaultdict(list)
     cut = set()
     for recorders in functions:
@@ -218,8 +218,8 @@ def means_of(functions: list[list[CallRecorder]]) -> dict[str, float]:
 
 
 def weighed(recorders: list[CallRecorder]) -> Iterator[tuple[str, float, float]]:
-    """(metric, value, weight) of all that one function logged. Each value of a single call counts as one, as in TRL;
-    the values of several calls count as one together."""
+    """Yield (metric, value, weight) of all values that one function logged. In a single call each value has weight 1,
+    as in TRL; the weights of values from several calls sum to 1."""
     for name in dict.fromkeys(name for recorder in recorders for name in recorder.values):
         logged = [pair for recorder in recorders if name in recorder.values for pair in recorder.weighted(name)]
         total = sum(weight for _, weight in logged)

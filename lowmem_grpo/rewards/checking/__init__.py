@@ -1,1 +1,1 @@
-"""`rewards.check`: tries reward functions before a run."""
+"""`rewards.check`, which tries reward functions before a run."""

@@ -1,5 +1,5 @@
-"""`rewards.check`: tries reward functions on a model's samples before a run is spent on them, and shows the result.
-What a model wrote is shown as text, without style."""
+"""`rewards.check`, which tries reward functions on a model's completions before a run, and prints the result.
+Completions are printed as plain text, without markup."""
 
 import time
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ from lowmem_grpo.types import RolloutGroup
 if TYPE_CHECKING:
     from lowmem_grpo.fast_model import FastGeneration
 
-ROWS = 256  # that are looked at for what can never be judged
-SECONDS = 10.0  # that one function may take here, unless the run allows less
+ROWS = 256  # rows that are searched for those that can never be judged
+SECONDS = 10.0  # time limit of a function in the check, unless the run allows less
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-PROMPTS = 2  # whose best and worst completions are shown
+PROMPTS = 2  # prompts of which the best and the worst completion are shown
 AMOUNTS = ("weight", "mean", "lowest", "highest", "none", "empty", "right", "seconds")
-DROPPED = ("seconds", "kind", "none", "empty", "lowest", "weight")  # in this order, on a narrow terminal
+DROPPED = ("seconds", "kind", "none", "empty", "lowest", "weight")  # columns, dropped in this order if too narrow
 LONGEST = 300  # characters of a prompt or completion: its beginning and its end
 
 
@@ -59,7 +59,7 @@ class RewardCheck:
 
     @property
     def signal_share(self) -> float:
-        """The share of groups whose completions differ in their sum."""
+        """The share of groups whose completions differ in their weighted sum of rewards."""
         return self.groups_with_signal / self.groups
 
     @property
@@ -87,15 +87,15 @@ class RewardCheck:
 def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
           args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,
           console: Console | None = None, show: bool = True) -> RewardCheck:
-    """Sample `groups` prompts of the dataset as a run with `args` would, score the samples, and say what is wrong.
+    """Sample completions for `groups` prompts as a run with `args` would, score them, and report what is wrong.
 
     It finds functions that fail, take too long, do not return a list of numbers, need a column that is missing, pay the
     same for all completions, pay the same as another function, or pay for the empty answer. It also estimates the share
     of groups that will carry signal. `model` is what FastLanguageModel returned, with LoRA or without. Its weights, the
-    dataset and torch's random state do not change. Tables are printed unless `show` is False. `timeout` is the seconds
+    dataset and torch's random state are unchanged. Tables are printed unless `show` is False. `timeout` is the seconds
     that each function may take here: by default `args.reward_timeout`, but at most 10.
 
-    Raises what a trainer would raise at once: TypeError for what is not a function, ValueError for a wrong number of
+    Raises the errors of a trainer: TypeError for a value that is not a function, ValueError for a wrong number of
     weights or for `groups` below 1, DataError for a dataset that cannot be trained on.
     """
     started = time.monotonic()
@@ -137,7 +137,7 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
 
 
 def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
-    """Return at most ROWS rows of the dataset, spread evenly, each with its number."""
+    """Return at most ROWS rows of the dataset, spread evenly, as (index, row)."""
     rows = source.dataset.peek(ROWS) if isinstance(source.dataset, Stream) else source.dataset
     return [(number, rows[number]) for number in sorted({place * len(rows) // ROWS for place in range(ROWS)})]
 
@@ -152,8 +152,8 @@ def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tok
 
 
 def set_rewards(groups: list[RolloutGroup], trials: list[RewardTrial], required: list[str]) -> None:
-    """Set what functions pay for every rollout, and the sum as the run has it. A group in which a `required` function
-    paid None is `unjudged`."""
+    """Set each rollout's rewards and their weighted sum, as the run does. A group in which a `required` function
+    returned None is marked as `unjudged`."""
     worked = [trial for trial in trials if trial.error is None]
     for index, rollout in enumerate(rollout for group in groups for rollout in group.rollouts):
         rollout.rewards = {trial.name: trial.pays[index] for trial in worked}
@@ -165,7 +165,7 @@ def set_rewards(groups: list[RolloutGroup], trials: list[RewardTrial], required:
 
 
 def print_check(result: RewardCheck, console: Console | None = None) -> None:
-    """Print what each function paid, a few completions with their pay, the signal, and the findings."""
+    """Print the statistics of each function, a few completions with their rewards, the signal, and the findings."""
     console = console or any_console()
     console.print(fitting_table(result, console))
     console.print(samples_table(result, console.width))
@@ -182,7 +182,7 @@ def print_check(result: RewardCheck, console: Console | None = None) -> None:
 
 
 def fitting_table(result: RewardCheck, console: Console) -> Table:
-    """Return the table of functions, without the columns for which the terminal has no room."""
+    """Return the table of functions, without the columns of DROPPED that do not fit the terminal."""
     tables = (functions_table(result, DROPPED[:count]) for count in range(len(DROPPED)))
     fits = (table for table in tables if console.measure(table).maximum < console.width)
     return next(fits, functions_table(result, DROPPED))
@@ -216,7 +216,7 @@ def number(value: float | None) -> str:
 
 
 def samples_table(result: RewardCheck, width: int) -> Table:
-    """Return the best and the worst completion of the first prompts, with what each function paid for them."""
+    """Return a table of the best and the worst completion of the first prompts, with the rewards of each function."""
     table = Table(title="What they pay for what", title_justify="left", box=SIMPLE, show_lines=True)
     for name in ("prompt", "completion"):
         table.add_column(name, ratio=1, overflow="fold")

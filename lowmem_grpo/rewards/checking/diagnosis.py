@@ -1,5 +1,5 @@
-"""Tries reward functions one by one, so that the failure of one does not hide what the others do, and turns the trials
-into findings, each with what to do about it."""
+"""Trials of reward functions, each by itself so that the failure of one does not hide the others, and the findings
+about them, each with its fix."""
 
 import math
 import time
@@ -24,7 +24,7 @@ from lowmem_grpo.runs.findings import Finding, by_severity
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 
-LOW_SHARE = 0.25  # groups with signal; below this most samples of a step teach nothing
+LOW_SHARE = 0.25  # share of groups with signal, below which most samples of a step teach nothing
 MOSTLY_CUT = 0.5  # share of completions that reached the length limit
 ENOUGH_GROUPS = 4  # with fewer groups, little can be said about each function and about the share with signal
 COLUMN_FIX = "rename a column of the dataset (dataset.rename_column), or the one that the function reads"
@@ -35,21 +35,21 @@ CONTRACT_FIX = "return a list with one float or None for each completion"
 
 @dataclass
 class RewardTrial:
-    """One reward function on N sampled completions, and on an empty completion of each prompt."""
+    """The results of one reward function on N sampled completions, and on an empty completion of each prompt."""
 
     name: str
     kind: str  # "verifier": it pays for a verdict; "reward": it computes the number itself
     weight: float
-    pays: list[float | None] = field(default_factory=list)  # (N,); empty where it failed
-    empty: list[float | None] = field(default_factory=list)  # one per prompt
-    invalid: int = 0  # NaN and infinite values among `pays`, where they are None
-    converted: list[str] = field(default_factory=list)  # types other than numbers that it returned
+    pays: list[float | None] = field(default_factory=list)  # (N,) rewards; empty if it failed
+    empty: list[float | None] = field(default_factory=list)  # rewards of an empty completion, one per prompt
+    invalid: int = 0  # number of NaN and infinite rewards, which are None in `pays`
+    converted: list[str] = field(default_factory=list)  # types that it returned other than numbers
     verdicts: float | None = None  # the share of right verdicts, of a verifier
     seconds: float = 0.0  # for the N completions
     error: Exception | None = None  # why it failed on the samples
     empty_error: Exception | None = None  # why it failed on empty completions only
     own_limit: float | None = None  # its own time limit in seconds, whatever the run allows
-    trouble: Finding | None = None  # why it paid None when it could not judge
+    trouble: Finding | None = None  # the reason that it gives for returning None
 
     @property
     def paid(self) -> list[float]:
@@ -57,7 +57,7 @@ class RewardTrial:
 
 
 def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> list[RewardTrial]:
-    """Return a trial of each function of the scorer on all rollouts. Each may take the scorer's `timeout`."""
+    """Return a trial of each function of the scorer on all rollouts, each within the scorer's `timeout`."""
     functions = zip(scorer.names, scorer.funcs, scorer.weights, strict=True)
     return [try_function(name, func, weight, scorer.timeout, groups, state) for name, func, weight in functions]
 
@@ -65,7 +65,7 @@ def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerStat
 def try_function(
     name: str, func: RewardFunction, weight: float, limit: float, groups: list[RolloutGroup], state: TrainerState
 ) -> RewardTrial:
-    """Return what a function pays for the rollouts, and for an empty completion of each prompt."""
+    """Return the trial of a function on the rollouts, and on an empty completion of each prompt."""
     trial = RewardTrial(name, "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward", weight)
     scorer = RewardScorer(func, None, limit)
     scorer.names = [name]
@@ -97,8 +97,8 @@ def without_text(group: RolloutGroup) -> RolloutGroup:
 
 def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
                 allowed: float = math.inf, per_step: int = 0) -> list[Finding]:
-    """Return findings about functions. A function may take `limit` seconds here, and `allowed` seconds in the run for
-    the `per_step` completions of a step."""
+    """Return the findings about functions. `limit` is a function's time limit in these trials, and `allowed` its limit
+    in the run for the `per_step` completions of a step, both in seconds."""
     findings: list[Finding] = []
     telling = any(trial.weight and any(map(differs, in_groups(trial.pays, group_size))) for trial in trials)
     for trial in trials:
@@ -115,7 +115,7 @@ def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[st
 
 def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
            dataset: str = "dataset") -> Finding:
-    """Return why a function gave no rewards, and what it needs. `columns` are those of the `dataset`."""
+    """Return the finding that a function failed, with its fix. `columns` are those of the `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",
@@ -131,6 +131,7 @@ def failed(name: str, error: Exception, columns: Sequence[str], limit: float = m
 
 
 def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
+    """Return the part of a message that names a missing column (an argument, or a KeyError's key); None if none is."""
     if isinstance(error, MissingColumnError):
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None
@@ -140,7 +141,7 @@ def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
 def faulty_rows(
     name: str, func: Any, rows: Iterable[tuple[int, dict[str, Any]]], which: str = "row"
 ) -> Iterator[Finding]:
-    """Find rows, with their numbers in the dataset, that a function can never judge."""
+    """Find rows, given as (index, row), that a function can never judge."""
     reward = unwrap(func)
     if not isinstance(reward, Reward):
         return
@@ -155,7 +156,7 @@ def faulty_rows(
 
 
 def unlike_numbers(trial: RewardTrial) -> Iterator[Finding]:
-    """Find NaN, infinity, and values that had to be made into floats."""
+    """Find NaN, infinity, and values that had to be converted to floats."""
     if trial.invalid:
         yield Finding("error", trial.name, f"NaN or infinity for {trial.invalid} of {len(trial.pays)} completions; a "
                       "run makes no step on their groups",
@@ -166,7 +167,7 @@ def unlike_numbers(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def without_judgement(trial: RewardTrial) -> Iterator[Finding]:
-    """Find a function that could not judge, and says why. A run makes no step on such groups."""
+    """Find a function that could not judge some completions and gives a reason. A run makes no step on such groups."""
     missing = len(trial.pays) - len(trial.paid) - trial.invalid
     if trial.trouble is not None and missing:
         yield Finding("warning" if trial.paid else "error", trial.name, f"None for {missing} of {len(trial.pays)} "
@@ -174,15 +175,15 @@ def without_judgement(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def silent(trial: RewardTrial) -> Iterator[Finding]:
-    """Find a function that has no opinion on anything, and does not say why."""
+    """Find a function that returned None for all completions without a reason."""
     if not trial.paid and not trial.invalid and trial.trouble is None:
         yield Finding("warning", trial.name, f"None for all {len(trial.pays)} completions",
                       "check that its column holds labels that it can read")
 
 
 def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
-    """Find a function that pays the same for all completions, or for all of each group, and so teaches nothing. If
-    other functions differ (`telling`), a reward that all earn is no mistake: for example, all may keep a format."""
+    """Find a function that pays the same for all completions, or within each group, and so teaches nothing. If the
+    rewards of other functions differ (`telling`), a reward that all earn is no mistake: all may keep a format."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
     if not trial.paid:
         yield from silent(trial)
@@ -198,7 +199,7 @@ def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterato
 
 
 def about_the_empty(trial: RewardTrial) -> Iterator[Finding]:
-    """Find a function that fails on an empty completion, or pays for it: the easiest thing for a policy to learn."""
+    """Find a function that fails on an empty completion, or pays for it, which a policy would soon exploit."""
     if trial.empty_error is not None:
         yield Finding("error", trial.name, f"on an empty completion {trial.empty_error}"[:300],
                       "handle the empty text: a model can end its answer at once")
@@ -211,7 +212,7 @@ def about_the_empty(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def slow(trial: RewardTrial, allowed: float, per_step: int) -> Iterator[Finding]:
-    """Find a function that at this pace takes longer for the completions of a step than the run allows."""
+    """Find a function that would exceed its time limit on the completions of a step at this pace."""
     expected = trial.seconds * per_step / max(len(trial.pays), 1)
     if expected > allowed and trial.own_limit is None:
         yield Finding("warning", trial.name, f"{trial.seconds:.1f} s for {len(trial.pays)} completions: the {per_step} "
@@ -220,7 +221,7 @@ def slow(trial: RewardTrial, allowed: float, per_step: int) -> Iterator[Finding]
 
 
 def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
-    """Find two functions that always pay the same: they count one thing twice."""
+    """Find pairs of functions that pay the same for every completion, and so count twice."""
     for first, second in combinations(trials, 2):
         if first.pays == second.pays:
             yield Finding("warning", second.name,
@@ -229,8 +230,9 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
-    """Find that most completions were cut off, and that few groups differ in reward: only these teach. `failures`
-    are functions that were left out. Where groups are not `enough` for a share, only no signal at all is told."""
+    """Find that most completions were cut off, or that in few groups the rewards differ, which alone carry signal.
+    `failures` is the number of functions left out. If there are not `enough` groups to estimate a share, only a
+    complete lack of signal is reported."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:
@@ -246,10 +248,10 @@ def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = 
 
 
 def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float]) -> list[Finding]:
-    """Return findings about what the functions, whose `weights` these are, paid for the completions of a step, as in
-    `rewards.check`. With fewer than ENOUGH_GROUPS groups, only three things are reported: no group has signal, values
-    are not numbers, and no function paid anything. If no group has signal, functions that pay the same for all are not
-    listed singly."""
+    """Return findings about the rewards of a step's completions, as in `rewards.check`; `weights` are the functions', by
+    name. With fewer than ENOUGH_GROUPS groups, it reports only that no group has signal, that rewards are not numbers,
+    or that no function paid anything. If no group has signal, functions that pay the same for all are not listed one by
+    one."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trials = [RewardTrial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
                     invalid=sum(name in rollout.invalid_rewards for rollout in rollouts))
@@ -265,7 +267,7 @@ def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float]) -> l
 
 
 def groups_with_signal(groups: list[RolloutGroup]) -> int:
-    """Return in how many groups the rewards differ; one that a required function cannot judge has no signal."""
+    """Return the number of groups in which the rewards differ; groups marked as `unjudged` do not count."""
     return sum(not group.unjudged and differs([rollout.reward for rollout in group.rollouts]) for group in groups)
 
 

@@ -1,6 +1,6 @@
-"""The official client for OpenAI-compatible servers; only this file imports it. `pip install lowmem-grpo[judge]`.
+"""Judge requests through OpenAI's client, which only this file imports: `pip install lowmem-grpo[judge]`.
 
-No message about a judge shows its key, a password in its URL, or characters that a terminal obeys.
+No message about a judge shows its key, a password in its URL, or terminal control characters.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from lowmem_grpo.rewards.judge.judge import is_address, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
 from lowmem_grpo.runs.findings import Finding
 
-REPLY_BYTES = 4 << 20  # for one answer; the longest thinking with its scores takes a tenth of it
+REPLY_BYTES = 4 << 20  # one response; long thinking with its scores takes a tenth of that
 REDIRECTS = 5
-SHORTEST = 8  # characters; a shorter key ("local", "EMPTY") is no secret, and stands in ordinary words
-SHOWN = 300  # characters of what a server or its connection says
+SHORTEST = 8  # characters of a secret; a shorter key ("local", "EMPTY") is none, and occurs in ordinary words
+SHOWN = 300  # characters of a server's or connection's error that are shown
 PLACE = "[hidden]"
-MOST_TOKENS = 1 << 32  # that a server may say one request took
-VISIBLE = re.compile(r"[!-~]+")  # what a key consists of
+MOST_TOKENS = 1 << 32  # a larger count in a server's usage report is ignored
+VISIBLE = re.compile(r"[!-~]+")  # the characters of a key
 WRONG_URL = ("the client cannot use the judge's URL, of base_url or OPENAI_BASE_URL; it must be like "
              "https://api.example.com/v1")
-STATUSES = {  # an answer's: a short name, what the server does, and what to do about it
+STATUSES = {  # by HTTP status: kind of trouble, the server's behaviour, the fix
     401: ("key", "does not take the API key", "give the right api_key"),
     403: ("key", "does not let this key use {model}", "give another api_key or model"),
     404: ("model", "knows no model {model!r}, or has no chat completions there",
@@ -41,18 +41,18 @@ STATUSES = {  # an answer's: a short name, what the server does, and what to do 
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """A server's answer, or the trouble that takes its place."""
+    """A server's reply, or the trouble in place of one."""
 
     text: str = ""
-    cut: bool = False  # at the limit of tokens
+    cut: bool = False  # truncated at the limit of tokens
     prompt_tokens: int = 0
     completion_tokens: int = 0
     retries: int = 0  # failed requests before this one
-    is_chat: bool = True  # False: it is not the answer of a chat API
+    is_chat: bool = True  # False: the response is not a chat completion
     trouble: Finding | None = None
 
     def ratings(self, question: Question) -> Ratings:
-        """Return the ratings in it. Raises BadReplyError if there are none."""
+        """Return the ratings in the reply. BadReplyError if there are none."""
         if not self.is_chat:
             raise BadReplyError("the server's answer is not a chat completion")
         if self.cut:
@@ -60,7 +60,7 @@ class JudgeReply:
         return question.read(self.text)
 
     def no_scores(self, fault: str) -> Finding:
-        """Return what to do about a last reply without scores."""
+        """Return the finding for a question whose last reply has no scores."""
         if not self.is_chat:
             return unanswered("api", "what the server answers is not a chat completion",
                               "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")
@@ -72,13 +72,13 @@ class JudgeReply:
 
 
 class ChatClient:
-    """Puts questions to a model of a server, each in a request with the same options."""
+    """Sends questions to a server's model, each in its own request with the same options."""
 
     def __init__(self, base_url: str | None, api_key: str | None, timeout: float, retries: int, model: str,
                  options: dict[str, Any]) -> None:
-        """Wait `timeout` seconds for a request. After 408, 409, 429, 5xx, a time-out or a lost connection, repeat it up
-        to `retries` times, 0.5 to 8 s later or when the server says. Raises ValueError if there is no key, or one that
-        no request can hold, if the URL is none, or for an option that no request knows or JSON cannot hold."""
+        """`timeout` is in seconds, for one request. After 408, 409, 429, 5xx, a time-out or a lost connection it is
+        repeated up to `retries` times, 0.5 to 8 s later or when the server says. ValueError for a missing key, a key
+        that an HTTP header cannot hold, an invalid URL, or an option that the API does not know or JSON cannot hold."""
         self.model, self.options = model, options
         try:
             self.api = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=retries,
@@ -86,9 +86,9 @@ class ChatClient:
         except OpenAIError as error:
             raise ValueError(f"the judge has no API key ({error}). Give api_key=..., or set OPENAI_API_KEY; a server "
                              'of your own takes any text, api_key="local"') from error
-        except Exception as error:  # the client's library has one of its own, and its words may hold a password
+        except Exception as error:  # the HTTP library raises its own errors, and their text may hold a password
             raise ValueError(WRONG_URL) from error
-        if not VISIBLE.fullmatch(self.api.api_key):  # which the message must not show
+        if not VISIBLE.fullmatch(self.api.api_key):  # the message must not show the key
             raise ValueError("the API key has a space, a line break or a letter that is not ASCII, which no request "
                              "can hold; copy it again, without what stands around it")
         if not is_address(str(self.api.base_url)):
@@ -103,19 +103,19 @@ class ChatClient:
         self.secrets = [text for text in hidden if isinstance(text, str) and len(text) >= SHORTEST]
 
     async def ask(self, question: Question, fault: str | None) -> JudgeReply:
-        """Return the reply to a question; `fault` says what was wrong with the reply before."""
+        """Return the reply to a question; `fault` describes what was wrong with the previous reply."""
         create: Any = self.api.chat.completions.with_raw_response.create
         try:
             raw = await create(model=self.model, messages=question.messages(fault), **self.options)
             answer = raw.parse()
-        except Exception as error:  # noqa: BLE001, what a server sends can raise any in the client and below it
+        except Exception as error:  # noqa: BLE001, a server's response can make the client raise anything
             request = getattr(error, "request", None)
             taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
             return JudgeReply(retries=int(taken) if taken.isdigit() else 0, trouble=self.trouble_of(error))
         return self.reply_of(answer, raw.retries_taken)
 
     def reply_of(self, answer: Any, retries: int) -> JudgeReply:
-        """Return the reply in the client's object; a server may have left out any part of it."""
+        """Return the reply in the client's response object, any part of which a server may have left out."""
         try:
             choice = answer.choices[0]
             said, cut, is_chat = choice.message.content, choice.finish_reason == "length", True
@@ -126,7 +126,7 @@ class ChatClient:
         return JudgeReply(self.hide(said) if isinstance(said, str) else "", cut, prompt, completion, retries, is_chat)
 
     def trouble_of(self, error: Exception) -> Finding:
-        """Return why a request has no answer."""
+        """Return the finding for a request that failed with this error."""
         url = str(self.api.base_url.copy_with(username="", password="", query=None)).rstrip("/")
         if isinstance(large := error.__cause__ or error, ReplyTooLargeError):
             return unanswered("large", f"{url} says too much: {large}",
@@ -142,13 +142,13 @@ class ChatClient:
         return unanswered(kind, f"{url} {what.format(model=self.model)} ({self.plain(error)})", fix)
 
     def hide(self, text: str) -> str:
-        """Return the text without what only the server may know."""
+        """Return the text with the secrets (key, password, headers) replaced."""
         for secret in self.secrets:
             text = text.replace(secret, PLACE)
         return text
 
     def plain(self, said: object) -> str:
-        """Return one line of at most SHOWN characters that can be printed, without the secrets."""
+        """Return one line of at most SHOWN printable characters, without the secrets."""
         text = " ".join(self.hide(str(said)).split())[:SHOWN]
         return "".join(char if char.isprintable() else "?" for char in text)
 
@@ -167,21 +167,21 @@ def count_of(usage: Any, name: str) -> int:
 
 
 class ReplyTooLargeError(OpenAIError):
-    """A server's answer that is not read to its end. The client of openai passes it on, and does not ask again."""
+    """A response that is too large to read. As an OpenAIError, it is passed on by OpenAI's client without a retry."""
 
 
 class LimitedClient(DefaultAsyncHttpxClient):
-    """Reads each answer to its end, up to REPLY_BYTES and for `seconds` in all. It asks for answers that are not packed
-    and takes no others: a packed one could become a thousand times as large. Each answer is read as UTF-8, because a
-    server could also name a packing as its charset."""
+    """An HTTP client that reads each response up to REPLY_BYTES and for `seconds` in all. It requests and accepts only
+    uncompressed responses, since decompression could make one a thousand times as large. Each response is read as
+    UTF-8, because a server could also name a compression as its charset."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(headers={"Accept-Encoding": "identity"}, timeout=seconds)
         self.seconds = seconds
 
     async def send(self, request: Any, **options: Any) -> Any:
-        """Return the answer with its body. Raises ReplyTooLargeError if that is too large or packed, and the client's
-        ReadTimeout if it is not whole in time, even if some of it comes again and again."""
+        """Return the response with its body. ReplyTooLargeError if the body is too large or compressed, and the HTTP
+        library's ReadTimeout if it is not complete in time, even if parts of it keep coming."""
         try:
             async with asyncio.timeout(self.seconds):
                 return await self.send_with_redirects(request, options | {"stream": True, "follow_redirects": False})
@@ -190,7 +190,7 @@ class LimitedClient(DefaultAsyncHttpxClient):
             raise library.ReadTimeout("the answer was not whole in time", request=request) from error
 
     async def send_with_redirects(self, request: Any, options: dict[str, Any]) -> Any:
-        """Return the answer at the end of a few redirects."""
+        """Return the response after at most REDIRECTS redirects."""
         for _ in range(1 + REDIRECTS):
             response = await super().send(request, **options)
             try:
@@ -207,7 +207,7 @@ class LimitedClient(DefaultAsyncHttpxClient):
 
 
 async def body_of(response: Any) -> bytes:
-    """Return the whole body. Raises ReplyTooLargeError as soon as it is too large."""
+    """Return the whole body. ReplyTooLargeError as soon as it is too large, or if it is compressed."""
     packed = response.headers.get("content-encoding", "identity")
     if packed != "identity":
         raise ReplyTooLargeError(f"its answer is packed ({packed[:20]}), though it was asked not to pack it")

@@ -1,6 +1,6 @@
-"""Control tokens in what a judge reads: a space breaks them, so that no answer ends its turn or speaks as another.
+"""Control tokens in a judge's input are broken by a space, so that no answer can end its turn or imitate another role.
 
-The names are those of well-known families of models.
+The token names are those of well-known model families.
 """
 
 import re
@@ -25,15 +25,15 @@ CONTROL = re.compile(r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and 
                      r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
                      r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
                      r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
-                     r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's orders /think and /no_think
+                     r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's switches /think and /no_think
                      re.IGNORECASE)
-INVISIBLE = re.compile(r"[\u034f\u115f\u1160\u3164\u180b-\u180f\ufe00-\ufe0f]")  # besides the category Cf
+INVISIBLE = re.compile(r"[\u034f\u115f\u1160\u3164\u180b-\u180f\ufe00-\ufe0f]")  # in addition to Unicode category Cf
 TRIES = 20
 
 
 def broken(text: str) -> str:
-    """The text with a space inside whatever looks like a control token of a well-known family of models, for a judge
-    whose tokenizer is not known; also inside what looks so without invisible characters and with wide ones as usual."""
+    """Return the text with a space inside each likely control token of well-known model families, for a judge whose
+    tokenizer is unknown; also inside those that appear only after `usual` has normalised the text."""
     text = CONTROL.sub(lambda match: f"{match[0]} ", text)
     if text.isascii():
         return text
@@ -43,15 +43,15 @@ def broken(text: str) -> str:
 
 
 def usual(text: str) -> tuple[str, list[int]]:
-    """The text as many tokenizers read it, without invisible characters and with wide ones as usual (NFKC), and for
-    each of its characters the place in `text` that it comes from."""
+    """Return the text as many tokenizers normalise it (without invisible characters, and in NFKC, which narrows wide
+    characters), and for each of its characters the index in `text` that it comes from."""
     pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
              and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
     return "".join(char for char, _ in pairs), [place for _, place in pairs]
 
 
 def without_controls(text: str, tokenizer: Any) -> str:
-    """Return the text with a space inside whatever the tokenizer would take for one of its control tokens."""
+    """Return the text with a space inside each text that the tokenizer would encode as a control token."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
     for control in sorted(controls, key=len, reverse=True):
@@ -60,8 +60,8 @@ def without_controls(text: str, tokenizer: Any) -> str:
 
 
 def without_spans(text: str, tokenizer: Any, controls: set[str]) -> str:
-    """The text with a space inside what becomes a control token only when the tokenizer has changed its characters,
-    such as wide ones or small letters. Each try breaks all that there are; breaking one may make another."""
+    """Return the text with a space inside each control token that appears only after the tokenizer's normalisation,
+    such as wide characters or lower case. Each try breaks all of them, since breaking one may create another."""
     numbers = {*tokenizer.convert_tokens_to_ids(sorted(controls))} - {tokenizer.unk_token_id}
     for _ in range(TRIES):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

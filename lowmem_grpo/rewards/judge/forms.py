@@ -1,7 +1,7 @@
-"""Turns completions into questions for a judge: one by one, or the completions of a group side by side.
+"""Questions for a judge about completions: about each one alone, or about the completions of a group side by side.
 
-Whole trajectories are read a message a line, as JSON, so that no message can look like two. What all trajectories of a
-group began with is shown once.
+Whole trajectories are written with one message per line, as JSON, so that no message can look like two. The messages
+with which all trajectories of a group begin are shown once.
 """
 
 import json
@@ -16,16 +16,16 @@ from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.runs.records import prompt_text
 
-EQUAL = 0.5  # the reward of completions that have none to be compared with
-RESULT_CHARS = 4000  # for what was said to the agent in one message; a longer text loses its middle
+EQUAL = 0.5  # the reward of completions that have no other to be compared with
+RESULT_CHARS = 4000  # in a message to the agent; a longer text is cut in the middle
 NOTHING = "(nothing more)"
 
-Transcript = tuple[str, ...]  # lines
+Transcript = tuple[str, ...]  # one line per message
 
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """A completion, and what it is judged by."""
+    """A completion (`said`), with the prompt, rubric and reference for judging it."""
 
     prompt: str
     rubric: str
@@ -36,7 +36,7 @@ class JudgedRow:
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """A question, and the numbers of the completions behind each of its answers. Without a question all get `equal`."""
+    """A question, and for each of its answers the indices of the completions; without a question all get `equal`."""
 
     places: list[list[int]]
     question: Question | None = None
@@ -45,7 +45,7 @@ class JudgeRequest:
 
 @dataclass(frozen=True)
 class JudgeForm(ABC):
-    """The way in which completions are put to a judge, and what its scores are worth."""
+    """The base of forms, which turn completions into questions and scores into rewards."""
 
     rubric: str
     rubric_column: str | None  # the dataset column with a row's own rubric
@@ -56,13 +56,13 @@ class JudgeForm(ABC):
         return tuple(dict.fromkeys(name for name in (self.rubric_column, self.reference) if name is not None))
 
     def read(self, completion: Any) -> Any:
-        """Return what the judge sees of a completion: of a chat the assistant's last message."""
+        """Return the part of a completion that the judge sees: of a chat, the last assistant message."""
         return completion_text(completion)
 
     def questions(
         self, said: list[Any], columns: dict[str, list[Any]], prompts: list[Any], seeds: list[Any] | None = None
     ) -> list[JudgeRequest]:
-        """Return questions about N completions. Each completion has one place in one of them."""
+        """Return requests about N completions, each of which belongs to one answer of one request."""
         nothing = [None] * len(said)
         rubrics = nothing if self.rubric_column is None else columns[self.rubric_column]
         references = nothing if self.reference is None else columns[self.reference]
@@ -73,7 +73,7 @@ class JudgeForm(ABC):
 
     @abstractmethod
     def ask(self, rows: list[JudgedRow]) -> list[JudgeRequest]:
-        """Return the questions about completions with their prompts, rubrics and references."""
+        """Return the requests about these rows."""
 
     @abstractmethod
     def worth(self, score: float) -> float:
@@ -82,7 +82,7 @@ class JudgeForm(ABC):
 
 @dataclass(frozen=True)
 class SingleForm(JudgeForm):
-    """Each completion by itself, on a scale from `low` to `high`; rewards go from 0 to 1."""
+    """One question for each completion, scored from `low` to `high`; rewards go from 0 to 1."""
 
     low: float
     high: float
@@ -101,11 +101,11 @@ class SingleForm(JudgeForm):
 
 @dataclass(frozen=True)
 class GroupForm(JudgeForm):
-    """The completions of each group in one question, identical ones once. A group is completions in a row with the same
-    prompt. If there is nothing to compare, nothing is asked. Episodes of several messages are compared as a whole."""
+    """One question for each group (consecutive completions with the same prompt), with identical completions shown
+    once, and multi-message episodes as a whole. If all are identical, nothing is asked."""
 
     def read(self, completion: Any) -> str | Transcript:
-        """Return a text, or the lines of a chat with more than one message."""
+        """Return a completion's text, or the transcript of a chat with more than one message."""
         if isinstance(completion, list) and len(completion) > 1:
             return transcript_of(list(completion))
         return completion_text(completion)
@@ -129,7 +129,7 @@ class GroupForm(JudgeForm):
 
 
 def question_of(answers: list[str | Transcript], prompt: str, rubric: str, reference: str | None) -> Question:
-    """Different answers side by side; if one of them is an episode, all are shown as such."""
+    """Return the question about distinct answers side by side; if one is a transcript, all are shown as transcripts."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     if len(texts) == len(answers):
         return Question(prompt, tuple(texts), rubric, reference, grouped=True)
@@ -143,7 +143,7 @@ def common(row: JudgedRow) -> tuple[str, str, str | None]:
 
 
 def transcript_of(messages: Sequence[Mapping[str, Any]]) -> Transcript:
-    """Return a line for each message: its role, what it says, and its calls."""
+    """Return one JSON line for each message: its role, content and tool calls."""
     return tuple(map(line_of, messages))
 
 
@@ -156,17 +156,17 @@ def line_of(message: Mapping[str, Any]) -> str:
 
 
 def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's name, and its arguments as they were meant."""
+    """Return a tool call's name and its arguments, parsed if they are JSON."""
     function = call.get("function") or call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # what is no JSON is shown as it was written
+        with suppress(ValueError, RecursionError):  # arguments that are not JSON stay text
             arguments = json.loads(arguments)
     return {"name": function.get("name"), "arguments": arguments}
 
 
 def shortened(content: Any) -> Any:
-    """Return a text without its middle if it is too long."""
+    """Return a text with its middle cut out if it is longer than RESULT_CHARS."""
     if not isinstance(content, str) or len(content) <= RESULT_CHARS:
         return content
     half = RESULT_CHARS // 2
@@ -178,7 +178,7 @@ def as_line(value: Any) -> str:
 
 
 def compared(prompt: str, transcripts: Sequence[Transcript], rubric: str, reference: str | None = None) -> Question:
-    """Return the question about these trajectories side by side, below `prompt` and what all of them began with."""
+    """Return the question about transcripts side by side; the lines that all begin with go to the prompt."""
     least = min(map(len, transcripts))
     shared = next((number for number in range(least) if len({lines[number] for lines in transcripts}) > 1), least)
     task = "\n".join(filter(None, [prompt, *transcripts[0][:shared]]))

@@ -1,4 +1,4 @@
-"""Share a name, a cache, a meter and warnings between both judges."""
+"""The base class of judges, with a cache, a meter and rate-limited warnings."""
 
 import logging
 import threading
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
     ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 QUIET_SECONDS = 300.0  # between two warnings of the same kind
-LOCK = threading.Lock()  # guards what judges have warned of
+LOCK = threading.Lock()  # guards the records of warnings
 
 
 @dataclass
 class Meter:
     """The cost of judging: counts of a judge since it was made, or of one call."""
 
-    calls: int = 0  # questions put to the judge; one that is asked again counts once
-    cached: int = 0  # questions whose answer was known already
+    calls: int = 0  # questions that were asked; a retry does not count again
+    cached: int = 0  # questions answered from the cache
     retried: int = 0  # further requests for a question: after an error, or after a reply without scores
-    failed: int = 0  # questions that have no answer
+    failed: int = 0  # questions without an answer
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -38,29 +38,29 @@ class Meter:
 
 @dataclass
 class Round:
-    """One call of a judge with some questions: the ratings, what they took, and what went wrong."""
+    """One call of a judge with some questions: the ratings, their cost, and the failures."""
 
     questions: list[Question]
     found: dict[Question, Ratings] = field(default_factory=dict)
-    known: set[Question] = field(default_factory=set)  # those whose answer was in the cache
+    known: set[Question] = field(default_factory=set)  # questions answered from the cache
     meter: Meter = field(default_factory=Meter)
     troubles: list[Finding] = field(default_factory=list)
 
     @property
     def ratings(self) -> list[Ratings | None]:
-        """The ratings of each question in order; None if it has no answer."""
+        """The ratings of each question in order; None for a question without an answer."""
         return [self.found.get(question) for question in self.questions]
 
 
 class Judge:
-    """Rates questions with `rate(questions) -> Round`. It may be async, and it never raises an error for a failure."""
+    """The base of judges, whose method `rate(questions) -> Round` may be async and raises no error for a failure."""
 
-    after_sampling = False  # whether `rate` uses the rollout engine
+    after_sampling = False  # `rate` uses the rollout engine
     time_limit: float  # seconds within which `rate` returns
-    rate: Any  # the method of each judge
+    rate: Any  # defined by each judge
 
     def __init__(self, name: str, cache_size: int) -> None:
-        """Keep the ratings of the last `cache_size` questions. ValueError for a negative one."""
+        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative."""
         require("cache_size", cache_size, at_least(0))
         self.name, self.cache_size = name, cache_size
         self.cache: OrderedDict[str, Ratings] = OrderedDict()
@@ -68,7 +68,7 @@ class Judge:
         self.complaints = Complaints()
 
     def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
-        """Return a round with the known answers, and the distinct questions that must be asked."""
+        """Return a round with the ratings found in the cache, and the distinct questions that must be asked."""
         now = Round(questions)
         waiting: list[Question] = []
         for question in dict.fromkeys(questions):
@@ -81,11 +81,13 @@ class Judge:
         return now, waiting
 
     def learn(self, now: Round, question: Question, ratings: Ratings) -> None:
+        """Store a question's ratings in the round and in the cache."""
         now.found[question] = self.cache[question.key] = ratings
         while len(self.cache) > self.cache_size:
             self.cache.popitem(last=False)
 
     def end(self, now: Round) -> Round:
+        """Count the failed questions, add the round to the meter, warn of its troubles, and return it."""
         now.meter.failed = sum(question not in now.found for question in dict.fromkeys(now.questions))
         self.meter.add(now.meter)
         for trouble in {trouble.kind: trouble for trouble in now.troubles}.values():
@@ -101,17 +103,17 @@ class Judge:
 
 
 def unanswered(kind: str, problem: str, fix: str) -> Finding:
-    """Return a finding: one reason why a question has no answer."""
+    """Return the finding that a question has no answer for this reason."""
     return Finding("warning", "", problem, fix, kind)
 
 
 class Complaints:
-    """Warns of a kind of trouble when it first comes, and again after a while with how often it came in between."""
+    """Warns of each kind of trouble at most once per `quiet_seconds`; a later warning counts the suppressed ones."""
 
     def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
         self.quiet_seconds = quiet_seconds
-        self.said: dict[str, float] = {}  # when, by kind
-        self.unsaid: dict[str, int] = {}  # how often since
+        self.said: dict[str, float] = {}  # time of the last warning, by kind
+        self.unsaid: dict[str, int] = {}  # suppressed warnings since then, by kind
 
     def say(self, judge: str, trouble: Finding) -> None:
         with LOCK:
@@ -129,13 +131,13 @@ class Complaints:
 
 
 def check_gone(options: dict[str, Any]) -> None:
-    """Raise TypeError for an option that is unknown, or that is here no longer, with what to do instead."""
+    """Raise TypeError, with what to do instead, for an option that is unknown or was removed."""
     for name in options:
         raise TypeError(f"a judge has no option {name!r}: {GONE.get(name, 'see docs/judge.md for its options')}")
 
 
 def is_address(url: str) -> bool:
-    """Return whether it is the URL of a server: http or https, a host, and a port that there can be."""
+    """Return whether `url` is a server's URL: http or https, with a host and a valid port, if any."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,4 +1,4 @@
-"""A judge's scores as a reward. If it gives no score, the group is left out of the step, and the run goes on."""
+"""Rewards from a judge's scores. If the judge fails, the group is left out of the step, and the run continues."""
 
 import inspect
 import math
@@ -15,9 +15,9 @@ from lowmem_grpo.utils import TEXT, require
 
 
 class JudgeReward(Reward):
-    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for one that waits for a server. Each
-    call logs judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (for one completion), and
-    /seconds (of the call) if the judge was asked. The reasons go into the extra column NAME_reason."""
+    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for an async one. Each call logs
+    judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (per completion), and /seconds (of
+    the call) if the judge was asked. The judge's reasons are logged in the extra column NAME_reason."""
 
     required = True
 
@@ -25,7 +25,7 @@ class JudgeReward(Reward):
         super().__init__(name, form.columns)
         self.judge, self.form = judge, form
         self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
-        self.trouble: Finding | None = None  # the last reason for a None; `rewards.check` shows it
+        self.trouble: Finding | None = None  # the last reason for a None, shown by `rewards.check`
 
     @property
     def meter(self) -> Any:
@@ -40,15 +40,16 @@ class JudgeReward(Reward):
         return self.settle(requests, now, time.monotonic() - began, call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[JudgeRequest]:
+        """Return the requests about N completions; TypeError if the call has no prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
-        seeds = call.get("seed") if "environments" in call else None  # tasks that look alike may differ
+        seeds = call.get("seed") if "environments" in call else None  # equal prompts may be different tasks
         return self.form.questions(texts, columns, prompts, seeds)
 
     def settle(
         self, requests: list[JudgeRequest], now: Round, seconds: float, call: dict[str, Any]
     ) -> list[float | None]:
-        """Return the rewards for a round's scores, None without a score. Also log the round."""
+        """Return the rewards for a round's scores, None without a score, and log the round."""
         size = sum(len(places) for request in requests for places in request.places)
         rewards: list[float | None] = [None] * size
         reasons = ["not judged"] * size
@@ -83,7 +84,7 @@ class JudgeReward(Reward):
 
 
 class AsyncJudgeReward(JudgeReward):
-    """A reward by a judge that waits for a server, while other functions go on."""
+    """A reward by a judge whose `rate` is async, so that other functions run while it waits for a server."""
 
     async def __call__(self, *, completions: list[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         return await super().__call__(completions=completions, **kwargs)  # type: ignore[misc]
@@ -101,18 +102,19 @@ def questions_of(requests: list[JudgeRequest]) -> list[Any]:
 
 
 def completions_of(requests: list[JudgeRequest], holds: Callable[[Question], bool]) -> int:
+    """Return the number of completions in the requests whose question satisfies `holds`."""
     return sum(len(places) for request in requests if request.question and holds(request.question)
                for places in request.places)
 
 
 def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
            reference: str | None = None, rubric_column: str | None = None, name: str = "judged") -> JudgeReward:
-    """Return a reward of each completion by itself: the judge's score within `score_range`, mapped to 0 to 1.
+    """Return a reward that scores each completion alone: the judge's score within `score_range`, mapped to 0 to 1.
 
     `reference` names a dataset column with a good answer, which the judge sees. `rubric_column` names a column with a
-    row's own rubric. If a row has None there, it has no reference, and `rubric` holds. The reward is None if the judge
-    failed, and then no step is made on that group. Raises TypeError for what is not a judge, and ValueError for
-    settings that make no sense.
+    row's own rubric. A row with None there has no reference, or uses `rubric`. The reward is None if the judge failed,
+    and then no step is made on that group. TypeError if `judge` is not a judge, ValueError for an empty rubric or an
+    invalid score_range.
     """
     low, high = (float(bound) for bound in score_range)
     if not (math.isfinite(high - low) and low < high):
@@ -124,17 +126,17 @@ def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = N
           name: str = "ruler") -> JudgeReward:
     """Return a reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
-    Episodes of several turns are compared as a whole, with their tools' results; what all of them began with is shown
-    once. Identical completions are shown once and get the same score. If a group has only one completion, or only one
-    text, the judge is not asked: all get 0.5, or 0 if that text is empty. A group is completions in a row with an equal
-    prompt, and of episodes with an equal seed. `reference` and `rubric_column` work as in `judged`. The reward is None
-    if the judge failed. After RULER (ART).
+    Multi-turn episodes are compared as a whole, with the results of their tools; the messages with which all of them
+    begin are shown once. Identical completions are shown once and get the same score. If all completions of a group are
+    identical, the judge is not asked: all get 0.5, or 0 if the text is empty. A group is consecutive completions with
+    the same prompt, and for episodes the same seed. `reference` and `rubric_column` work as in `judged`. The reward is
+    None if the judge failed. After RULER (ART).
     """
     return reward(name, judge, GroupForm(rubric, rubric_column, reference))
 
 
 def reward(name: str, judge: Judge, form: JudgeForm) -> JudgeReward:
-    """Return the kind of reward that suits the judge. Raises TypeError and ValueError as `judged` says."""
+    """Return an AsyncJudgeReward if `judge.rate` is async, else a JudgeReward. Raises as `judged` does."""
     require("rubric", form.rubric, TEXT)
     if not isinstance(judge, Judge):
         raise TypeError(f"{name} needs a judge, and got a {type(judge).__name__}: give rewards.UrlJudge(base_url, "

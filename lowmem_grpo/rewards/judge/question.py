@@ -1,5 +1,4 @@
-"""What a judge is asked, and how its reply is read: strictly, for one that is not exactly what was asked for gives no
-score."""
+"""The question to a judge and the parser of its reply, which is strict: a reply in any other form gives no score."""
 
 import hashlib
 import json
@@ -14,7 +13,7 @@ from lowmem_grpo.rewards.ready.reading import FENCE, unfenced
 Ratings = list[tuple[float, str]]  # (score, reason) of each answer of a question
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"  # some servers leave a model's thinking in its reply
-SHOWN = 80  # characters of a reply in messages
+SHOWN = 80  # characters of a reply that messages show
 REASON = 2000  # characters of a reason that are kept
 
 SINGLE_RUBRIC = """\
@@ -56,20 +55,20 @@ AGAIN = "(Your reply before this one could not be used: {fault}. Reply with that
 
 @dataclass(frozen=True)
 class Question:
-    """One call of a judge: some answers to one prompt, to be scored from `low` to `high`."""
+    """The input of one judgement: answers to one prompt, to be scored from `low` to `high`."""
 
     prompt: str
     answers: tuple[str, ...]
     rubric: str
     reference: str | None = None  # a good answer, which only the judge sees
-    grouped: bool = False  # several answers side by side, relative to each other; else there is one answer
+    grouped: bool = False  # several answers, scored relative to each other; else there is one answer
     low: float = 0.0
     high: float = 1.0
     transcripts: bool = False  # the answers are whole trajectories
 
     @property
     def mark(self) -> str:
-        """Is on every line around the material. It depends on all of the material, so no text can hold its own mark."""
+        """The mark on every line around the material: a hash of all of it, so that no text can contain the mark."""
         return digest([self.prompt, *self.answers, self.rubric, self.reference or ""])[:12]
 
     @property
@@ -91,18 +90,18 @@ class Question:
         return "\n\n".join(f"=== {name} {self.mark}\n{broken(text)}\n=== END {self.mark}" for name, text in parts)
 
     def messages(self, fault: str | None = None) -> list[dict[str, str]]:
-        """Return chat messages. `fault` says what was wrong with the reply before, without quoting it."""
+        """Return the chat messages. `fault` describes what was wrong with the previous reply, without quoting it."""
         user = self.user if fault is None else f"{self.user}\n\n{AGAIN.format(fault=fault)}"
         return [{"role": "system", "content": writable(self.system)}, {"role": "user", "content": writable(user)}]
 
     def read(self, reply: str) -> Ratings:
-        """Return (score, reason) of each answer in order. BadReplyError if the reply is anything else."""
+        """Return (score, reason) of each answer in order. BadReplyError for a reply in any other form."""
         bounds = self.low, self.high
         return read_group(reply, len(self.answers), *bounds) if self.grouped else read_single(reply, *bounds)
 
     @property
     def key(self) -> str:
-        """Return its key in a cache, which depends on all that is said to the judge."""
+        """The cache key: a hash of the system and user messages."""
         return digest([self.system, self.user])
 
 
@@ -111,8 +110,8 @@ def digest(texts: list[str]) -> str:
 
 
 class BadReplyError(ValueError):
-    """A reply that does not hold the scores that were asked for. The message says what is wrong with it. `fault` says
-    it without quoting the reply, whose words may come from an answer. Only this is told to the judge."""
+    """A reply without the required scores. The message may quote the reply; `fault` describes the problem without a
+    quote, and only that is sent to the judge, since words of the reply may come from an answer."""
 
     def __init__(self, fault: str, quoted: str = "") -> None:
         super().__init__(f"{fault}: {quoted}" if quoted else fault)
@@ -144,14 +143,15 @@ def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[fl
 
 
 def id_of(value: Any) -> int | None:
-    """Return 1 for 1 and for "1"; None for anything else."""
+    """Return an answer's number, given as an integer or as its digits; None for any other value."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}", value):
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def rating_of(entry: dict[str, Any], low: float, high: float) -> tuple[float, str]:
-    """Return (score, reason) of an object. The reason may be missing; a long one is cut."""
+    """Return (score, reason) of a JSON object; the reason may be missing, and is cut at REASON characters.
+    BadReplyError unless the score is a number from `low` to `high`."""
     score, reason = entry.get("score"), entry.get("reason")
     if not is_number(score):
         raise BadReplyError('its "score" is not a number', f"{score!r:.40}")
@@ -161,7 +161,7 @@ def rating_of(entry: dict[str, Any], low: float, high: float) -> tuple[float, st
 
 
 def is_number(score: object) -> TypeGuard[float]:
-    """Return whether it is a number that a float can hold; True and False are none."""
+    """Return whether a value is a finite int or float that a float can hold, and not a bool."""
     try:
         return isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
     except OverflowError:
@@ -169,11 +169,11 @@ def is_number(score: object) -> TypeGuard[float]:
 
 
 def json_object(reply: str) -> dict[str, Any]:
-    """Return the one JSON object in a reply, after any thinking and inside any code fence. No other words may be around
-    it, because an object among them may be a quote from an answer."""
+    """Return the one JSON object in a reply, after any thinking and inside any code fence. BadReplyError if there is
+    any other text around it, because an object in such text may be a quote from an answer."""
     said = reply.rpartition(THOUGHT_END)[2]
     try:
-        return object_alone(reply)  # first: a reason may speak of such tags
+        return object_alone(reply)  # first, because a reason may mention the think tags
     except BadReplyError as error:
         if THOUGHT in said and not said.lstrip().startswith(("{", FENCE)):
             raise BadReplyError("its thinking has no end", shown(reply)) from error
@@ -181,6 +181,7 @@ def json_object(reply: str) -> dict[str, Any]:
 
 
 def object_alone(said: str) -> dict[str, Any]:
+    """Return the JSON object that a text consists of, with or without a code fence; BadReplyError if it is not one."""
     text = unfenced(said, anywhere=False)
     if not text.startswith("{"):
         raise BadReplyError("it is not just one JSON object", shown(said))
@@ -188,14 +189,14 @@ def object_alone(said: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=distinct, parse_constant=no_constant)
     except (json.JSONDecodeError, RecursionError) as error:
         raise BadReplyError("it is not just one JSON object", shown(said)) from error
-    except ValueError as error:  # an integer of thousands of digits, or an error of ours
+    except ValueError as error:  # an integer of thousands of digits, or a BadReplyError
         raise error if isinstance(error, BadReplyError) else BadReplyError(f"it is no usable JSON: {error}") from error
     assert isinstance(value, dict)  # it begins with a brace
     return value
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object whose keys are all different: with two scores, neither counts."""
+    """Return a JSON object's members; BadReplyError if a key occurs twice, since neither of two scores would count."""
     members = dict(pairs)
     if len(members) < len(pairs):
         raise BadReplyError("an object in it has the same key twice")
@@ -212,5 +213,5 @@ def shown(reply: str) -> str:
 
 
 def writable(text: str) -> str:
-    """Return the text with a question mark for each lone half of a surrogate pair, which no request can hold."""
+    """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by question marks."""
     return text.encode(errors="replace").decode()

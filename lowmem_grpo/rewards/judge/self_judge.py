@@ -1,4 +1,4 @@
-"""The base model as judge: the engine that samples the run answers, with the adapter off. No second model is needed."""
+"""The base model as judge: the run's rollout engine with the adapter off, so that no second model is needed."""
 
 import time
 from typing import Any
@@ -10,12 +10,12 @@ from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown
 from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
 
-TOKENS_OF_A_RATING = 24  # below this there is no room for a reply
+TOKENS_OF_A_RATING = 24  # room for a reply, in tokens for each answer
 SECOND_TEMPERATURE = 0.7  # a second greedy reply would be the same
 
 
 class SelfJudge(Judge):
-    """The trained model without what it has learned, so that it cannot drift towards pleasing itself."""
+    """Judges with the base weights of the trained model, so that training cannot change the judge."""
 
     after_sampling = True
 
@@ -24,23 +24,23 @@ class SelfJudge(Judge):
         chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
         **gone: Any,
     ) -> None:
-        """`model` is what FastLanguageModel returned. A question and its reply must fit into its max_seq_length.
+        """`model` is the model from FastLanguageModel; a question and its reply must fit into its max_seq_length.
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
-        all questions of a step. A generation cannot be broken off, but no second one begins after half of that time."""
+        all questions of a step. A generation cannot be aborted, but no second one begins after half of that time."""
         check_gone(gone)
         require("max_tokens", max_tokens, COUNT)
         require("temperature", temperature, ZERO_OR_MORE)
         require("time_limit", time_limit, POSITIVE)
         super().__init__("self", cache_size)
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
-        self.tokenizer = model.loaded.tokenizer  # the base model's: a training may bring one of its own
+        self.tokenizer = model.loaded.tokenizer  # the base model's; a trainer may use another one
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
         from lowmem_grpo.memory.oom import RunMemory
 
-        self.memory = RunMemory()  # a bound of its own: questions are longer than the run's prompts
+        self.memory = RunMemory()  # with its own batch bound, since questions are longer than the run's prompts
 
     def rate(self, questions: list[Question]) -> Round:
-        """Return ratings of the questions that the base model could answer. A failure of judging raises no error."""
+        """Return a round with the ratings of the questions that the base model answered. Failures raise no error."""
         now, waiting = self.begin(questions)
         began = time.monotonic()
         try:
@@ -62,7 +62,7 @@ class SelfJudge(Judge):
         return now
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:
-        """Token ids of a question as one user turn (some templates have no system turn); None if it is too long."""
+        """Return a question's ids as one user turn (some templates have no system turn); None if it is too long."""
         tokenizer = self.tokenizer
         text = "\n\n".join(message["content"] for message in question.messages(fault))
         text = without_controls(text, tokenizer)
@@ -82,7 +82,7 @@ class SelfJudge(Judge):
         return None
 
     def ask(self, asked: dict[Question, list[int]], temperature: float, now: Round) -> dict[Question, BadReplyError]:
-        """Let the base model answer all questions at once. Returns what is wrong with each reply that has no scores."""
+        """Ask the base model all questions in one batch. Return the error of each reply without scores."""
         if not asked:
             return {}
         params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
@@ -108,9 +108,9 @@ class SelfJudge(Judge):
         return faults
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-        """Return a rollout for each prompt by the base model, in the run's engine, which sleeps afterwards."""
+        """Return the base model's rollouts for each prompt, from the run's engine, which sleeps afterwards."""
         engine = self.model.engine()
-        if engine.name == "transformers":  # made anew each time: it would run out of memory again
+        if engine.name == "transformers":  # a new engine each time, which would run out of memory again
             self.memory.watch(engine)
         try:
             with engine.policy.base_model():

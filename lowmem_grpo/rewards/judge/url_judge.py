@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible URL: many questions at a time, while other completions are still sampled."""
+"""A judge behind an OpenAI-compatible URL: concurrent questions, while other completions are still being sampled."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -10,24 +10,24 @@ from lowmem_grpo.utils import COUNT, POSITIVE, TEXT, at_least, require
 if TYPE_CHECKING:
     from lowmem_grpo.rewards.judge.chat_api import ChatClient
 
-MARGIN_SECONDS = 5.0  # for what `rate` does besides waiting
-OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `options` cannot change
+MARGIN_SECONDS = 5.0  # for the work of `rate` besides waiting
+OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `options` must not set
 
 
 class UrlJudge(Judge):
-    """A model of a server: OpenAI's, or any that speaks its chat completions (vLLM, SGLang, llama.cpp, Ollama, ...)."""
+    """Judges with a model on a server that has OpenAI's chat completions API (OpenAI, vLLM, SGLang, llama.cpp, ...)."""
 
     def __init__(self, base_url: str | None, model: str, api_key: str | None = None, *, timeout: float = 60.0,
                  deadline: float = 120.0, retries: int = 2, concurrency: int = 16, cache_size: int = 10_000,
                  options: dict[str, Any] | None = None, **gone: Any) -> None:
-        """None for `base_url` or `api_key` means the client's own (OpenAI's URL, OPENAI_API_KEY).
+        """None for `base_url` or `api_key` means the client's default (OpenAI's URL, OPENAI_API_KEY).
 
         timeout: seconds for one request. deadline: seconds for all questions of one call, with retries.
-        retries: further requests after an error that may pass, and after a reply without scores.
-        concurrency: requests at a time, in the whole run. options: more for each request, such as {"temperature": 0,
-        "max_tokens": 2000, "reasoning_effort": "low", "response_format": {"type": "json_object"}}.
+        retries: further requests after a transient error, and after a reply without scores.
+        concurrency: concurrent requests in the whole run. options: further arguments of each request, such as
+        {"temperature": 0, "max_tokens": 2000, "reasoning_effort": "low", "response_format": {"type": "json_object"}}.
 
-        Raises ValueError for settings that make no sense or if there is no key, and ImportError without openai.
+        ValueError for invalid settings or a missing key, ImportError without the package openai.
         """
         check_gone(gone)
         where = str(base_url).rpartition("@")[2].partition("?")[0][:99]  # without a password
@@ -47,11 +47,11 @@ class UrlJudge(Judge):
         self.client_settings = (base_url, api_key, min(timeout, deadline), retries, model, dict(options or {}))
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
         self.time_limit = self.deadline + MARGIN_SECONDS
-        self.sessions: dict[Any, tuple[ChatClient, asyncio.Semaphore]] = {}  # by event loop: neither can be used in two
-        self.spare: ChatClient | None = open_client(*self.client_settings)  # that no loop has used
+        self.sessions: dict[Any, tuple[ChatClient, asyncio.Semaphore]] = {}  # by event loop, to which both are bound
+        self.spare: ChatClient | None = open_client(*self.client_settings)  # not used by any loop yet
 
     async def rate(self, questions: list[Question]) -> Round:
-        """Return ratings of the questions answered within the deadline. A failure of judging raises no error."""
+        """Return a round with the ratings of the questions answered within the deadline. Failures raise no error."""
         now, waiting = self.begin(questions)
         client, places = self.session()
         tasks = [asyncio.ensure_future(self._answer(client, places, question, now)) for question in waiting]
@@ -59,7 +59,7 @@ class UrlJudge(Judge):
             if tasks:
                 done, late = await asyncio.wait(tasks, timeout=self.deadline)
                 for task in done:
-                    task.result()  # raises what is a mistake of ours
+                    task.result()  # raises programming errors
                 if late:
                     now.troubles.append(unanswered(
                         "late", f"{len(late)} of {len(questions)} questions had no answer after {self.deadline:g} s",
@@ -72,7 +72,7 @@ class UrlJudge(Judge):
         return now
 
     async def _answer(self, client: "ChatClient", places: asyncio.Semaphore, question: Question, now: Round) -> None:
-        """Ask until the reply has scores, up to `retries` further times."""
+        """Ask a question, and again up to `retries` times until a reply has scores; store the ratings in `now`."""
         fault, trouble = None, None
         for attempt in range(1 + self.retries):
             async with places:
@@ -92,7 +92,7 @@ class UrlJudge(Judge):
         now.troubles.append(trouble)
 
     def session(self) -> tuple["ChatClient", asyncio.Semaphore]:
-        """Return the client of this event loop, and the places for its requests."""
+        """Return the client of this event loop, and the semaphore that limits its requests."""
         loop = asyncio.get_running_loop()
         if loop not in self.sessions:
             self.sessions = {other: held for other, held in self.sessions.items() if not other.is_closed()}
@@ -105,7 +105,7 @@ class UrlJudge(Judge):
 
 
 def open_client(*settings: Any) -> "ChatClient":
-    """Return a client with these settings. Raises ImportError without the package openai."""
+    """Return a client with these settings. ImportError without the package openai."""
     try:
         from lowmem_grpo.rewards.judge.chat_api import ChatClient
     except ImportError as error:

@@ -14,7 +14,7 @@ from lowmem_grpo.rewards.reward import LabelReward, TextReward
 from lowmem_grpo.rewards.verifier import LabelVerifier, TextVerifier, Verdict, VerifiedReward
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
-LONGEST_LABEL = 6  # words of a label; a longer one is a sentence, and not an answer
+LONGEST_LABEL = 6  # words of a label; a longer label is a sentence, and not an answer
 NUMERALS = {
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty", "thirty",
@@ -25,8 +25,8 @@ LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is m
 
 
 def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool = False) -> LabelVerifier:
-    """The answer's text equals the label, or the answer that the label states. White space at the ends does not count,
-    and inside any of it counts as one space. An empty label gives no verdict.
+    """Return a verifier: the answer's text equals the label, or the answer that the label states. White space at the
+    ends is ignored, and any inside counts as one space. An empty label gives no verdict.
 
     `where` finds the answer: `whole` (default), `last_line`, `boxed`, `in_tag("answer")`, `after("####")`.
     """
@@ -41,11 +41,11 @@ def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict
 
 
 def number_match(column: str = "answer", where: Place = last_number, tolerance: float = 0.0) -> LabelVerifier:
-    """The answer, by default the last number of the completion, equals the label's number.
+    """Return a verifier: the answer, by default the last number of the completion, equals the label's number.
 
-    "1,234.50", "$1234.5" and "1234.5" are equal. A label may state its answer, as GSM8K's own do ("... #### 43", "The
-    answer is 43."). `tolerance` is relative to the label. A label that is not a number
-    gives no verdict. Raises ValueError for a tolerance that is negative or infinite.
+    "1,234.50", "$1234.5" and "1234.5" are equal. A label may state its answer, as GSM8K's do ("... #### 43", "The
+    answer is 43."). `tolerance` is relative to the label. A label without a number gives no verdict. ValueError for a
+    tolerance that is negative or infinite.
     """
     if not 0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance is {tolerance!r}; it must be 0 or above; 0.01 is one per cent")
@@ -63,17 +63,18 @@ def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Ver
 
 
 def labelled_number(label: Any) -> Fraction | None:
-    """Return the number that a label is, or states as its answer; None where there is none."""
+    """Return the number that a label is, or that it states as its answer; None if there is none."""
     number = read_number(label)
     return read_number(stated(label)) if number is None and isinstance(label, str) else number
 
 
 def boxed_match(column: str = "answer") -> LabelVerifier:
-    r"""The last \boxed{...} holds the label: the same number, or the same text.
+    r"""Return a verifier: the last \boxed{...} contains the label, as the same number or the same text.
 
-    Spaces, dollar signs, \left and such do not count, nor does a unit that only one of the two has; lists may have
-    another order. The label may be boxed itself, or state its answer ("... #### 43", "The answer is 43."). A label that
-    is a sentence, or a number in words, gives no verdict, but on the same text. `math_match` also accepts x+1 for 1+x.
+    Spaces, dollar signs, \left and the like are ignored, and so is a unit that only one side has; lists may be in any
+    order. The label may be boxed itself, or state its answer ("... #### 43", "The answer is 43."). For a label that is
+    a sentence or a number in words, the same text is right, and any other gives no verdict. `math_match` also accepts
+    x+1 for 1+x.
     """
     return LabelVerifier("boxed_match", same_boxed, column)
 
@@ -83,8 +84,8 @@ def same_boxed(text: str, label: Any) -> Verdict:
 
 
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
-    """Return whether an answer equals the label; None if the label is empty, or if it is no answer and not the same
-    text. `ask` compares expressions."""
+    """Return whether an answer equals the label; None for an empty label, or if they differ and the label is prose.
+    `ask` compares expressions."""
     written = stated(str(label)) if label is not None else ""
     wanted = read_answer(written)
     if not wanted.tokens:
@@ -94,6 +95,7 @@ def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
 
 
 def is_prose(label: str) -> bool:
+    """Return whether a label is too long for an answer, a sentence, or a number in words."""
     words = [word.lower() for word in re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", label))]
     numerals = {*words} - {"and"}
     in_words = bool(numerals) and numerals <= NUMERALS and not any(map(str.isdigit, label))
@@ -101,10 +103,10 @@ def is_prose(label: str) -> bool:
 
 
 def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVerifier:
-    """The whole answer matches the pattern (`re.fullmatch`).
+    """Return a verifier: the whole answer matches the pattern (`re.fullmatch`).
 
-    Only the first 10,000 characters of the completion are used. Avoid nested repeats such as (a+)+: Python's `re` can
-    need longer for them than any run lasts. Raises ValueError for an invalid pattern.
+    Only the first 10,000 characters of the completion are used. Avoid nested repeats such as (a+)+, for which Python's
+    `re` can take exponential time. ValueError for an invalid pattern.
     """
     try:
         compiled = re.compile(pattern)
@@ -119,10 +121,11 @@ def fits(text: str, pattern: re.Pattern[str], where: Place) -> Verdict:
 
 
 def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
-    """The completion, or the last fenced block in it, is JSON and satisfies `schema` (None: any JSON object or list).
+    """Return a verifier: the completion, or the last fenced block in it, is JSON that satisfies `schema` (None: any
+    JSON object or list).
 
-    NaN, infinity and numbers beyond a float's range are not JSON here. Raises ValueError for an invalid schema, and
-    ImportError if a schema is given and the package jsonschema is not installed.
+    NaN, infinity and numbers beyond a float's range are not JSON here. ValueError for an invalid schema, ImportError if
+    a schema is given and the package jsonschema is not installed.
     """
     if schema is None:
         return TextVerifier("json_match", holds)
@@ -140,8 +143,8 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
 
 
 def holds(text: str, validator: Any = None) -> bool:
-    """Return whether a text, or its last fenced block, is JSON that the validator accepts; without one, an object or a
-    list. What is nested too deeply, or has a number of more digits than Python reads, is not JSON here."""
+    """Return whether a text, or its last fenced block, is JSON that the validator accepts; without a validator, an
+    object or a list. JSON that Python cannot parse (nested too deeply, or a number with too many digits) is refused."""
     try:
         value = json.loads(unfenced(text, anywhere=True), parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError):
@@ -160,7 +163,7 @@ def finite(number: str) -> float:
 
 
 def number_present(present: float = 1.0, absent: float = -1.0, where: Place = last_number) -> TextReward:
-    """`present` if there is a number, by default anywhere in the completion, else `absent`."""
+    """Return a reward: `present` if there is a number, by default anywhere in the completion, else `absent`."""
     return TextReward("number_present", functools.partial(pay_presence, where=where, amounts=(present, absent)))
 
 
@@ -171,18 +174,19 @@ def pay_presence(text: str, where: Place, amounts: tuple[float, float]) -> float
 def number_equal(
     right: float = 3.0, wrong: float = -3.0, column: str = "answer", where: Place = last_number, tolerance: float = 0.0
 ) -> VerifiedReward:
-    """`right` if the answer's number equals the label's, else `wrong`: `number_match` with amounts."""
+    """Return the reward of `number_match`: `right` if the answer's number equals the label's, else `wrong`."""
     return number_match(column, where, tolerance).reward(right, wrong, "number_equal")
 
 
 def proximity(
     exact: float = 3.0, outlier: float = -1.5, reach: float = 1.0, column: str = "answer", where: Place = last_number
 ) -> LabelReward:
-    """A number x earns more the nearer it is to the label y: max(outlier, exact * (1 - |x - y| / (reach |y|))).
+    """Return a reward that grows with the nearness of the answer's number x to the label y:
+    max(outlier, exact * (1 - |x - y| / (reach |y|))).
 
     With the defaults and y = 10, 9 earns 2.7 and 3 earns 0.9. Anything below -5 or above 25 earns -1.5, and so does an
-    answer without a number. For y = 0 the distance is |x| / reach. A label that is not a number gives None. Raises
-    ValueError unless exact > outlier and reach > 0.
+    answer without a number. For y = 0 the distance is |x| / reach. A label without a number gives None. ValueError
+    unless exact > outlier and reach > 0.
     """
     if not exact > outlier or not reach > 0:
         raise ValueError(f"exact is {exact}, outlier {outlier}, reach {reach}; needed: exact > outlier, reach > 0")

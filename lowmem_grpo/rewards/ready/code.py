@@ -1,17 +1,17 @@
-"""Python code that must pass a row's tests. It runs in a sandbox and cannot decide its own verdict.
+"""The verifier of Python code by a row's tests. The code runs in a sandbox and cannot forge its verdict.
 
     tests = rewards.code_passes_tests()              # a verifier; `tests` is the dataset's column
     reward_funcs = [tests.reward(), tests.share()]   # 1 if all tests pass; the share of tests that pass
 
-A row's tests are asserts, tests of pytest or unittest, calls or programs, alone, in a list, as JSON text, or in a
-layout of a public dataset (docs/rewards.md):
+A row's tests are asserts, pytest or unittest tests, calls or programs: one or a list of them, also as JSON text, or in
+a layout of a public dataset (docs/rewards.md):
 
     "assert add(1, 2) == 3"    {"call": "add", "args": [1, 2], "expected": 3}    {"input": "1 2", "output": "3"}
 
-A test that no code can pass is no verdict: the row is refused before a run, and gets None in one.
+A test that no code can pass gives no verdict: preflight refuses the row, and during a run it gets None.
 
-`lowmem_grpo.rewards.sandbox` says what the sandbox prevents and what it does not. For several rewards in one run, use
-`.reward()` and `.share()` of one verifier, not two verifiers: it keeps its last verdicts, so each code runs once.
+`lowmem_grpo.rewards.sandbox` documents what the sandbox prevents and what it does not. For several rewards in one run,
+use `.reward()` and `.share()` of one verifier, not two verifiers: it keeps its last verdicts, so each code runs once.
 """
 
 import functools
@@ -35,8 +35,8 @@ from lowmem_grpo.rewards.sandbox.trial import Verdict as TestVerdict
 from lowmem_grpo.rewards.sandbox.worker import CannotStart
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
 
-BATCH_SECONDS = 45.0  # plus the time of the last completion, this stays below the trainer's reward_timeout of 60
-FENCED = re.compile(  # possessive: a long first line is read once
+BATCH_SECONDS = 45.0  # with the time of the last completion, this stays below the trainer's reward_timeout of 60
+FENCED = re.compile(  # with possessive quantifiers, so that a long first line is scanned only once
     r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE
 )
 PYTHON = ("python", "py", "python3")
@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 
 
 def python_code(text: str) -> str | None:
-    """The code of a completion: its last ```python block, else its last block without a language, else what <code>
-    holds, else all of it. A block without its closing fence counts, because that may have been a stop string."""
+    """Return the code of a completion: its last ```python block, else its last block without a language, else the
+    content of <code>, else the whole text. A block without a closing fence counts, because the fence may have been a
+    stop string."""
     blocks = [(match[1].lower(), match[2]) for match in FENCED.finditer(text)]
     for languages in (PYTHON, ("",)):
         if named := [block for language, block in blocks if language in languages]:
@@ -59,19 +60,19 @@ def code_passes_tests(
 ) -> "CodeVerifier":
     """Return a verifier of Python: right if the code passes every test of its row, None if the row has no tests.
 
-    `function` is the column that names what is tested, where the tests do not: HumanEval's entry_point, LiveCodeBench's
-    metadata. `isolation`: None takes bubblewrap; "process" is an opt-in to less
-    protection. `limits` hold for one completion. `workers` is how many completions run at a time, by default one per
-    CPU. After `batch_seconds` no further completion of a call begins: the rest get None, and a warning says so.
+    `function` is the column that names the tested function if the tests do not: HumanEval's entry_point,
+    LiveCodeBench's metadata. `isolation`: None is bubblewrap; "process" is an opt-in to less protection. `limits` apply
+    to each completion. `workers` is the number of completions that run at a time, by default one per CPU. After
+    `batch_seconds` no further completion of a call begins: the rest get None, with a warning.
 
-    Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown isolation, fewer than one
-    worker, or no time.
+    SandboxError, with the fix, if the isolation does not work here; ValueError for an unknown isolation, fewer than one
+    worker, or batch_seconds that are not positive.
     """
     return CodeVerifier(column, isolation, limits, workers, where, batch_seconds, function)
 
 
 class CodeVerifier(Verifier):
-    """See `code_passes_tests`. `judge` gives the result of each test, with the reason."""
+    """The verifier that `code_passes_tests` returns. `judge` returns the result of each test, with the reason."""
 
     def __init__(self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
                  batch_seconds: float, function: str | None = None) -> None:
@@ -89,17 +90,17 @@ class CodeVerifier(Verifier):
         return [verdict_of(tests) for tests in self.judge(completions, *self.split_columns(columns))]
 
     def split_columns(self, columns: dict[str, list[Any]]) -> tuple[list[Any], list[Any] | None]:
-        """Return the tests of N rows, and the names of what they test, where a column holds these."""
+        """Return the tests of N rows, and the names of the tested functions; None without a column for them."""
         tests, *functions = (columns[name] for name in self.columns)
         return tests, functions[0] if functions else None
 
     def judge(
         self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
     ) -> list[list[TestVerdict] | None]:
-        """Return N lists of verdicts, one for each test; None for a row without tests, or a code that did not begin. A
-        code that comes twice with the same tests runs once. No completion can make this raise an error. Raises
-        ValueError for tests that cannot be read, unless `skip_faulty`: those are None too. Raises SandboxError if the
-        sandbox stops working."""
+        """Return N lists of verdicts, one verdict for each test; None for a row without tests, or a code that did not
+        begin in time. Equal codes with equal tests run once. No completion can make this raise an error. ValueError for
+        tests that cannot be read, or with `skip_faulty` None for their rows. SandboxError if the sandbox stops
+        working."""
         rows = [None if row is None else (row, function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}
@@ -110,7 +111,7 @@ class CodeVerifier(Verifier):
         return self._last.recall(pairs, lambda unknown: self._run_all(unknown, cases))
 
     def _run_all(self, pairs: list[tuple[str, str]], cases: dict[str, list[Case]]) -> list[list[TestVerdict] | None]:
-        """Run distinct pairs of a code and the name of its tests, some at a time."""
+        """Run distinct pairs of a code and the key of its tests in `cases`, `workers` at a time."""
         until = time.monotonic() + self.batch_seconds
 
         def run(pair: tuple[str, str]) -> list[TestVerdict] | None:
@@ -119,7 +120,7 @@ class CodeVerifier(Verifier):
                 return None
             try:
                 return run_tests(code, cases[row], self.sandbox)
-            except CannotStart:  # the machine may be short of something for a moment
+            except CannotStart:  # once more, since the machine may lack a resource only for a moment
                 return run_tests(code, cases[row], self.sandbox)
 
         try:
@@ -133,11 +134,11 @@ class CodeVerifier(Verifier):
         return results
 
     def reward(self, right: float = 1.0, wrong: float = 0.0, name: str | None = None) -> VerifiedReward:
-        """Pays `right` if all tests pass, else `wrong`. The share of each outcome is logged as `tests/OUTCOME`."""
+        """Return a reward: `right` if all tests pass, else `wrong`. It logs each outcome's share as `tests/OUTCOME`."""
         return CodeReward(self, right, wrong, name or self.name)
 
     def share(self, amount: float = 1.0, name: str = "code_tests_passed") -> "ShareReward":
-        """Pays `amount` times the share of tests that pass."""
+        """Return a reward of `amount` times the share of tests that pass."""
         return ShareReward(self, amount, name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,12 +149,12 @@ class CodeVerifier(Verifier):
 
 
 class OfTests(Reward):
-    """A reward for what the tests say. Rows whose tests no code can pass get None, are counted, and said once each."""
+    """A reward from test verdicts. Rows with a test that no code can pass get None; each reason is logged once."""
 
     verifier: CodeVerifier
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
-        """Return why a row can have no verdict; None if it can."""
+        """Return the reason why a row can never get a verdict; None if it can."""
         tests, *functions = (row.get(name) for name in self.columns)
         if tests is None:
             return None
@@ -164,7 +165,7 @@ class OfTests(Reward):
         return f"no code can pass a test: {faults[0]}" if faults else None
 
     def judge(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Any]:
-        """Return what `CodeVerifier.judge` does, and log the outcomes of the tests."""
+        """Return the result of `CodeVerifier.judge`, and log the outcomes and faults of the tests."""
         judged = self.verifier.judge(texts, *self.verifier.split_columns(columns), skip_faulty=True)
         log = call.get("log_metric")
         outcomes = Counter(test.outcome for tests in judged for test in tests or [] if not test.untestable)
@@ -188,12 +189,12 @@ class OfTests(Reward):
 
     @functools.cached_property
     def said(self) -> set[str]:
-        """The reasons that were given."""
+        """The reasons that have been logged."""
         return set()
 
 
 class CodeReward(OfTests, VerifiedReward):
-    """Pays for the verdicts; logs the outcomes of the tests, and for each completion the first test that failed."""
+    """Pays for verdicts; logs the outcomes of the tests, and for each completion the first test that did not pass."""
 
     verifier: CodeVerifier
 
@@ -205,7 +206,7 @@ class CodeReward(OfTests, VerifiedReward):
 
 
 class ShareReward(OfTests):
-    """Pays for the share of a row's tests that pass, of those that have a verdict."""
+    """Pays for the share of passed tests, among those of the row that have a verdict."""
 
     def __init__(self, verifier: CodeVerifier, amount: float, name: str) -> None:
         super().__init__(name, verifier.columns)
@@ -218,7 +219,7 @@ class ShareReward(OfTests):
 
 
 def unreadable(tests: Any, function: str | None = None) -> str | None:
-    """Return why a row's tests cannot be read; None if they can."""
+    """Return the reason why a row's tests cannot be read; None if they can."""
     try:
         read_cases(tests, function)
     except ValueError as error:
@@ -227,26 +228,27 @@ def unreadable(tests: Any, function: str | None = None) -> str | None:
 
 
 def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
-    """Return the verdict on a code: None if it was not run, or if the only other tests have no verdict."""
+    """Return the verdict on a code: True if all its tests passed; None if it was not run, or if every test that did not
+    pass has no verdict; else False."""
     if tests is None or (untestable(tests) and all(test.passed or test.untestable for test in tests)):
         return None
     return all(test.passed for test in tests)
 
 
 def untestable(tests: list[TestVerdict] | None) -> str | None:
-    """Return why a test of these has no verdict."""
+    """Return the reason of the first test without a verdict; None if all have one."""
     return next((f"a test has no verdict: {test.reason}" for test in tests or [] if test.untestable), None)
 
 
 class Memory:
-    """The verdicts of the last call, because the next reward asks for those of the same completions again."""
+    """A cache of the last call's verdicts, because the next reward asks for the same completions again."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], list[TestVerdict] | None] = {}
         self.lock = threading.Lock()
 
     def recall(self, pairs: list[tuple[str, str] | None], run: Any) -> list[list[TestVerdict] | None]:
-        """Return the verdicts of each pair; `run` gets those distinct pairs that are not known yet."""
+        """Return the verdicts of each pair; `run` is called with the distinct pairs that are not known yet."""
         with self.lock:
             distinct = list(dict.fromkeys(pair for pair in pairs if pair is not None))
             if not set(distinct) <= set(self.found):

@@ -1,7 +1,7 @@
 """The five usual GSM8K rewards: for a right answer, for an integer answer, and three for the format.
 
 Each follows the contract of reward functions: it is called by keyword and returns one float for each completion. A
-completion is a string, or a list of chat messages, of which the content of the last one counts.
+completion is a string, or a list of chat messages, of which the last assistant message counts.
 
     correctness      2.0    the text inside <answer> equals the label
     int              0.5    the text inside <answer> is an integer
@@ -39,49 +39,50 @@ def extract_xml_answer(text: str) -> str:
 
 
 def extract_hash_answer(text: str) -> str | None:
-    """The label of a GSM8K row: what follows "####", stripped and without thousands commas; None if there is none."""
+    """Return the label of a GSM8K row: the text after "####", stripped, without commas; None without "####"."""
     _, mark, label = text.partition("####")
     return label.strip().replace(",", "") if mark else None
 
 
 def correctness_reward_func(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-    """2.0 if the extracted answer equals the label, both stripped. An empty answer is never right. The label may be
-    GSM8K's whole solution."""
+    """Return 2.0 for each completion whose extracted answer equals the label, both stripped, else 0.0. An empty answer
+    is never right. The label may be GSM8K's whole solution."""
     extracted = [extract_xml_answer(text) for text in completion_texts(completions)]
     labels = [str(extract_hash_answer(str(label)) or label).strip() for label in answer]
     return [2.0 if text and text == label else 0.0 for text, label in zip(extracted, labels, strict=True)]
 
 
 def int_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """0.5 if the extracted answer is an integer: digits, with at most a sign in front."""
+    """Return 0.5 for each completion whose extracted answer is an integer (digits with an optional sign), else 0.0."""
     extracted = [extract_xml_answer(text) for text in completion_texts(completions)]
     return [0.5 if INTEGER.fullmatch(text) else 0.0 for text in extracted]
 
 
 def strict_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """0.5 if the completion has exactly the format: each tag once, on a line of its own, and nothing else."""
+    """Return 0.5 for each completion in the exact format: each tag once and alone on its line; else 0.0."""
     # Tags are counted first: the pattern takes linear time only if each occurs once.
     return [0.5 if count_single_tags(text) == len(TAGS) and STRICT_FORMAT.fullmatch(text) else 0.0
             for text in completion_texts(completions)]
 
 
 def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """0.5 if the completion begins with both blocks in order. Line breaks and what follows do not matter."""
+    """Return 0.5 for each completion that begins with both blocks, with any line breaks and any text after; else 0."""
     return [0.5 if keeps_softly(text) else 0.0 for text in completion_texts(completions)]
 
 
 def keeps_softly(text: str) -> bool:
-    """Return whether the blocks meet and a closing tag follows. If none follows the first meeting, none follows any."""
+    """Return whether </reasoning> is followed by <answer>, and later by </answer>. Only the first such pair is checked:
+    if no </answer> follows it, none follows a later one."""
     joint = JOINT.search(text) if text.startswith("<reasoning>") else None
     return joint is not None and text.find("</answer>", joint.end()) >= 0
 
 
 def xmlcount_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """0.125 for each tag found exactly once, less 0.001 per character after the first </answer>; may be negative."""
+    """Return 0.125 per tag that occurs exactly once, minus 0.001 per character after the first </answer>."""
     texts = completion_texts(completions)
     return [0.125 * count_single_tags(text) - 0.001 * len(text.partition("</answer>")[2]) for text in texts]
 
 
 def count_single_tags(text: str) -> int:
-    """Return how many of the four tags occur exactly once, 0 .. 4."""
+    """Return the number of the four tags that occur exactly once, 0 .. 4."""
     return sum(text.count(tag) == 1 for tag in TAGS)

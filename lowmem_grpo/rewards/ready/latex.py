@@ -1,8 +1,7 @@
-r"""The tokens of an answer in LaTeX or plain text: answers that are written differently, but surely mean the same, have
-the same tokens.
+r"""The tokens of an answer in LaTeX or plain text. Notations that certainly mean the same give the same tokens.
 
-A token is a number, a run of letters, a command or a sign. White space is none, but it parts numbers: 3 4 are two
-tokens. `\frac12` gets its braces. What stood in \text{...} comes after the token \text.
+A token is a number, a run of letters, a command or a sign. White space is not a token, but separates numbers: 3 4 are
+two tokens. `\frac12` gets its braces. The content of \text{...} follows a token \text.
 """
 
 import re
@@ -35,7 +34,7 @@ ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
 
 
 def tokens_of(answer: str) -> tuple[str, ...]:
-    """Return the tokens of an answer, without a sign of plus in front."""
+    """Return the tokens of an answer, without a leading plus sign."""
     text = answer.strip().translate(SIGNS)
     text = text.strip("$") if text.startswith("$") and text.endswith("$") else text
     for written, meant in WRITTEN.items():
@@ -53,12 +52,12 @@ def digits(number: re.Match[str]) -> str:
 
 
 def small(token: str) -> str:
-    """Return a word that begins with a capital in small letters: Yes is yes, but AB and X are what they are."""
+    """Return a capitalised word, or a hexadecimal number, in lower case: Yes becomes yes; AB and X are unchanged."""
     return token.lower() if len(token) > 1 and (token.istitle() or token[:1] == "0") else token
 
 
 def group(queue: list[str]) -> list[str]:
-    """Take tokens off the queue's end, up to the brace that closes; return them with braces around every argument."""
+    """Pop tokens off the queue's end up to the closing brace; return them with braces around every argument."""
     tokens: list[str] = []
     while queue and (token := queue.pop()) != "}":
         tokens.append("\\sqrt" if token == "√" else token)
@@ -73,7 +72,7 @@ def group(queue: list[str]) -> list[str]:
 
 
 def argument(queue: list[str], command: str) -> list[str]:
-    """Take the next argument of a command from the queue. TeX takes one digit, except in 2^10, where people mean 10."""
+    """Pop and return a command's next argument: one digit, as in TeX, but in 2^10 all of 10, as people mean it."""
     first = queue.pop() if queue else ""
     if first == "{":
         return group(queue)

@@ -11,7 +11,7 @@ UNITS: dict[str, Callable[[Any], int]] = {
 
 
 def length_near(target: int, spread: int, unit: str = "tokens") -> Reward:
-    """1 at the length `target`, less by 1 / spread for each `unit` away from it, and 0 from `spread` units on."""
+    """Return a reward of 1 at the length `target`, which falls linearly to 0 at `spread` units from it."""
     whole_number("target", target, 0)
     whole_number("spread", spread, 1)
     return measured("length_near", functools.partial(pay_near, target=target, spread=spread), unit)
@@ -22,7 +22,7 @@ def pay_near(length: int, target: int, spread: int) -> float:
 
 
 def too_long(longest: int, unit: str = "tokens", pay: float = -1.0) -> Reward:
-    """`pay` for a completion of more than `longest` units, else 0."""
+    """Return a reward that pays `pay` for a completion of more than `longest` units, else 0."""
     whole_number("longest", longest, 0)
     return measured("too_long", functools.partial(pay_excess, longest=longest, pay=float(pay)), unit)
 
@@ -32,7 +32,7 @@ def pay_excess(length: int, longest: int, pay: float) -> float:
 
 
 def measured(name: str, rule: Callable[[int], float], unit: str) -> Reward:
-    """Return a reward of the length in a unit. Raises ValueError for an unknown unit."""
+    """Return a reward that applies `rule` to the length in this unit. ValueError for an unknown unit."""
     if unit not in UNITS:
         raise ValueError(f"unit is {unit!r}; allowed are {', '.join(UNITS)}")
     return (TokenReward if unit == "tokens" else TextReward)(name, functools.partial(pay_length, rule=rule, unit=unit))
@@ -50,7 +50,7 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
         -1                                   above
 
     Add it to `reward_funcs` with the run's own `max_completion_length`: a truncated completion then gets -1. It is
-    added to the other rewards, and `reward_weights` says with what weight. Raises ValueError unless
+    added to the other rewards with its weight in `reward_weights`. ValueError unless
     1 <= cache_length <= max_completion_length.
     """
     whole_number("max_completion_length", max_completion_length, 1)
@@ -68,9 +68,10 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
 
 
 def repetition_penalty(ngram: int = 4, worst: float = -1.0) -> TokenReward:
-    """`worst` times the share of the completion's token n-grams that have occurred in it before (arXiv 2502.03373).
+    """Return a reward: `worst` times the share of a completion's token n-grams that repeat an earlier one (arXiv
+    2502.03373).
 
-    0 if each occurs once, or if there are fewer than `ngram` tokens. Raises ValueError for a positive `worst`.
+    It is 0 if no n-gram repeats, or with fewer than `ngram` tokens. ValueError for a positive `worst`.
     """
     whole_number("ngram", ngram, 1)
     if not worst <= 0:
@@ -87,6 +88,6 @@ def pay_repetition(ids: list[int], ngram: int, worst: float) -> float:
 
 
 def whole_number(name: str, value: object, least: int) -> None:
-    """Raise ValueError for anything but a whole number of at least `least`."""
+    """Raise ValueError unless `value` is an int of at least `least`, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least}")

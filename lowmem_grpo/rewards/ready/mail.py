@@ -1,4 +1,4 @@
-"""The e-mail example: what makes a good reply. Each criterion is paid and logged by itself."""
+"""The rewards of the e-mail example: criteria of a good reply, each paid and logged by itself."""
 
 import functools
 import re
@@ -9,20 +9,21 @@ from lowmem_grpo.rewards.ready.lengths import too_long
 from lowmem_grpo.rewards.reward import LabelReward, Reward, TextReward
 from lowmem_grpo.rewards.verifier import VerifiedReward
 
-GREETING_LINES = 2  # at the top of a mail, where the recipient's name is looked for
+GREETING_LINES = 2  # lines at the top of a mail that may hold the recipient's name
 
 
 def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
-    """Return the five of the e-mail example, each worth 1, for `reward_funcs=[*email_rewards("Best regards,\\nAda")]`.
+    """Return the five rewards of the e-mail example: `reward_funcs=[*email_rewards("Best regards,\\nAda")]`. Each pays
+    at most 1, but `too_long` pays -1 for a reply of more than `longest_words` words.
 
-    The dataset has the columns `keyword`, `ideal` (a reply that would be perfect) and `recipient` (a name).
+    The dataset needs the columns `keyword`, `ideal` (a perfect reply) and `recipient` (a name).
     """
     return [keyword_present(), ideal_answer(), too_long(longest_words, "words"), recipient_named(), signed(signature)]
 
 
 def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> LabelReward:
-    """`present` if the row's keyword is in the completion, as a word by itself and in upper or lower case. A list of
-    keywords asks for all of them. None if the row has no keyword."""
+    """Return a reward that pays `present` if the completion contains the row's keyword as a whole word, in any case,
+    else `absent`. Of a list of keywords, all are required. None if the row has no keyword."""
     return LabelReward("keyword_present", functools.partial(pay_keywords, amounts=(present, absent)), column)
 
 
@@ -34,7 +35,7 @@ def pay_keywords(text: str, label: Any, amounts: tuple[float, float]) -> float |
 
 
 def has_word(text: str, word: str) -> bool:
-    """Return whether a word, or a phrase, is in the text by itself. Case and the kind of white space do not matter."""
+    """Return whether a text contains a word or phrase at word boundaries, in any case and with any white space."""
     inside, wanted = text.casefold(), " ".join(word.casefold().split())
     if " " in wanted:
         inside = " ".join(inside.split())
@@ -42,12 +43,12 @@ def has_word(text: str, word: str) -> bool:
 
 
 def ideal_answer(exact: float = 1.0, other: float = 0.0, column: str = "ideal") -> VerifiedReward:
-    """`exact` if the completion is the row's ideal answer, word for word: `answer_match` with amounts."""
+    """Return a reward: `exact` if the completion equals the ideal answer, as by `answer_match`, else `other`."""
     return answer_match(column).reward(exact, other, "ideal_answer")
 
 
 def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> LabelReward:
-    """`named` if one of the first two lines that are not blank holds the name of the row's recipient."""
+    """Return a reward: `named` if one of the first two non-blank lines names the row's recipient, else `unnamed`."""
     return LabelReward("recipient_named", functools.partial(pay_recipient, amounts=(named, unnamed)), column)
 
 
@@ -59,8 +60,8 @@ def pay_recipient(text: str, label: Any, amounts: tuple[float, float]) -> float 
 
 
 def signed(signature: str, present: float = 1.0, absent: float = 0.0) -> TextReward:
-    """`present` if the completion ends with the signature, line for line; white space at the ends of lines does not
-    matter. Raises ValueError for an empty signature."""
+    """Return a reward that pays `present` if the completion ends with the lines of the signature, else `absent`. White
+    space at the ends of lines and blank lines are ignored. ValueError for an empty signature."""
     lines = stripped_lines(signature)
     if not lines:
         raise ValueError("signed got an empty signature; give the lines with which a mail should end")

@@ -1,4 +1,4 @@
-r"""A verifier of equal mathematics, by the package math-verify: 1/2 equals \frac{1}{2}, and x+1 equals 1+x."""
+r"""A verifier of mathematical equality by the package math-verify: 1/2 equals \frac{1}{2}, and x+1 equals 1+x."""
 
 import json
 import logging
@@ -17,17 +17,17 @@ from lowmem_grpo.rewards.verifier import Verdict, Verifier, any_of
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 2.0  # processor time of one comparison
+SECONDS = 2.0  # CPU time of one comparison
 MAX_KILLED = 5  # comparisons of one call that may run out of time; the rest then get no verdict
-REMEMBERED = 100_000  # comparisons: most pairs come many times in a run
+REMEMBERED = 100_000  # cached comparisons: most pairs occur many times in a run
 
 
 class TooSlowError(RuntimeError):
-    """A comparison did not end in its time."""
+    """A comparison exceeded its time or memory."""
 
 
 class MathWorker:
-    """The process that compares. It starts when it is first asked, and again after one that ran out of time."""
+    """The client of the process that compares, which is started on first use, and again after it was killed."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -35,18 +35,19 @@ class MathWorker:
         self.known: dict[tuple[str, str], bool] = {}
 
     def ask(self, label: str, answer: str) -> bool:
-        """Return whether they are equal. TooSlowError after SECONDS, RuntimeError if the process does not start."""
+        """Return whether label and answer are equal, from the cache if known. TooSlowError if the comparison exceeds
+        SECONDS, RuntimeError if the process does not start."""
         with self.lock:
             if (label, answer) not in self.known:
                 self.start()
                 if len(self.known) >= REMEMBERED:
                     self.known.clear()
-                self.known[label, answer] = False  # this also stays if the comparison ends the process
+                self.known[label, answer] = False  # kept if the comparison kills the process
                 self.known[label, answer] = self.compare(label, answer)
             return self.known[label, answer]
 
     def start(self) -> None:
-        """Start the process unless it is alive, and wait until it has imported what it needs."""
+        """Start the process unless it is alive, and wait until it is ready. RuntimeError if it does not start."""
         if self.process is not None and self.process.poll() is None:
             return
         worker = Path(__file__).with_name("math_worker.py")
@@ -83,16 +84,16 @@ class MathWorker:
             self.process = None
 
 
-WORKER = MathWorker()  # one for each process of ours: importing math-verify takes a second
+WORKER = MathWorker()  # one per Python process, since importing math-verify takes a second
 
 
 def refuse(label: str, answer: str) -> bool:
-    """Compare nothing any more: too many comparisons did not end in their time."""
+    """Raise TooSlowError without a comparison, after too many of them ran out of time."""
     raise TooSlowError(f"{label} and {answer} are not compared")
 
 
 class MathMatch(Verifier):
-    """See `math_match`."""
+    """The verifier that `math_match` returns."""
 
     def __init__(self, column: str, where: Place) -> None:
         self.name, self.columns, self.where = "math_match", (column,), where
@@ -113,12 +114,13 @@ class MathMatch(Verifier):
 
 
 def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
-    r"""The answer, by default what the last \boxed{...} holds, equals the label as mathematics.
+    r"""Return a verifier: the answer, by default the content of the last \boxed{...}, is mathematically equal to the
+    label.
 
-    Equal texts and numbers are recognised at once. Everything else is compared by math-verify in a process of its own,
-    in a few milliseconds for each new pair. The process is ended if a comparison takes more than 2 s of processor time,
-    and that answer is wrong. After 5 of these in one call, the answers that are left get None. Raises ImportError if
-    math-verify is not installed, and RuntimeError if the process does not start.
+    Equal texts and numbers are recognised at once. Other pairs are compared by math-verify in a separate process, in a
+    few milliseconds for each new pair. The process is killed if a comparison takes more than 2 s of CPU time, and that
+    answer is wrong. After 5 of these in one call, the remaining answers get None. ImportError if math-verify is not
+    installed; a verdict raises RuntimeError if the process does not start.
     """
     if find_spec("math_verify") is None:
         raise ImportError("math_match needs the package math-verify: pip install math-verify; boxed_match compares "

@@ -1,10 +1,9 @@
-"""The process in which math-verify compares answers: `python math_worker.py SECONDS`. Each line is a pair or a verdict.
+"""The process in which math-verify compares answers: `python math_worker.py SECONDS`. It prints "ready", then reads a
+pair per line and prints a verdict per line.
 
-Its first line is "ready".
-
-A model's answer can make sympy compute for longer than any run lasts (9^{9^9}), in C code that no signal handler and
-no thread can interrupt. So the system ends this process when a comparison has used its seconds of processor time, or
-needs more memory than the limit. The caller then starts another process.
+An answer can make sympy compute practically forever (9^{9^9}), in C code that no signal handler and no thread can
+interrupt. So the kernel kills this process when a comparison has used its seconds of CPU time, and a comparison that
+needs more than MEMORY_BYTES fails. The caller then starts another process.
 """
 
 import json
@@ -19,13 +18,13 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 DIGITS = 40
-# Nothing is taken for a unit and left out: 2 ab is a product here.
+# Without math-verify's removal of units: 2 ab is a product here.
 READING = LatexExtractionConfig(boxed_match_priority=0, normalization_config=NormalizationConfig(boxed="last"))
 MEMORY_BYTES = 4 * 2**30  # address space
 
 
 def verdict(label: str, answer: str) -> bool:
-    """Return whether two expressions are equal: math-verify says so, and their values at a point do not deny it."""
+    """Return whether two expressions are equal by math-verify, and their values at a point do not contradict that."""
     gold, reading = read(label), read(answer)
     if len(gold) != 1 or len(reading) != 1:
         return False
@@ -39,7 +38,8 @@ def read(answer: str) -> list[sympy.Basic]:
 
 
 def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
-    """Return whether two expressions have the same digits at a point; math-verify takes all tiny numbers for equal."""
+    """Return whether two expressions have the same digits at a point, since math-verify treats all tiny numbers as
+    equal; True if they have no numerical value there."""
     names = sorted(label.free_symbols | answer.free_symbols, key=str)
     point = {symbol: sympy.Rational(1000 + 37 * number, 613) for number, symbol in enumerate(names)}
     wanted, value = (side.subs(point).doit().evalf(DIGITS) for side in (label, answer))
@@ -51,18 +51,18 @@ def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
 def serve(seconds: float) -> None:
     """Answer each line [label, answer] with true or false until standard input ends."""
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # then SIGPROF comes, which nothing handles, and ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which nothing handles, then kills the process
         try:
             right = verdict(*json.loads(line))
-        except Exception:  # noqa: BLE001, a parser of foreign text may raise anything: this text is no answer
+        except Exception:  # noqa: BLE001, parsing a model's text may raise anything: such an answer is wrong
             right = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(right), flush=True)
 
 
 if __name__ == "__main__":
-    logging.disable()  # math-verify warns at each call that it has no time limit of its own
+    logging.disable()  # math-verify warns at each call that its own time limit is off
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # until now the caller read it, to learn why there is no start
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # until here the caller reads stderr, to report a failed start
     print("ready", flush=True)
     serve(float(sys.argv[1]))

@@ -1,10 +1,10 @@
-r"""The parts of an answer, and whether two answers are equal.
+r"""The structure of a mathematical answer, and the comparison of two answers.
 
-An answer is taken apart at what has one meaning only: lists, equations and inequalities, unions, brackets, matrices,
-the two values of \pm. The parts are compared one by one. Those without parts are equal if their tokens are, or their
-numbers, or if `ask` says that they are equal as expressions. It is asked only about what is surely an expression.
+An answer is split at unambiguous structure: lists, equations and inequalities, unions, brackets, matrices, the two
+values of \pm. The parts are compared one by one. Parts that cannot be split are equal if their tokens or their numbers
+are equal, or if `ask` confirms that they are equal as expressions; `ask` is called only for certain expressions.
 
-A unit is what stands before or after the number of an answer: a currency, a percent sign or a word.
+A unit is a currency, a percent sign or a word before or after the number of an answer.
 """
 
 import functools
@@ -19,21 +19,21 @@ from lowmem_grpo.rewards.ready.reading import SCALES, read_number
 Ask = Callable[[str, str], bool]
 Tokens = tuple[str, ...]
 
-MAX_DEPTH = 12  # brackets in brackets
+MAX_DEPTH = 12  # nested brackets
 REVERSED = {">": "<", "\\ge": "\\le"}
 RELATIONS = {"=", "<", "\\le", "\\ne", "\\in", *REVERSED}
 OPENING = {"(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"}
 CLOSING = {")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil"}
 OF_LISTS = {",", ";", "or", "and"}
-LEVELS: tuple[set[str], ...] = ({"\\\\"}, {"&"}, OF_LISTS, RELATIONS, {"\\cup"}, {"\\cap"})  # the first holds the least
+LEVELS: tuple[set[str], ...] = ({"\\\\"}, {"&"}, OF_LISTS, RELATIONS, {"\\cup"}, {"\\cap"})  # loosest binding first
 UNORDERED = {",", "\\cup", "\\cap"}
 OF_EXPRESSIONS = {
     "\\frac", "\\binom", "\\cdot", "\\times", "\\infty", "\\lfloor", "\\rfloor", "\\lceil", "\\rceil", "\\arcsin",
     "\\arccos", "\\arctan", "\\sinh", "\\cosh", "\\tanh", *"+-/^_{}()[]|!",
     *(f"\\{name}" for name in (*NAMES, *LETTERS)),
 }
-# Not surely an expression: a date, digits in a base, hexadecimal digits, a function's argument, numbers side by side, a
-# number after a letter, three letters.
+# Texts that may not be an expression: a date, digits in a base, hexadecimal digits, a function's argument, adjacent
+# numbers, a number after a letter, three letters.
 NO_EXPRESSION = re.compile(
     r"[0-9] / [0-9.]+ /|[0-9]{4} - [0-9]+ - |[0-9] - [0-9]+ - [0-9]{4}|[0-9A-Z] _|\b[fghFGHP] \(|[0-9] \.?[0-9]"
     r"|\b0[0-9x]|\b0 [A-Za-z]|[0-9][eE]|[A-Za-z] [0-9]|[A-Za-z]{3}"
@@ -46,7 +46,7 @@ ALIASES = """$ dollar dollars usd | € euro euros | £ | ¥ | % percent | ° de
 UNITS = {word: group.split()[0] for group in ALIASES.split("|") for word in group.split()}
 CURRENCIES = ("$", "€", "£", "¥")
 OF_VALUES = {"\\frac", "\\sqrt", "\\pi", "\\cdot", "\\times", *SCALES, *"+-/^{}()[].0123456789"}
-POWERS = {"square", "cubic", "sq", "cu"}  # like exponents of units, they do not count: the question gives them
+POWERS = {"square", "cubic", "sq", "cu"}  # ignored, as exponents of units are: the question implies them
 CHANGE_MEANING = """am pm noon midnight or and more less fewer to of out base mod times factorial squared cubed not no
 only below above before after at least most both none all bc ad st nd rd th half quarter dozen plus minus choose
 remainder north south east west if when for where is"""
@@ -55,7 +55,7 @@ NO_UNITS = {*SCALES, *CHANGE_MEANING.split()}
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A part of an answer: what holds its parts together (empty if it has none), its parts, its tokens."""
+    """A part of an answer: the marks that join its parts (`kind`, empty without parts), its parts, and its tokens."""
 
     kind: str
     parts: tuple["AnswerPart", ...]
@@ -67,7 +67,7 @@ class AnswerPart:
 
     @property
     def name(self) -> str:
-        """Return the name that x = 5, f(x) = 2x and x \\in [1,2] give to a value; empty if there is none."""
+        """The variable or function that x = 5, f(x) = 2x or x \\in [1,2] defines; empty if there is none."""
         if self.kind not in ("=", "\\in"):
             return ""
         name = self.parts[0].text
@@ -76,7 +76,7 @@ class AnswerPart:
 
 @functools.lru_cache(maxsize=10_000)
 def read_answer(text: str) -> AnswerPart:
-    """Return the parts of an answer; what is nested too deep is one part."""
+    """Return the structure of an answer; one that is nested deeper than MAX_DEPTH is a single part."""
     tokens = tokens_of(text)
     deepest = max(itertools.accumulate(map(depth, tokens)), default=0)
     return part_of(tokens) if deepest <= MAX_DEPTH else AnswerPart("", (), tokens)
@@ -91,7 +91,7 @@ def part_of(tokens: Tokens) -> AnswerPart:
 
 
 def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart:
-    """Return a part of several. An inequality has the lesser side first, and a list no empty part."""
+    """Return a part made of pieces. An inequality gets the lesser side first, and a list loses its empty pieces."""
     if all(mark in REVERSED for mark in marks):
         pieces, marks = pieces[::-1], [REVERSED[mark] for mark in marks[::-1]]
     if marks[0] not in OF_LISTS:
@@ -102,7 +102,7 @@ def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart
 
 
 def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
-    """Return the pieces between these marks that are in no bracket, and the marks found."""
+    """Return the pieces between those marks that are outside brackets, and these marks."""
     pieces: list[list[str]] = [[]]
     separators, deep = [], 0
     for token in tokens:
@@ -116,8 +116,8 @@ def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
 
 
 def bracketed(tokens: Tokens) -> AnswerPart | None:
-    """Return the parts in brackets that hold all of the tokens; None if none do. A single value in parentheses is
-    that value, and a set of several is a list."""
+    """Return the part in the brackets that enclose all tokens; None if none do. A single value in parentheses becomes
+    the value itself, and a set of several values a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
     depths = list(itertools.accumulate(map(depth, tokens)))
     if len(tokens) < 3 or 0 in depths[:-1] or depths[-1] or tokens[0] in ("\\lfloor", "\\lceil"):
@@ -130,7 +130,7 @@ def bracketed(tokens: Tokens) -> AnswerPart | None:
 
 
 def depth(token: str) -> int:
-    """Return 1 for what opens a bracket, -1 for what closes one, else 0."""
+    """Return 1 for a token that opens a bracket, -1 for one that closes a bracket, else 0."""
     return (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
 
 
@@ -145,7 +145,7 @@ def two_values(tokens: Tokens) -> AnswerPart | None:
 
 
 def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether an answer, or a part of one, equals the label's."""
+    """Return whether an answer, or a part of it, equals the label or the label's corresponding part."""
     if label.text == answer.text:
         return True
     if bool(label.name) != bool(answer.name) and label.kind != answer.kind:
@@ -162,8 +162,8 @@ def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether each value of the label is one of the answer, in any order. Values with names of their own, as
-    in a=1, b=2, are not equal to values without."""
+    """Return whether the values of label and answer match in any order. If the values of one have different names, as
+    in a=1, b=2, the other must have the same names."""
     names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
     if max(map(len, names)) > 1 and names[0] != names[1]:
         return False
@@ -177,7 +177,7 @@ def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_relations(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether the differences of two equations or inequalities are equal; for equations, up to the sign."""
+    """Return whether two equations or inequalities have the same difference of sides; for equations, up to the sign."""
     if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for inner in (*label.parts, *answer.parts)):
         return False
     sides = (answer.parts, answer.parts[::-1]) if label.kind in ("=", "\\ne") else (answer.parts,)
@@ -189,7 +189,7 @@ def difference(left: AnswerPart, right: AnswerPart) -> Tokens:
 
 
 def equal_values(label: Tokens, answer: Tokens, ask: Ask) -> bool:
-    """Return whether two values are equal: their units, and then their tokens, numbers or expressions."""
+    """Return whether two values have no contradicting units, and equal tokens, numbers or expressions."""
     (wanted, unit), (value, other) = unit_and_rest(label), unit_and_rest(answer)
     if unit and other and unit != other:
         return False
@@ -203,14 +203,14 @@ def equal_values(label: Tokens, answer: Tokens, ask: Ask) -> bool:
 
 
 def read_value(text: str) -> object:
-    """Return the number that tokens are; None if they are none, or begin with a zero that is not written."""
+    """Return the number that joined tokens stand for; None if it is not a number, or has a leading zero (007)."""
     if re.search(r"(?<![0-9.])0[0-9]", text):
         return None
     return read_number(re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", text))
 
 
 def is_expression(tokens: Tokens) -> bool:
-    """Return whether the tokens are surely an expression, so that math-verify reads them as a person does."""
+    """Return whether the tokens are certainly an expression, so that math-verify reads them as a person does."""
     words = [token for token in tokens if token.isalpha()]
     if TEXT in tokens and any(len(word) > 1 for word in words):
         return False
@@ -223,7 +223,7 @@ def without_commands(tokens: Tokens) -> str:
 
 
 def letters_differ(label: Tokens, answer: Tokens) -> bool:
-    """Return whether both are words, or a letter is a capital in one of them only: math-verify takes R for r."""
+    """Return whether both sides are words, or a letter is a capital in only one of them: math-verify treats R as r."""
     texts = without_commands(label), without_commands(answer)
     letters, others = (set(re.findall("[A-Za-z]", text)) for text in texts)
     both_words = all(re.fullmatch(r"[A-Za-z ]+", text) for text in texts)
@@ -236,7 +236,7 @@ def expression(text: str) -> str:
 
 
 def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """Return the tokens of a value without its unit, and the unit; it is empty where there is none for certain."""
+    """Return (tokens without the unit, unit) of a value; the unit is empty unless it is certain."""
     sign, bare = (tokens[:1], tokens[1:]) if tokens[:1] == ("-",) else ((), tokens)
     if len(bare) > 1 and bare[0] in CURRENCIES:
         value, unit = unit_and_rest((*sign, *bare[1:]))
@@ -251,17 +251,17 @@ def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 
 
 def starts_unit(token: str) -> bool:
-    """Return whether a unit or a word begins here; a bare letter may be a variable."""
+    """Return whether a unit or a scale word begins with this token; a single letter may be a variable, and does not."""
     return token in (TEXT, "%", "°", *CURRENCIES) or (len(token) > 1 and (token in UNITS or token in SCALES))
 
 
 def is_of_value(token: str) -> bool:
-    """Return whether a token can stand in the value before a unit: no function, whose argument would end there."""
+    """Return whether a token may belong to the value before a unit; a function may not: its argument would be cut."""
     return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
 
 
 def unit_name(words: list[str]) -> str:
-    """Return the name of a unit, in one form for singular, plural and abbreviation; empty if it is none."""
+    """Return a unit's name, the same for singular, plural and abbreviation; empty if the words are not a unit."""
     plain = [word for word in words if word not in POWERS]
     if plain[1:2] == ["^"] and len(plain) == 5:  # the word, ^, and a number in braces
         plain = plain[:1]

@@ -1,7 +1,7 @@
-"""Finds the answer in a completion, and reads numbers. Everything here takes time linear in the text's length.
+"""Functions that find the answer in a completion, and read numbers. All take time linear in the text's length.
 
-A place is a function from a completion's text to the answer in it, or None if there is none: `whole`, `last_line`,
-`boxed`, `last_number`, `in_tag(...)`, `after(...)`, or one of the user's own.
+A Place is a function that returns the answer in a completion's text, or None if there is none: `whole`, `last_line`,
+`boxed`, `last_number`, `in_tag(...)`, `after(...)`, or a user's own.
 """
 
 import functools
@@ -12,18 +12,18 @@ from fractions import Fraction
 
 Place = Callable[[str], str | None]
 
-MAX_DIGITS = 64  # in a number that is read; a longer one is no answer, and slow to compute with
+MAX_DIGITS = 64  # in a number that is read; a longer one is not an answer, and slow to compute with
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
-MINUSES = "-\u2212\u2013"  # in ASCII, in print, and the dash that many write for it
+MINUSES = "-\u2212\u2013"  # hyphen, minus sign, and the en dash that is often used for it
 PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ",
          "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*"}
 FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))")
-SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # behind letters: cm^2, x_1
+SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # after letters: cm^2, x_1
 SPACED_MINUS = re.compile(rf"([=({{]\s?[{MINUSES}])\s(?=[$0-9.])")  # x = - 3
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 DIGITS = r"(?:[1-9][0-9]{0,2}(?:\ [0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]+)*)"
 EXPONENT = rf"[{MINUSES}]?[0-9]+"
-# A sign counts if no word or number is before it: 5-3 ends in 3. A time is found whole, so that 10:30 is not 30.
+# A sign belongs to the number if no word or number precedes it: 5-3 ends in 3. A time is one match: 10:30 is not 30.
 NUMBER = re.compile(rf"""
     (?:(?<![\w)\]}}])[{MINUSES}+])? [$€£¥]?
     (?:[0-9]{{1,2}}(?::[0-9]{{2}})+(?![0-9]) | [0-9]+\ [0-9]+/[0-9]+
@@ -33,27 +33,27 @@ NUMBER = re.compile(rf"""
     (?:\s{{1,3}}\{{?\s?(?:{"|".join(SCALES)})\b)?""", re.VERBOSE)
 CLOCK = re.compile(r"[0-9]{1,2}(?::[0-9]{2})+")
 THOUSANDS = re.compile(r"(?<![0-9,. ])[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9/]|,[0-9])")
-NEAR = 400  # characters: a number that begins further before its last digit is too long to be read
+NEAR = 400  # characters before the last digit that are searched for the number's start; longer numbers are not read
 FENCE = "```"
-LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # a block's
+LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # tag of a fenced block
 STATED = re.compile(r"\banswer(?: is)?[ :=]{1,3}(.+)", re.IGNORECASE)
 ENCLOSED = re.compile(r"\A(\*\*|\$\$?)(.+)\1\Z")
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
 
 
 def whole(text: str) -> str | None:
-    """Return all of the text, stripped; None if that is empty."""
+    """Return the whole text, stripped; None if it is blank."""
     return text.strip() or None
 
 
 def last_line(text: str) -> str | None:
-    """Return the last line that is not blank, stripped."""
+    """Return the last line that is not blank, stripped; None if there is none."""
     return text.strip().rpartition("\n")[2].strip() or None
 
 
 def in_tag(opening: str, closing: str | None = None) -> Place:
-    """Return the content of the last complete pair of tags. `in_tag("answer")` means <answer>...</answer>; you can also
-    give both tags, as in `in_tag("<SOLUTION>", "</SOLUTION>")`. Raises ValueError for an empty tag."""
+    """Return a Place that finds the content of the last complete pair of tags: `in_tag("answer")` for
+    <answer>...</answer>, or with both tags, as `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag."""
     if not opening or closing == "":
         raise ValueError(f"in_tag got {opening!r} and {closing!r}; a tag has at least one character")
     pair = (f"<{opening}>", f"</{opening}>") if closing is None else (opening, closing)
@@ -71,7 +71,7 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 
 def after(mark: str) -> Place:
-    """Return what follows the last `mark` in its line: `after("####")` reads GSM8K's own solutions."""
+    """Return a Place: the rest of the line after the last `mark`, as "####" of GSM8K. ValueError if it is empty."""
     if not mark:
         raise ValueError("after got an empty mark; give the characters that stand before the answer")
     return functools.partial(behind, mark=mark)
@@ -84,8 +84,8 @@ def behind(text: str, mark: str) -> str | None:
 
 
 def stated(label: str) -> str:
-    r"""Return the answer in a label: what its last \boxed{...} holds, what follows its last ####, or what a sentence
-    says that the answer is; else the label itself."""
+    r"""Return the answer in a label: the content of its last \boxed{...}, the text after its last ####, or the answer
+    in a sentence such as "The answer is 43."; else the label itself."""
     if (marked := boxed(label) or behind(label, "####")) is not None:
         return marked
     sentences = STATED.findall(label)
@@ -98,7 +98,7 @@ def boxed(text: str) -> str | None:
     first = text.find("\\boxed")
     if first < 0:
         return None
-    stack: list[int] = []  # for each open brace: where the text of its box begins, or -1 if it opens no box
+    stack: list[int] = []  # for each open brace: the start of its box's content, or -1 if it opens no box
     start = end = -1
     for brace in BRACES.finditer(text, first):
         if brace[0] == "}" and stack:
@@ -113,8 +113,8 @@ def boxed(text: str) -> str | None:
 
 
 def unfenced(text: str, anywhere: bool) -> str:
-    """The stripped text of the last complete block in ``` fences, without its language; all of the text where there is
-    none. Without `anywhere` a block counts only where it is the whole text."""
+    """Return the stripped text of the last complete block in ``` fences, without its language; the whole text if there
+    is none. Without `anywhere`, a block counts only if it is the whole text."""
     text = text.strip()
     end = text.rfind(FENCE)
     if anywhere:
@@ -125,8 +125,8 @@ def unfenced(text: str, anywhere: bool) -> str:
 
 
 def last_number(text: str) -> str | None:
-    r"""Return the last number, with sign, currency and power of ten; None if there is none. LaTeX is made plain:
-    \frac{1}{2} is found as 1/2. Exponents of letters and units are no numbers: 12 cm^2 has 12."""
+    r"""Return the last number, with sign, currency and power of ten; None if there is none. LaTeX is converted to plain
+    text: \frac{1}{2} is found as 1/2. Exponents of letters and units are ignored: 12 cm^2 gives 12."""
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     near = plain_number(text[max(0, end - NEAR) : end + 24]) if end else ""
     number: str = [None, *NUMBER.findall(SCRIPT.sub("", near))][-1]
@@ -134,7 +134,7 @@ def last_number(text: str) -> str | None:
         return None
     number = number.strip()
     if "," in number and len(number) <= 2 * MAX_DIGITS and read_number(number) is None:
-        return number.rpartition(",")[2]  # not thousands but a list: 3,4,5
+        return number.rpartition(",")[2]  # a list, not thousands: 3,4,5
     return number
 
 
@@ -146,9 +146,9 @@ def plain_number(text: str) -> str:
 
 
 def read_number(text: object) -> Fraction | None:
-    r"""Return the exact value of a text that is one number; None if it is not, or is beyond 1e308 or 64 digits. Only
-    ASCII digits count: "1,234.5", "70 000", "$5", "-0", "2e3", "6 \times 10^3", "3/4", "1\frac{1}{2}",
-    "0.\overline{3}", "5 million", "50%" (without the sign: 50)."""
+    r"""Return the exact value of a text that is one number, in ASCII digits: "1,234.5", "70 000", "$5", "-0", "2e3",
+    "6 \times 10^3", "3/4", "1\frac{1}{2}", "0.\overline{3}", "5 million", "50%" (read as 50). None for any other text,
+    and for a number beyond 1e308 or 64 digits."""
     if isinstance(text, bool) or text is None or len(str(text)) > 4 * MAX_DIGITS:
         return None
     return exact_value(plain_number(str(text).strip()).removesuffix("%").rstrip().rstrip("."))
@@ -156,7 +156,7 @@ def read_number(text: object) -> Fraction | None:
 
 @functools.lru_cache(maxsize=10_000)  # a group has one label and few answers
 def exact_value(plain: str) -> Fraction | None:
-    """Return the value of a short text; None if it is not a number."""
+    """Return the value of a short text without LaTeX; None if it is not a number."""
     sign = plain[:1] if plain[:1] in ("+", *MINUSES) else ""
     bare = plain.removeprefix(sign).lstrip()
     bare = bare[1:].lstrip() if bare[:1] in ("$", "€", "£", "¥") else bare
@@ -174,12 +174,12 @@ def exact_value(plain: str) -> Fraction | None:
 
 
 def value_of(text: str) -> Fraction:
-    """Return the value of a number's parts. ValueError for odd commas and too large ones, ZeroDivisionError for 1/0."""
+    """Return a number's value. ValueError for misplaced commas or too large a number, ZeroDivisionError for 1/0."""
     for mark, operation in OPERATIONS.items():
         left, separator, right = text.partition(mark)
         if separator:
             return operation(value_of(left), value_of(right))
-    start, _, again = text.partition("\\overline")  # what repeats for ever
+    start, _, again = text.partition("\\overline")  # `again`: the repeating decimals
     mantissa, _, exponent = start.lower().partition("e")
     if len(mantissa + again) > MAX_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > MAX_EXPONENT:
         raise ValueError("beyond reason")
@@ -188,11 +188,11 @@ def value_of(text: str) -> Fraction:
 
 
 def power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Return a power of a whole number. Raises ValueError if it is beyond reason."""
+    """Return a power of a whole number. ValueError if base or exponent is too large, or not whole."""
     if not 0 < base < 10**6 or abs(exponent) > MAX_EXPONENT or base.denominator != 1 or exponent.denominator != 1:
         raise ValueError("beyond reason")
     return base ** int(exponent)
 
 
-# In the order in which a number is taken apart; a blank is between the parts of 1 1/2.
+# In the order in which a number is split; the blank separates the parts of 1 1/2.
 OPERATIONS = {"*": operator.mul, "x": operator.mul, " ": operator.add, "/": operator.truediv, "^": power}

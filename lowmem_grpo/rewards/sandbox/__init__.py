@@ -1,30 +1,31 @@
-"""Runs Python code that a model wrote, in a process of its own that can do little and ends soon: `trial.run_tests`.
+"""A sandbox for model-written Python code: a separate process with few rights and strict limits. See `trial.run_tests`.
 
-There are two isolations, all with the same limits (`limits.Limits`) and the same filter of system calls:
+There are two isolations, with the same limits (`limits.Limits`) and the same filter of system calls:
 
     bubblewrap   own namespaces: the code sees Python, the C libraries and an empty scratch directory; no network
-    process      no namespaces, and only if asked for: `isolation.PROCESS_WARNING` says what this leaves open
+    process      no namespaces, opt-in only: `isolation.PROCESS_WARNING` says what this leaves open
 
-Both guarantee the following, also for root. `RLIMIT_NPROC` does not bind root, so a filter of system calls
-(seccomp) allows what a computation needs and nothing else: no new process or thread, no signal to another process, no
-socket, no ptrace, no other priority, owner or time of a file, and no higher limit.
+Both guarantee the following, even for root. `RLIMIT_NPROC` does not bind root, so a filter of system calls (seccomp)
+allows only those that a computation needs: no new process or thread, no signal to another process, no socket, no
+ptrace, no change of a priority or of a file's owner or times, and no higher limit.
 
     one process, no thread, no child that could outlive it     by rlimits: memory, CPU time, size of files, open files
     no socket, hence no network                                by the parent: wall time, output bytes, number of files
     an empty environment, closed standard input, and no descriptors but two output pipes and one socket for answers
 
-A verdict cannot be forged, because the code's process never learns what is expected. For programs with input and
+A verdict cannot be forged, because the code's process never learns the expected result. For programs with input and
 output, and for calls with a result, the parent compares. Asserts run in a second sandboxed process, where the functions
-under test are stand-ins that ask the first process. What comes back is plain data (numbers, text, lists, ...), rebuilt
-there, or a stand-in for an object, and never the object itself. So exit codes, "passed" on any channel, overridden
-builtins, an `__eq__` that always says yes, or a harness read from memory gain nothing: only the right answer passes.
+under test are stand-ins that send their calls to the first process. Results come back as plain data (numbers, text,
+lists, ...), rebuilt in the second process, or as a stand-in for an object, never as the object itself. So exit codes,
+"passed" on any channel, overridden builtins, an `__eq__` that always returns True, or a harness read from memory gain
+nothing: only the right answer passes.
 
-What the sandbox does not prevent: code can recognise the inputs of a row's tests and answer only those; a hole in the
-kernel is a hole here; time and caches can be observed. For `process`, read the warning.
+The sandbox does not prevent code from recognising the inputs of a row's tests and answering only those, from using a
+hole in the kernel, or from observing time and caches. For `process`, read the warning too.
 
-A row's tests are trusted. A test that gives the code's result to eval, exec or pickle runs the model's code where the
-verdict is made (`assert eval(solve())`). A test that swallows what the code raises (`except Exception: pass`; an
-IndexError in its own `__getitem__`, an AttributeError under `hasattr`) passes code that raises. Objects of the code's
-classes stay in its process, and `remote` says what a test can do with them and what it cannot believe. A test that
-never calls the code is an error and no verdict. Only Python's standard library is available.
+A row's tests are trusted. A test that passes the code's result to eval, exec or pickle runs the model's code in the
+process that makes the verdict (`assert eval(solve())`). A test that swallows the code's exceptions (`except Exception:
+pass`; an IndexError in its own `__getitem__`, an AttributeError under `hasattr`) passes code that raises. Objects of
+the code's classes stay in its process; `remote` documents what a test can do with them, and what it must not trust. A
+test that never calls the code is an error without a verdict. Only Python's standard library is available.
 """

@@ -1,4 +1,4 @@
-"""Reads the tests of a dataset row into three kinds. A row that cannot be read is an error of the dataset."""
+"""The three kinds of tests, and the reader of a dataset row's tests. A row that cannot be read is a dataset error."""
 
 import ast
 import builtins
@@ -13,8 +13,8 @@ ALLOWED = (
     'allowed are test code ("assert add(1, 2) == 3"), {"call": "add", "args": [1, 2], "expected": 3}, '
     '{"input": "1 2", "output": "3"}, and the layouts of public datasets in docs/rewards.md'
 )
-NO_RESULT = object()  # a call may return only one thing
-THIRD_PARTY = {  # an import of another name that Python lacks means the code under test
+NO_RESULT = object()  # no second result is right
+THIRD_PARTY = {  # imports of any other name that the standard library lacks mean the code under test
     "numpy", "pandas", "scipy", "sympy", "sklearn", "torch", "tensorflow", "jax", "matplotlib", "seaborn", "networkx",
     "requests", "httpx", "aiohttp", "flask", "django", "fastapi", "pydantic", "sqlalchemy", "yaml", "bs4", "lxml",
     "nltk", "cv2", "PIL", "hypothesis", "parameterized", "freezegun", "faker", "mock",
@@ -24,12 +24,12 @@ OURS = {"pytest", "__future__"}
 
 @dataclass(frozen=True)
 class AssertCase:
-    """Python code that passes if it and the tests that it defines run to their end."""
+    """Python code that passes if it, and the tests that it defines, run without an error."""
 
     source: str
-    names: tuple[str, ...]  # that it uses from the code under test
-    modules: tuple[str, ...] = ()  # names under which it imports the code under test
-    fault: str = ""  # why no code can pass it
+    names: tuple[str, ...]  # names that it uses from the code under test
+    modules: tuple[str, ...] = ()  # module names under which it imports the code under test
+    fault: str = ""  # the reason why no code can pass it
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class CallCase:
     args: Any
     kwargs: Any
     expected: Any
-    json: bool = False  # the result was written as JSON, which has no tuples, and only text for keys
-    also: Any = NO_RESULT  # another result that is right
+    json: bool = False  # the result was written as JSON, which has no tuples, and only text keys
+    also: Any = NO_RESULT  # another right result
 
 
 @dataclass(frozen=True)
 class ProgramCase:
-    """The input of the code as a script, and what it must print; white space at the ends of lines does not count."""
+    """The input of the code as a script, and its required output; white space at the ends of lines is ignored."""
 
     stdin: str
     stdout: str
@@ -56,8 +56,8 @@ Case = AssertCase | CallCase | ProgramCase
 
 
 def read_cases(tests: Any, function: str | None = None) -> list[Case]:
-    """Return the cases of a row, in any layout of `layouts`. ValueError for anything else. `function` names what is
-    tested, where the row holds that apart: HumanEval's entry_point, LiveCodeBench's metadata."""
+    """Return the cases of a row, in any layout of `data.code_tests`; ValueError for any other. `function` names the
+    tested function if another column holds it: HumanEval's entry_point, LiveCodeBench's metadata."""
     listed = tests_in(tests, function)
     if not listed or (not isinstance(tests, str | dict | list | tuple) and listed == [tests]):
         raise ValueError(f"tests are {tests!r:.100}; {ALLOWED}, at least one of them in a list")
@@ -67,8 +67,8 @@ def read_cases(tests: Any, function: str | None = None) -> list[Case]:
 
 
 def read_case(test: Any, each_alone: bool = False) -> Case:
-    """Return one test. Keys that are None count as absent, because datasets add them. The ValueError names what is
-    allowed. `each_alone`: every result that is a list holds one value, which then is right too."""
+    """Return one test. Keys that are None count as absent, because datasets add them. ValueError for an unknown form.
+    `each_alone`: all wrapped results of the row are lists of one value, and that value is right too."""
     if isinstance(test, str) and test.strip():
         return read_code(test)
     entries = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
@@ -91,7 +91,7 @@ def read_case(test: Any, each_alone: bool = False) -> Case:
 
 
 def read_code(source: str, function: str | None = None) -> AssertCase:
-    """Return test code with what it needs. ValueError if it does not parse, or imports what the sandbox lacks."""
+    """Return the case of test code. ValueError if it does not parse, or imports a package that the sandbox lacks."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -110,7 +110,7 @@ def read_code(source: str, function: str | None = None) -> AssertCase:
 
 
 def runs(node: ast.stmt) -> bool:
-    """Return whether a statement of test code, or a test that it defines, can do something."""
+    """Return whether a statement of test code, or a test that it defines, can check anything."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name.startswith("test")
     if isinstance(node, ast.ClassDef):
@@ -121,7 +121,8 @@ def runs(node: ast.stmt) -> bool:
 
 
 def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the modules that test code imports and that Python lacks: `from solution import add` means the code."""
+    """Return the imported modules that stand for the code under test (`from solution import add`): those outside the
+    standard library. ValueError for a third-party package."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     missing = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names | OURS}
@@ -132,8 +133,8 @@ def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
 
 
 def free_names(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the names that test code uses and that neither it nor Python defines. Only these come from the code under
-    test, so it cannot replace `abs` or `sorted`."""
+    """Return the names that test code uses and that neither it nor Python defines. Only these are taken from the code
+    under test, so that it cannot replace `abs` or `sorted`."""
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}

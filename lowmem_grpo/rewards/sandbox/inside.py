@@ -1,12 +1,12 @@
-"""The program inside the sandbox: it takes an order, gives up its rights, then loads the code and answers.
+"""The program inside the sandbox: it receives an order, gives up its rights, then loads the code and answers.
 
-    {"role": "serve", "code": ...}    the code's functions answer calls, one {"call": name, ...} a line
+    {"role": "serve", "code": ...}    the code's functions answer calls, one {"call": name, ...} per line
     {"role": "program", "code": ...}  the code runs as a script with "stdin"; its output goes to the pipes
-    {"role": "test"}                  tests run as they come, {"source": ..., "names": [...]} a line: the names, and
-                                      what is imported from "modules", are stand-ins (`remote`) for the code's
+    {"role": "test"}                  runs one test {"source": ..., "names": [...]} per line: the names, and all imports
+                                      from "modules", are stand-ins (`remote`) for objects of the code
 
-Messages are one JSON object a line, both ways. Nothing here is secret. The other side trusts nothing that this program
-says, except in the role "test", in whose process no code of a model ever runs. Imports only the standard library.
+Messages are one JSON object per line, both ways. Nothing here is secret. The parent trusts no message of this program,
+except in the role "test", whose process never runs model-written code. Imports only the standard library.
 """
 
 import array
@@ -37,7 +37,7 @@ ONLY_OBJECTS = "the test got only objects of the code's own classes, and nothing
 
 
 class Channel:
-    """JSON lines over the socket that was handed in."""
+    """JSON lines over the inherited socket."""
 
     def __init__(self, descriptor: int) -> None:
         self.socket = socket.socket(fileno=descriptor)
@@ -55,7 +55,7 @@ class Channel:
 
 
 def main() -> None:
-    """Take an order from the descriptor named on the command line, and follow it."""
+    """Receive an order over the socket whose descriptor is on the command line, and follow it."""
     channel = Channel(int(sys.argv[1]))
     order = channel.receive()
     place = os.open(order["scratch"], os.O_RDONLY | os.O_DIRECTORY)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def prepare(order: dict[str, Any]) -> None:
-    """Enter the scratch directory with the code in it, then give up what the code must not have. OSError on failure."""
+    """Enter the scratch directory, write a program's code and input, then give up all rights. OSError on failure."""
     os.chdir(order["scratch"])
     if order["role"] == "program":
         Path(SOURCE).write_text(order["code"], encoding="utf-8")
@@ -94,7 +94,7 @@ def open_as_stdin(text: str) -> None:
 
 
 def limit(limits: dict[str, float]) -> None:
-    """Set this process's resource limits. SIGXCPU comes when the CPU time is over, SIGKILL a second later."""
+    """Set this process's resource limits. SIGXCPU is sent when the CPU time is used up, SIGKILL a second later."""
     seconds = math.ceil(limits["total_seconds"])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     for kind, value in (
@@ -106,7 +106,7 @@ def limit(limits: dict[str, float]) -> None:
 
 
 class TextSource(importlib.abc.InspectLoader):
-    """Loads a module from text, so that no file can be changed before it is read."""
+    """A loader of a module from text instead of a file, which could be changed before it is read."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -116,7 +116,8 @@ class TextSource(importlib.abc.InspectLoader):
 
 
 class TestSource(TextSource):
-    """Loads test code, which is run as if by pytest or unittest: without what starts those, and as the main program."""
+    """A loader of test code for `like_pytest`: statements that start pytest or unittest are removed, and the body of an
+    `if __name__ == "__main__"` runs."""
 
     def get_code(self, fullname: str) -> Any:
         tree = ast.parse(self.text)
@@ -139,7 +140,7 @@ def starts_tests(node: ast.stmt) -> bool:
 
 
 def load(name: str, source: TextSource, namespace: dict[str, Any]) -> ModuleType:
-    """Run the source as a module `name`, with `namespace` among its globals. Raises whatever it raises."""
+    """Run the source as a module `name`, with `namespace` among its globals, and return it. Its errors propagate."""
     spec = importlib.util.spec_from_loader(name, source, origin=f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -150,7 +151,7 @@ def load(name: str, source: TextSource, namespace: dict[str, Any]) -> ModuleType
 
 
 def run_program(order: dict[str, Any], channel: Channel) -> None:
-    """Close the channel and run the code as a script. Python's `site` would bring `exit` and `quit`."""
+    """Close the channel and run the code as a script, with `exit` and `quit`, which `site` (disabled) would define."""
     channel.lines.close()
     channel.socket.close()
     runpy.run_path(SOURCE, init_globals={"exit": sys.exit, "quit": sys.exit}, run_name="__main__")
@@ -163,10 +164,10 @@ def serve(order: dict[str, Any], channel: Channel) -> None:
     known = {"exit": sys.exit, "quit": sys.exit, "input": lambda *text: asks("input", *text)}
     try:
         known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
-        # As built-in names they are known in the code, and not taken for something that it defines.
+        # As built-ins, the names are known to the code, but do not count as defined by it.
         link.module = load("solution", TextSource(order["code"]), {"__builtins__": {**vars(builtins), **known}})
         channel.send({"loaded": True})
-    except BaseException as error:  # noqa: BLE001, also SystemExit: the code does not decide when this ends
+    except BaseException as error:  # noqa: BLE001, also SystemExit: the code must not end this process
         channel.send(described(error))
         return
     while True:
@@ -187,14 +188,15 @@ def answer(module: ModuleType, request: dict[str, Any]) -> Any:
 
 
 def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what the code defines under a name, or the names, or the result of anything else that tests ask."""
+    """Perform a request of the tests: an object of the code by name ("get"), all its public names ("names"), or an
+    operation of `of_code`."""
     if do == "names":
         return [name for name in vars(link.module) if not name.startswith("_")]
     return find(link.module, args[0]) if do == "get" else of_code(link, do, args, kwargs)
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """Return a function, or a method of a new object: "Solution.two_sum", or "two_sum". NameError without one."""
+    """Return a function, or a method of a new object: "Solution.two_sum", or "two_sum". NameError if it is missing."""
     target: Any = module
     if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
         name = f"Solution.{name}"
@@ -207,7 +209,7 @@ def find(module: ModuleType, name: str) -> Any:
 
 
 def run_asserts(order: dict[str, Any], channel: Channel) -> None:
-    """Run the tests of a row one after another, and report how each went."""
+    """Run the tests of a row one after another, and send the outcome of each."""
     while True:
         test = channel.receive()
         link = Link(channel, of_tests, Subject)
@@ -240,7 +242,7 @@ def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]
 
 
 class Code(ModuleType):
-    """The code under test as a module: whatever is imported from it is asked for."""
+    """A module that stands for the code under test: each import from it is a request to the code's process."""
 
     def __init__(self, link: Link) -> None:
         super().__init__("solution")
@@ -259,7 +261,7 @@ class Code(ModuleType):
         return value
 
     def named(self, name: str) -> Any:
-        """Return what the code defines under a name; what is missing is an error only where it is used."""
+        """Return the code's object of this name; a missing one is a `Missing`, an error only if it is used."""
         reply = self.link.ask("get", name)
         if "value" not in reply:
             return Missing(self.link, str(reply.get("text")))
@@ -269,7 +271,7 @@ class Code(ModuleType):
 
 
 class Missing:
-    """A name that the code does not define."""
+    """A name that the code does not define; its use raises NameError."""
 
     def __init__(self, link: Link, text: str) -> None:
         self.link, self.text = link, text

@@ -1,4 +1,4 @@
-"""Chooses an isolation that was tried and works, or raises an error that says how to get one."""
+"""The choice of an isolation that works on this machine, after a trial run."""
 
 import functools
 import logging
@@ -26,30 +26,30 @@ FIX = (
     'protection with isolation="process": limits on time, memory, processes and network hold there too, but if the '
     "kernel lacks Landlock 3 (Linux 6.2) the code can read and write your files"
 )
-WAIT = 1.0  # seconds for trials that have not ended, all of them together
+WAIT = 1.0  # seconds for all unfinished trials together
 PROBE = "def probe(number):\n    return number + 1\n"
 logger = logging.getLogger(__name__)
 
 
 class SandboxError(RuntimeError):
-    """No isolation works as asked for. The message says why and what to do."""
+    """The wanted isolation does not work here; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """An isolation that works here, and the limits under which it runs code."""
+    """A working isolation, and the limits for code in it."""
 
     isolation: str
     limits: Limits = field(default_factory=Limits)
 
     def start(self, role: str, code: str, **more: object) -> Worker:
-        """Start a sandboxed process with an order for `inside`. Raises worker.CannotStart."""
+        """Return a new sandboxed process with an order for `inside`. worker.CannotStart if it does not start."""
         return Worker(self.isolation, self.limits, {"role": role, "code": code, **more})
 
 
 def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> Sandbox:
-    """Return the named isolation, or for None bubblewrap, after a trial run. Raises ValueError for an unknown name, and
-    SandboxError if what was asked for does not work here."""
+    """Return a sandbox with this isolation (None: bubblewrap), after a trial run. ValueError for an unknown name,
+    SandboxError if the isolation does not work here."""
     if isolation is not None and isolation not in ISOLATIONS:
         raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for {BY_DEFAULT}")
     name = isolation or BY_DEFAULT
@@ -62,7 +62,7 @@ def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> 
 
 @functools.cache
 def why_not(isolation: str) -> str | None:
-    """Why an isolation does not work on this machine; None if it does. It is tried once, with a small program."""
+    """Return the reason why an isolation does not work here; None if it works. It is tried once, on a small program."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86_64 or aarch64, this is {sys.platform} on {platform.machine()}"
     limits = Limits()
@@ -83,11 +83,11 @@ def warn_of_process() -> None:
 
 
 class SandboxTrials:
-    """Tries each isolation in a thread of its own, and is asked last: a sandbox that hangs holds up nothing else."""
+    """Tries each isolation in its own daemon thread, so that a sandbox that hangs delays nothing else in `doctor`."""
 
     def __init__(self, names: Sequence[str] = ISOLATIONS, why_not: Callable[[str], str | None] = why_not) -> None:
         self._why_not = why_not
-        self._reasons: dict[str, str | None] = {}  # by isolation: why it does not work, None where it does
+        self._reasons: dict[str, str | None] = {}  # by isolation: why it does not work; None if it works
         self._threads = {name: threading.Thread(target=self._try, args=(name,), daemon=True) for name in names}
         for thread in self._threads.values():
             thread.start()
@@ -95,15 +95,15 @@ class SandboxTrials:
     def _try(self, name: str) -> None:
         try:
             self._reasons[name] = self._why_not(name)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the line reports it
+        except Exception as error:  # noqa: BLE001 - the line reports any error
             self._reasons[name] = f"{type(error).__name__}: {error}"
 
     def line(self, wait: float = WAIT) -> str:
-        """Return one line: the isolation that is taken by default, and why the others are not."""
+        """Return one line: the default isolation if it works, and the state of the others."""
         deadline = time.monotonic() + wait
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
-        reasons = dict(self._reasons)  # a late thread changes nothing any more
+        reasons = dict(self._reasons)  # a copy, which late threads cannot change
         works = [name for name in self._threads if name in reasons and reasons[name] is None]
         taken = BY_DEFAULT if BY_DEFAULT in works else None
         head = taken or ("none by default, process if asked for" if works else "none")

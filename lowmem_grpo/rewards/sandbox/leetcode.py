@@ -1,6 +1,6 @@
-"""What LeetCode gives code and its tests without an import: modules and their names, linked lists and trees.
+"""The names that LeetCode provides to code and tests without an import: modules and their names, lists and trees.
 
-The scorers of APPS, LiveCodeBench and verl write these imports above the code too.
+The scorers of APPS, LiveCodeBench and verl also prepend these imports to the code.
 """
 
 import builtins
@@ -23,7 +23,7 @@ class TreeNode:
         self.val, self.left, self.right = val, left, right
 
 
-# LeetCodeDataset's tests use what follows; its rows hold it in the prompt. The code must not define what judges it.
+# Helpers of LeetCodeDataset's tests, which its prompts define; the code under test must not define its own judge.
 
 
 def list_node(values: list[Any]) -> Any:
@@ -40,7 +40,7 @@ def is_same_list(first: Any, other: Any) -> bool:
 
 
 def tree_node(values: Iterable[Any]) -> Any:
-    """Return the tree of these values, level by level; None is no node."""
+    """Return the tree of these values, level by level; None stands for a missing node."""
     values = list(values)
     root = TreeNode(values.pop(0)) if values and values[0] is not None else None
     waiting = [root] if root else []
@@ -64,6 +64,7 @@ HELPERS = {"list_node": list_node, "is_same_list": is_same_list, "tree_node": tr
 
 
 def names() -> dict[str, Any]:
+    """Return all names that LeetCode provides to code, with their values."""
     modules = {name: importlib.import_module(name) for name in MODULES if name not in ("os", "time")}
     known: dict[str, Any] = {}
     for name in STARRED:
@@ -74,8 +75,8 @@ def names() -> dict[str, Any]:
 
 
 def for_tests(wanted: set[str], source: str) -> dict[str, Any]:
-    """Return those of a test's names that never come from the code: the helpers, and modules of Python."""
-    # a function that is named like a module is the code's
+    """Return those of a test's names that never come from the code: the helpers, and Python's modules."""
+    # a name that is called is a function of the code, even if a module has that name
     modules = {name: importlib.import_module(name) for name in wanted & set(MODULES) if f"{name}(" not in source}
     helpers = HELPERS | NODES if wanted & HELPERS.keys() else {}
     return modules | {name: value for name, value in helpers.items() if name in wanted}

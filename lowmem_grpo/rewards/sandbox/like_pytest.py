@@ -1,7 +1,6 @@
-"""What tests use of pytest, which the sandbox lacks, and the run of all tests that a module defines.
+"""A substitute for `import pytest`, which the sandbox lacks, and the run of all tests that a module defines.
 
-Only the standard library is there, so this stands in for `import pytest`: raises, approx, fail, skip, param, mark,
-fixture, and the fixtures capsys, monkeypatch and tmp_path.
+It has raises, approx, fail, param, mark, fixture, and the fixtures capsys, monkeypatch and tmp_path.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from typing import Any
 
 
 class Raises:
-    """`with pytest.raises(ValueError, match="no") as info:`"""
+    """The context manager of `with pytest.raises(ValueError, match="no") as info:`."""
 
     def __init__(self, kinds: Any, match: str | None = None) -> None:
         self.kinds, self.pattern, self.value = kinds, match, None
@@ -33,13 +32,13 @@ class Raises:
         return isinstance(error, self.kinds) and (self.pattern is None or self.match(self.pattern))
 
     def match(self, pattern: str) -> bool:
-        """Return True; AssertionError where the text of the exception has no such part."""
+        """Return True; AssertionError if the pattern does not match within the exception's text."""
         assert re.search(pattern, str(self.value)), f"{self.value} does not match {pattern!r}"
         return True
 
 
 def raises(kinds: Any, *call: Any, match: str | None = None, **kwargs: Any) -> Any:
-    """Return a context in which an exception is expected, or call a function that must raise one."""
+    """Return a context manager that expects an exception, or call a function that must raise one."""
     if not call:
         return Raises(kinds, match)
     with Raises(kinds) as info:
@@ -48,7 +47,7 @@ def raises(kinds: Any, *call: Any, match: str | None = None, **kwargs: Any) -> A
 
 
 class approx:  # noqa: N801, pytest's name
-    """A number, or a sequence or dictionary of numbers, that need not be equal to the last digit."""
+    """A number, or a sequence or dictionary of numbers, that equals others within a tolerance."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
         self.expected = expected
@@ -81,7 +80,7 @@ def param(*values: Any, **_: Any) -> Any:
 
 
 class Mark:
-    """`pytest.mark`: parametrize is kept on the function, other marks change nothing."""
+    """`pytest.mark`: parametrize stores its cases on the function; other marks have no effect."""
 
     def parametrize(self, names: Any, cases: Any, **_: Any) -> Callable[[Any], Any]:
         split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
@@ -108,7 +107,7 @@ def fixture(function: Any = None, **_: Any) -> Any:
 
 
 class MonkeyPatch:
-    """Changes attributes for the time of a test."""
+    """The fixture `monkeypatch`, which changes attributes during a test."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.stack = stack
@@ -121,15 +120,15 @@ class MonkeyPatch:
 
 @contextlib.contextmanager
 def fixtures(module: ModuleType, function: Any, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give the arguments of a test: those of its case, fixtures of the module, and pytest's own."""
+    """Yield the arguments of a test by name: from its case, the module's fixtures, and pytest's own fixtures."""
     patched = [patch for patch in getattr(function, "patchings", []) if repr(patch.new) == "sentinel.DEFAULT"]
-    with contextlib.ExitStack() as stack:  # unittest.mock.patch gives its own arguments first
+    with contextlib.ExitStack() as stack:  # unittest.mock.patch passes its arguments first
         yield {name: case[name] if name in case else made(module, name, stack)
                for name in list(inspect.signature(function).parameters)[len(patched):]}
 
 
 def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
-    """Return what a fixture gives. LookupError for one that is not known."""
+    """Return the value of a fixture. LookupError for an unknown one."""
     own = getattr(module, name, None)
     if getattr(own, "is_fixture", False):
         assert own is not None
@@ -154,7 +153,7 @@ def taken(stream: io.StringIO) -> str:
 
 
 def run_all(module: ModuleType) -> None:
-    """Run the tests that a module defines, as pytest finds them. Raises what the first one that fails raises."""
+    """Run the tests that a module defines, found as by pytest, and propagate the error of the first that fails."""
     for name, member in list(vars(module).items()):
         if name.startswith("test") and inspect.isfunction(member) and not getattr(member, "is_fixture", False):
             run(module, member)

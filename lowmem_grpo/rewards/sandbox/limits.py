@@ -1,4 +1,4 @@
-"""What the code of one completion may use."""
+"""The resource limits of one completion's code."""
 
 import math
 from dataclasses import dataclass, fields
@@ -8,13 +8,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each sandboxed process. Raises ValueError for one that is not a finite number, or too low."""
+    """The limits of each sandboxed process. ValueError for a limit that is not a finite number, or too low."""
 
     seconds: float = 5.0  # wall time of one test
     total_seconds: float = 10.0  # wall and CPU time of all tests of a completion together
     memory_bytes: int = 512 * MIB  # address space of the process; Python alone takes about 30 MiB
     scratch_bytes: int = 16 * MIB  # for a single file, and for the whole scratch directory
-    files: int = 64  # open at a time, and in the scratch directory (counted every 50 ms)
+    files: int = 64  # open files, and files in the scratch directory (counted every 50 ms)
     output_bytes: int = 256 * 1024  # for standard output and error together, and for one answer
     code_bytes: int = 100_000  # the code itself, as UTF-8
 

@@ -1,9 +1,9 @@
-"""Encodes plain data as JSON that keeps Python's types, and compares an expected value with what came back.
+"""JSON for plain data that keeps Python's types, and the comparison of an expected value with a returned one.
 
-None, bool, int, float, str and list stay as they are. Other types are an object with the type as its only key:
+None, bool, int, float, str and list are unchanged. Other types become an object with the type as its only key:
 {"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"},
 {"complex": [re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end), and those
-of TYPES, for example {"Fraction": "1/3"}. What is not plain data is an error, or what the caller's `refer` makes of it.
+of TYPES, for example {"Fraction": "1/3"}. Other values are encoded by the caller's `refer`, or are an error.
 """
 
 import math
@@ -15,16 +15,16 @@ from fractions import Fraction
 from json import dumps
 from typing import Any
 
-BIG_INT_BITS = 1024  # longer ones are written as hex: Python refuses to print very long ones as decimals
+BIG_INT_BITS = 1024  # longer integers are written as hex: Python refuses to print very long ones as decimals
 UNORDERED = ("set", "frozenset", "dict", "Counter")
-LISTS = ("tuple", "iterator", "deque", "range")  # equal to a list of the same items: a dataset holds only lists
+LISTS = ("tuple", "iterator", "deque", "range")  # equal to a list of the same items, since datasets hold only lists
 MOST_STEPS = 100_000  # in a range that is compared with a list
-WRITTEN_BY_CODE = ("solution", "tests")  # modules whose classes are not plain data, although a base may be
+WRITTEN_BY_CODE = ("solution", "tests")  # modules whose classes are not plain data, even if they subclass list etc.
 SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
 SCALARS: dict[str, Callable[[Any], Any]] = {
     "bytes": bytes.fromhex, "int": lambda text: int(text, 16), "complex": lambda pair: complex(*pair),
 }
-TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # to what JSON holds, and back
+TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # functions to a JSON value, and back
     Fraction: (str, Fraction), Decimal: (str, Decimal), datetime: (datetime.isoformat, datetime.fromisoformat),
     date: (date.isoformat, date.fromisoformat), time: (time.isoformat, time.fromisoformat),
     timedelta: (lambda span: [span.days, span.seconds, span.microseconds], lambda parts: timedelta(*parts)),
@@ -35,8 +35,8 @@ Refer = Callable[[Any], Any]
 
 
 def encode(value: Any, refer: Refer | None = None) -> Any:
-    """Return `value` as a JSON tree. Without `refer`, instances of subclasses become their base, iterators are read to
-    their end, and what is not plain data is a TypeError."""
+    """Return `value` as a JSON tree. `refer` encodes values that are not plain data. Without it, instances of
+    subclasses become their base type, iterators are read to their end, and other values are a TypeError."""
     if refer is not None and type(value).__module__ in WRITTEN_BY_CODE:
         return refer(value)
     if value is None or isinstance(value, bool | str):
@@ -69,7 +69,7 @@ def encode(value: Any, refer: Refer | None = None) -> Any:
 
 
 def decode(tree: Any, referred: Refer | None = None) -> Any:
-    """Return the value of a JSON tree that `encode` made; `referred` gives that of what `refer` made. ValueError or
+    """Return the value of a JSON tree that `encode` made; `referred` decodes the trees made by `refer`. ValueError or
     TypeError for any other tree."""
     if isinstance(tree, list):
         return [decode(item, referred) for item in tree]
@@ -94,9 +94,9 @@ def decode(tree: Any, referred: Refer | None = None) -> Any:
 
 def same(expected: Any, got: Any, json: bool = False) -> bool:
     """Return whether two encoded trees stand for the same value. Types must be the same (1, 1.0 and True differ),
-    except that a list equals other sequences: a dataset cannot hold them. Floats may differ by a billionth, and NaN
-    equals NaN. Only the trees are compared: no foreign value is ever hashed. With `json` the expected value was JSON:
-    numbers are equal as Python's are, and keys as JSON writes them."""
+    except that a list equals the other sequences, which a dataset cannot hold. Floats may differ by a relative 1e-9,
+    and NaN equals NaN. Only trees are compared: no value of the code is ever hashed. With `json` the expected value was
+    written as JSON: numbers compare as in Python, and keys as JSON writes them."""
     expected, got = as_list(expected), as_list(got)
     if json:
         expected, got = as_number(expected), as_number(got)
@@ -120,6 +120,7 @@ def same(expected: Any, got: Any, json: bool = False) -> bool:
 
 
 def as_list(tree: Any) -> Any:
+    """Return the items of an encoded sequence as a list; any other tree unchanged."""
     if not isinstance(tree, dict) or len(tree) != 1 or next(iter(tree)) not in LISTS:
         return tree
     ((name, content),) = tree.items()
@@ -129,14 +130,14 @@ def as_list(tree: Any) -> Any:
 
 
 def as_number(tree: Any) -> Any:
-    """Return an encoded number as an int where it is whole, else as a float; anything else as it is."""
+    """Return an encoded number as an int if it is whole, else as a float; any other tree unchanged."""
     if isinstance(tree, dict) and list(tree) in (["Fraction"], ["Decimal"]):
         tree = float(decode(tree))
     return int(tree) if isinstance(tree, bool) or (isinstance(tree, float) and tree.is_integer()) else tree
 
 
 def ordered(items: Any, json: bool = False) -> Any:
-    """Return trees in an order that depends only on their content; of pairs, with keys as JSON writes them."""
+    """Return trees sorted by content; with `json`, [key, value] pairs with keys as JSON writes them."""
     if json:
         items = [[key if isinstance(key, str | dict | list) else dumps(key), item] for key, item in items]
     return sorted(items, key=lambda item: dumps(item, sort_keys=True))

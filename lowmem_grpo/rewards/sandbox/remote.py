@@ -1,12 +1,12 @@
-"""What lets test code and the code under test work with each other's objects, though each runs in a process of its own.
+"""Remote objects, by which test code and the code under test use each other's objects across their two processes.
 
-Plain data crosses as a copy. Anything else stays where it is, and the other process gets a stand-in: `subject.Subject`
-for an object of the code, `Remote` for one of the tests (a callback, a linked list). What is done to a stand-in is
-asked of the other process: {"do": "getattr", "args": [...]}. Prints, and changes of arguments in place, come with the
-answer.
+Plain data crosses as a copy. Other objects stay in their process, and the other process gets a stand-in:
+`subject.Subject` for an object of the code, `RemoteObject` for one of the tests (a callback, a linked list). Operations
+on a stand-in are requests to the other process: {"do": "getattr", "args": [...]}. The answer also holds printed text
+and in-place changes of arguments.
 
-No object of the code decides how it compares with data: the test gets data, once, and compares itself. Where only the
-code could compare (its own objects with data, or two of them whose contents differ), the test is `Undecided`.
+No object of the code decides a comparison with data: the test gets its data, once, and compares that. If only the code
+could compare (its own objects with data, or two of its objects whose contents differ), the test is `Undecided`.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from typing import Any
 from lowmem_grpo.rewards.sandbox import leetcode
 from lowmem_grpo.rewards.sandbox.plain import decode, encode
 
-NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; the last needs more than a text
+NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; UnicodeError takes more than a text
 CHANGEABLE = (list, dict, set, deque, bytearray)
 PLAIN = (str, int, float, list, dict, set, frozenset, tuple, bytes, bytearray, deque)
 
 
 class Undecided(BaseException):
-    """No verdict: only the code under test could tell."""
+    """No verdict: only the code under test could decide it."""
 
 
 class Link:
-    """One process's end. `perform` does what the other process asks; a `stand_in` stands for one of its objects."""
+    """One end of the connection: `perform` executes requests, `stand_in` is the class of stand-ins."""
 
     def __init__(self, channel: Any, perform: Callable[..., Any], stand_in: type) -> None:
         self.channel, self.perform, self.stand_in = channel, perform, stand_in
@@ -44,14 +44,14 @@ class Link:
         self.numbers: dict[int, int] = {}  # own objects' numbers, by id
         self.theirs: dict[int, Any] = {}
         self.errors: dict[str, type] = {}  # classes of exceptions, by name
-        self.broken: AssertionError | None = None  # an assert of a callback
+        self.broken: AssertionError | None = None  # from an assert in a callback
         self.named: set[str] = set()  # classes of the code that the test uses by name
-        self.calls = 0  # to the code, and all else that is done with its objects
-        self.answers = 0  # from the code, that a test can compare with something
-        self.raised: list[tuple[BaseException, str]] = []  # by the code
+        self.calls = 0  # requests to the code, of any operation
+        self.answers = 0  # answers with data, which a test can compare
+        self.raised: list[tuple[BaseException, str]] = []  # by the code, with their texts
 
     def refer(self, value: Any) -> Any:
-        """Return the tree of what is not plain data."""
+        """Return the tree of a value that is not plain data."""
         if isinstance(value, RemoteObject):
             return {"yours": value._number}
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -65,7 +65,7 @@ class Link:
         return {"ref": [number, type(value).__name__, isinstance(value, PLAIN)]}
 
     def referred(self, tree: dict[str, Any]) -> Any:
-        """Return what such a tree of the other process means."""
+        """Return the value of such a tree from the other process."""
         ((kind, content),) = tree.items()
         if kind == "yours":
             return self.own[content]
@@ -78,7 +78,7 @@ class Link:
         return self.theirs.setdefault(content[0], self.stand_in(self, *content))
 
     def error_class(self, names: list[str]) -> Any:
-        """Return the class of an exception: a built-in one, or one that is named like the code's."""
+        """Return the exception class for these class names: a built-in one, or a new subclass with the first name."""
         cls: Any = getattr(builtins, str(names[-1]), None)
         if not isinstance(cls, type) or not issubclass(cls, Exception | SystemExit):
             cls = RuntimeError
@@ -87,7 +87,7 @@ class Link:
         return cls
 
     def ask(self, do: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the other process's answer. What that process asks in the meantime is answered first."""
+        """Send a request and return the answer; requests from the other process in the meantime are served first."""
         trees = {name: encode(value, self.refer) for name, value in kwargs.items()}
         self.channel.send({"do": do, "args": [encode(value, self.refer) for value in args], "kwargs": trees})
         while "do" in (answer := self.channel.receive()):
@@ -97,6 +97,7 @@ class Link:
         return dict(answer)
 
     def serve(self, request: dict[str, Any]) -> None:
+        """Perform a request of the other process, and send the result or the exception."""
         printed = Tee()
         try:
             args = [decode(tree, self.referred) for tree in request["args"]]
@@ -118,12 +119,12 @@ class Link:
         self.channel.send(answer | {"printed": printed.getvalue()})
 
     def changeable(self, values: list[Any]) -> dict[int, Any]:
-        """Return the trees of those values that a call may change in place."""
+        """Return the trees, by position, of those values that a call may change in place."""
         return {place: encode(value, self.refer) for place, value in enumerate(values) if type(value) in CHANGEABLE}
 
 
 class Tee(io.StringIO):
-    """Keeps what is printed, and prints it too, so that the limit on output holds."""
+    """A buffer of printed text that also prints it, so that the output limit applies."""
 
     def write(self, text: str) -> int:
         if sys.__stdout__ is not None:
@@ -132,7 +133,7 @@ class Tee(io.StringIO):
 
 
 class RemoteObject:
-    """An object of the other process: it can be called, and has attributes."""
+    """A stand-in for an object of the other process, with calls and attributes."""
 
     def __init__(self, link: Link, number: int, kind: str, is_plain: bool) -> None:
         for name, value in (("_link", link), ("_number", number), ("_kind", kind), ("_plain", is_plain),
@@ -160,7 +161,7 @@ def operation(name: str) -> Any:
 
 
 def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of what the tests ask of the code. They are trusted, so they may ask anything."""
+    """Perform a request of the tests to the code. Tests are trusted, so any operation is allowed."""
     if do == "call":
         return args[0](*args[1:], **kwargs)
     if do == "take":
@@ -175,8 +176,8 @@ def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any
 
 
 def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what the code may ask of the tests: to call what they passed, public attributes of their own objects, or
-    what they have made of `input`."""
+    """Perform a request of the code to the tests. Allowed are calls of objects that they passed, public attributes of
+    their own classes' objects, and `input`, which they may have replaced. AttributeError for any other request."""
     if do == "input":
         return input(*args)
     ours = any(args[0] is value for value in link.own)
@@ -189,13 +190,13 @@ def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> An
 
 
 def state_of(value: Any) -> Any:
-    """Return the tree of what an object of the code holds, with that of the objects in it."""
+    """Return the tree of an object's state (by `__reduce_ex__`), including the objects in it."""
     return {type(value).__name__: encode(list(value.__reduce_ex__(2)[1:5]), lambda inner: (
         inner.__qualname__ if isinstance(inner, type) else state_of(inner)))}
 
 
 def renew(old: Any, new: Any) -> None:
-    """Make a container hold what another one holds; of nested ones, those inside stay the same objects."""
+    """Give a container the content of another one, in place; lists of equal length keep their inner containers."""
     if isinstance(old, list) and len(old) == len(new):
         for place, (before, after) in enumerate(zip(old, new, strict=True)):
             if isinstance(before, CHANGEABLE) and type(before) is type(after):
@@ -210,27 +211,27 @@ def renew(old: Any, new: Any) -> None:
 
 
 def names_of(kind: type) -> list[str]:
-    """Return the names of an exception's class and of those above it, up to the first built-in one."""
+    """Return the names of an exception's class and its bases, up to the first built-in one."""
     names = [cls.__name__ for cls in kind.__mro__]
     built_in = [getattr(builtins, cls.__name__, None) is cls for cls in kind.__mro__]
     return names[: built_in.index(True) + 1]
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """Return an exception as a message: the names of its classes, its arguments, and its type with its text."""
+    """Return an exception as a message: class names, arguments, and its type with its text."""
     names = names_of(type(error))
     try:
         text = str(error)
-        rewritten = len(names) > 1 and text != str(Exception(*error.args))  # its class has a text of its own
+        rewritten = len(names) > 1 and text != str(Exception(*error.args))  # its class defines __str__
         args = [text] if rewritten else [encode(value) for value in error.args]
-    except Exception:  # noqa: BLE001, it may be a class of the code's, or hold its objects
+    except Exception:  # noqa: BLE001, the code's __str__ may raise, or an argument may not be plain data
         text, args = "", []
     return {"error": names[-1], "names": names, "args": args, "text": f"{names[0]}: {text}"[:500]}
 
 
 def as_exception(link: Link, answer: dict[str, Any]) -> BaseException:
-    """Return the other side's exception as one of its kind, so that a test can expect it. Those that Python takes for
-    the end of an iteration become RuntimeError: `all(map(check, inputs))` would hide them."""
+    """Return the other side's exception as one of the same class, so that a test can expect it. Exceptions that end an
+    iteration become RuntimeError, because `all(map(check, inputs))` would hide them."""
     kind = link.error_class([str(name) for name in answer.get("names") or [answer.get("error")]])
     if issubclass(kind, NOT_RAISED):
         return RuntimeError(str(answer.get("text", "")))

@@ -1,12 +1,12 @@
-"""The kernel's rules for a sandboxed process: the system calls of a computation, and the files that it may open.
+"""The kernel's rules for a sandboxed process: the system calls that it may make, and the files that it may open.
 
 The filter of system calls (seccomp) is a small program for the kernel (classic BPF, `struct sock_filter`) that sees a
-call's number and arguments. What is not on the list fails with EPERM: another process or thread, a signal to another, a
-socket, a renice, a change of a file's mode, times or attributes. Calls that are newer than the list fail with ENOSYS,
-so that the C library takes an older one. Calls by another machine's convention (32-bit on x86-64, x32) kill the
-process. A filter cannot be removed, also binds root, and needs no privilege after PR_SET_NO_NEW_PRIVS. It cannot follow
-a pointer, so it does not know which file a name means: Landlock does. The numbers (x86-64, arm64) are from Linux 6.1's
-unistd.h and never change. Sources: Documentation/userspace-api/seccomp_filter.rst and landlock.rst.
+call's number and arguments. Calls that are not listed fail with EPERM: a new process or thread, a signal to another
+process, a socket, a renice, a change of a file's mode, times or attributes. Calls that are newer than the list fail
+with ENOSYS, so that the C library uses an older one. Calls in another ABI (32-bit on x86-64, x32) kill the process. A
+filter cannot be removed, binds root too, and needs no privilege after PR_SET_NO_NEW_PRIVS. It cannot follow a pointer,
+so it does not see file names: Landlock does. The numbers (x86-64, arm64) are from Linux 6.1's unistd.h and never
+change. Sources: Documentation/userspace-api/seccomp_filter.rst and landlock.rst.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ import platform
 import struct
 
 ALLOWED: dict[str, tuple[int | None, int | None]] = {
-    # files: which ones can be opened, Landlock or the namespace decides
+    # files; Landlock or the namespace decides which ones can be opened
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
     "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287),
     "open": (2, None), "openat": (257, 56), "openat2": (437, 437), "creat": (85, None), "close": (3, 57),
     "close_range": (436, 436), "lseek": (8, 62), "sendfile": (40, 71), "copy_file_range": (326, 285),
     "ftruncate": (77, 46), "fallocate": (285, 47), "fsync": (74, 82), "fdatasync": (75, 83), "dup": (32, 23),
     "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None), "pipe2": (293, 59),
-    # names of files, and what is known of them
+    # names and metadata of files
     "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "stat": (4, None), "fstat": (5, 80),
     "lstat": (6, None), "newfstatat": (262, None), "fstatat": (None, 79), "statx": (332, 291), "statfs": (137, 43),
     "fstatfs": (138, 44), "getdents": (78, None), "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49),
@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
     "link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "readlink": (89, None),
     "readlinkat": (267, 78),
-    # its own memory
+    # memory
     "brk": (12, 214), "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216),
     "madvise": (28, 233), "msync": (26, 227),
     # time and waiting
@@ -44,18 +44,18 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
     "epoll_pwait2": (441, 441), "eventfd": (284, None), "eventfd2": (290, 19), "pause": (34, None),
     "sched_yield": (24, 124),
-    # signals that it gets
+    # receiving signals
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
     "rt_sigsuspend": (130, 133), "rt_sigtimedwait": (128, 137), "sigaltstack": (131, 132), "signalfd": (282, None),
     "signalfd4": (289, 74), "restart_syscall": (219, 128),
-    # what the C library does by itself, and the end
+    # internals of the C library, and exit
     "futex": (202, 98), "set_robust_list": (273, 99), "set_tid_address": (218, 96), "rseq": (334, 293),
     "arch_prctl": (158, None), "membarrier": (324, 283), "getcpu": (309, 168), "getrandom": (318, 278),
     "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260), "waitid": (247, 95),
-    # the socket for answers, and pairs of its own
+    # the socket for answers, and socket pairs
     "sendto": (44, 206), "sendmsg": (46, 211), "recvfrom": (45, 207), "recvmsg": (47, 212), "getsockopt": (55, 209),
     "getsockname": (51, 204), "getpeername": (52, 205), "shutdown": (48, 210),
-    # what it may know
+    # information about the process and the system
     "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174), "geteuid": (107, 175),
     "getgid": (104, 176), "getegid": (108, 177), "getgroups": (115, 158), "getresuid": (118, 148),
     "getresgid": (120, 150), "getpgrp": (111, None), "getpgid": (121, 155), "getsid": (124, 156),
@@ -64,13 +64,13 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "sched_getparam": (143, 121), "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126),
     "capget": (125, 90),
 }
-NEWEST = 450  # in Linux 6.1, on every machine
-Test = tuple[int, int, int]  # argument, mask, and the value that must be left
+NEWEST = 450  # the last number in Linux 6.1, the same on every machine
+Test = tuple[int, int, int]  # (index of the argument, mask, required value after the mask)
 WHOLE, O_ASYNC = 0xFFFFFFFF, 0x2000
 F_SETFL, LOOKS, LOCKS = 4, (0, 1, 2, 3, 1030, 1032), (5, 6, 7, 36, 37, 38)  # duplicates, flags, size of a pipe; locks
-TERMINAL, READY = (0x5401, 0x802C542A, 0x5413), (0x541B, 0x5421, 0x5450, 0x5451)  # is it one; FION*, FIO*CLEX
-CHECKED: dict[str, tuple[tuple[int, int], list[tuple[Test, ...]]]] = {  # allowed if all tests of a row hold
-    # without owners, signals, leases, notices, larger pipes (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ)
+TERMINAL, READY = (0x5401, 0x802C542A, 0x5413), (0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS*, TIOCGWINSZ; FION*, FIO*CLEX
+CHECKED: dict[str, tuple[tuple[int, int], list[tuple[Test, ...]]]] = {  # allowed if all tests of any row hold
+    # not allowed: F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
     "fcntl": ((72, 25), [((1, WHOLE, F_SETFL), (2, O_ASYNC, 0)), *(((1, WHOLE, what),) for what in (*LOOKS, *LOCKS))]),
     "ioctl": ((16, 29), [((1, WHOLE, what),) for what in (*TERMINAL, *READY)]),
     "socketpair": ((53, 199), [((1, 0xF, 1),)]),  # asyncio needs a stream; a datagram pair could reach named sockets
@@ -90,7 +90,7 @@ REFUSE: Instruction = (RETURN, 0, 0, ERRNO | errno.EPERM)
 
 def filter_program(machine: str) -> bytes:
     """Return the filter for "x86_64" or "aarch64": instructions of code u16, jump if true u8, if false u8, value u32.
-    Raises OSError for another machine."""
+    OSError for any other machine."""
     if machine not in MACHINES:
         raise OSError(f"no filter of system calls for {machine}; there is one for {', '.join(MACHINES)}")
     column, arch = MACHINES[machine]
@@ -107,7 +107,7 @@ def filter_program(machine: str) -> bytes:
 
 
 def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
-    """Allows the call if all tests hold; otherwise goes on behind the row."""
+    """Return the instructions that allow the call if all tests hold, and otherwise continue after the row."""
     row: list[Instruction] = []
     for left, (argument, mask, value) in zip(reversed(range(len(tests))), tests, strict=True):
         row += [(LOAD, 0, 0, ARGUMENTS + 8 * argument), (AND, 0, 0, mask), (JUMP_EQUAL, 0, 3 * left + 1, value)]
@@ -115,8 +115,8 @@ def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
 
 
 def give_up_rights() -> None:
-    """Drop every capability for good, and die with the parent. Raises OSError if the kernel refuses. After this other
-    processes of the same user cannot read the process's memory: it is not dumpable."""
+    """Drop every capability for good, and let the kernel kill this process when the parent dies. It also becomes
+    non-dumpable, so that other processes of the same user cannot read its memory. OSError if the kernel refuses."""
     libc = with_prctl()
     check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "PR_SET_PDEATHSIG")
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
@@ -126,7 +126,7 @@ def give_up_rights() -> None:
 
 
 def install_filter() -> None:
-    """Refuse all other system calls from here on. `give_up_rights` comes first. Raises OSError if that fails."""
+    """Refuse all system calls that are not listed from now on; call `give_up_rights` before. OSError on failure."""
     libc, program = with_prctl(), filter_program(platform.machine())
     buffer = ctypes.create_string_buffer(program, len(program))
     fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))  # struct sock_fprog
@@ -141,31 +141,31 @@ def with_prctl() -> ctypes.CDLL:
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError if a call failed: the C library then returns -1."""
+    """Raise OSError, with errno, if a C call returned -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-# Landlock limits what a process may still open and reach, if the kernel has it (from Linux 5.13, often enabled). What
-# each version adds, of which we use all that the kernel has:
+# Landlock restricts the files and processes that a process can reach, if the kernel has it (from Linux 5.13, often
+# enabled). We use all restrictions of the kernel's version:
 #
-#     1  (5.13)  which files can be opened or made; no look into other processes (/proc/PID/environ, /proc/PID/mem)
-#     2  (5.19)  no file moves into another folder       4  (6.7)   no TCP
-#     3  (6.2)   no file is emptied (O_TRUNC)            5  (6.10)  no orders to devices (ioctl)
-#     6  (6.12)  no signal and no abstract socket reaches a process outside
+#     1  (5.13)  files to open or create; no access to other processes (/proc/PID/environ, /proc/PID/mem)
+#     2  (5.19)  no move of a file to another folder     4  (6.7)   no TCP
+#     3  (6.2)   no truncation (O_TRUNC)                 5  (6.10)  no ioctl on devices
+#     6  (6.12)  no signal and no abstract socket to a process outside
 #
-# Networks, signals and most orders to devices are also refused by the filter of system calls, on every kernel. Nothing
-# hides that a file exists, nor its size and times: no version restricts `stat`. Landlock needs no privilege. Its three
-# calls have the same numbers on every machine.
+# The filter of system calls also refuses networks, signals and most ioctls, on every kernel. No version restricts
+# `stat`, so the existence, size and times of files stay visible. Landlock needs no privilege. Its three calls have the
+# same numbers on every machine.
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG, PATH_BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
-FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # rights that a version knows first
+FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # rights, by their first version
 TCP = {4: 0b11}  # bind, connect
 SCOPES = {6: 0b11}  # abstract sockets, signals
-COMPLETE = 3  # the first version that sees every way to empty a file (O_TRUNC): Linux 6.2
+COMPLETE = 3  # the first version that covers every way to truncate a file (O_TRUNC): Linux 6.2
 READ_ONLY = EXECUTE | READ_FILE | READ_DIR
 
 
@@ -177,15 +177,15 @@ def landlock_version() -> int:
 
 
 def ruleset_of(known: int) -> bytes:
-    """Return all that a version can restrict, as a struct landlock_ruleset_attr. Older kernels know a shorter one."""
+    """Return a struct landlock_ruleset_attr with all rights that a version can restrict; it is shorter in old ones."""
     files, tcp, scopes = (max((rights for first, rights in table.items() if first <= known), default=0)
                           for table in (FILES, TCP, SCOPES))
     return struct.pack("QQQ", files, tcp, scopes)[: 24 if scopes else 16 if tcp else 8]
 
 
 def restrict_files(readable: list[str], writable: list[str]) -> bool:
-    """Allow only reading below `readable` and all to files below `writable`. Returns False if there is no Landlock.
-    no_new_privs must be set. Paths that do not exist are skipped. Raises OSError if the kernel refuses."""
+    """Allow only reading below `readable`, and every file operation below `writable`. Return False if there is no
+    Landlock. no_new_privs must be set. Missing paths are skipped. OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     known = landlock_version()
     if known < 1:

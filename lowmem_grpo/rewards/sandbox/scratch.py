@@ -1,8 +1,8 @@
-"""The scratch directory of a sandboxed process: how full it is, and that nothing of it stays.
+"""The scratch directory of a sandboxed process: its usage and its removal.
 
-In a namespace it is a tmpfs, which ends with the process. `isolation="process"` has a folder, which its owner locks
-while it lives. If the owner is killed, the kernel drops the lock, and the next program that starts a sandbox removes
-the folder.
+In a namespace it is a tmpfs, which ends with the process. With `isolation="process"` it is a folder, which its owner
+locks while it lives. If the owner is killed, the kernel releases the lock, and the next program that starts a sandbox
+removes the folder.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ PREFIX = "lowmem-grpo-sandbox-"
 
 
 class ScratchFolder:
-    """A new folder below the system's folder for temporary files. `remove` ends it; without it, a later `sweep`."""
+    """A new folder in the system's temporary directory. `remove` deletes it, or else a later `sweep`."""
 
     def __init__(self) -> None:
         sweep(tempfile.gettempdir())
         self.path, self._lock = "", -1
-        while self._lock < 0:  # it is lost only if another program's sweep came before the lock
+        while self._lock < 0:  # the lock fails only if another program's sweep came first
             self.path = tempfile.mkdtemp(prefix=PREFIX)
             self._lock = locked(self.path)
 
     def usage(self, most: int) -> tuple[int, int]:
-        """Return files and bytes in it, counted up to `most` files. A folder that cannot be read has too many."""
+        """Return (files, bytes) in the folder, counted up to `most` files; more than `most` if it cannot be read."""
         waiting, entries, size = [self.path], 0, 0
         try:
             while waiting and entries <= most:
@@ -54,8 +54,8 @@ class ScratchFolder:
 
 
 def locked(folder: str) -> int:
-    """Return a descriptor that holds the folder's lock; -1 if another program holds it or has removed the folder. On a
-    file system without locks the descriptor holds none, and no sweep removes anything there."""
+    """Return a descriptor that holds the folder's lock; -1 if another program holds the lock or has removed the folder.
+    On a file system without locks the descriptor holds none, and no sweep removes anything there."""
     try:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def locked(folder: str) -> int:
 
 @functools.cache
 def sweep(below: str) -> None:
-    """Remove what killed programs of this user left below a folder. Each program looks once."""
+    """Remove the scratch folders in `below` that killed programs of this user have left; done once per program."""
     with contextlib.suppress(OSError), os.scandir(below) as listing:
         for entry in listing:
             if entry.name.startswith(PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
@@ -82,7 +82,7 @@ def sweep(below: str) -> None:
 
 
 def remove_unowned(folder: str) -> None:
-    """Remove a folder if nobody holds its lock."""
+    """Remove a folder if no process holds its lock."""
     with contextlib.suppress(OSError):
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -93,7 +93,7 @@ def remove_unowned(folder: str) -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder whatever is in it. The second try is for locked and very deep directories."""
+    """Remove a folder with all its content. The second try is for write-protected and very deep directories."""
     shutil.rmtree(folder, ignore_errors=True)
     if Path(folder).exists():
         subprocess.run(["chmod", "-R", "u+rwx", folder], stderr=subprocess.DEVNULL, check=False)
@@ -101,6 +101,6 @@ def remove(folder: str) -> None:
 
 
 def usage_of_tmpfs(place: int) -> tuple[int, int]:
-    """Return files and bytes in the tmpfs of a descriptor."""
+    """Return (files, bytes) in the tmpfs of a descriptor."""
     state = os.fstatvfs(place)
     return max(state.f_files - state.f_ffree - 1, 0), (state.f_blocks - state.f_bfree) * state.f_frsize

@@ -1,6 +1,6 @@
-"""What stands in the tests for an object of the code under test.
+"""The stand-in that tests hold for an object of the code under test.
 
-It is asked of the code what its object gives; what a test compares with data, the test compares itself. See `remote`.
+Operations on the object are sent to the code's process; comparisons with data are made in the test. See `remote`.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 from lowmem_grpo.rewards.sandbox.plain import decode
 from lowmem_grpo.rewards.sandbox.remote import CHANGEABLE, RemoteObject, Undecided, as_exception, operation
 
-MOST = 1000  # items of an iterator that are fetched at a time
+MOST = 1000  # items of an iterator that are fetched in one request
 
 
 class Subject(RemoteObject):
-    """An object of the code under test, in the tests."""
+    """A test's stand-in for an object of the code under test."""
 
     def _ask(self, do: str, *args: Any, **kwargs: Any) -> Any:
-        self._link.calls += (is_call := do != "bool")  # that a function is true says nothing
+        self._link.calls += (is_call := do != "bool")  # the truth of a function tells nothing about the code
         answer = self._link.ask(do, *args, **kwargs)
         if answer.get("printed"):
             sys.stdout.write(str(answer["printed"]))
@@ -31,13 +31,14 @@ class Subject(RemoteObject):
         return at_once(value) if answer.get("awaited") else value
 
     def _as_data(self, other: Any) -> Any:
-        """Return its data, for an operation with data. A class that the test names may have its own way with data."""
+        """Return the object's data, for an operation with `other`, which is data. Undecided for a class that the test
+        names, which may define its own comparison with data; TypeError if the object is not plain data."""
         if self._plain:
             if self._held is None:
                 data = self._ask("plain", self)
                 if isinstance(data, CHANGEABLE):
                     return data
-                object.__setattr__(self, "_held", [data])  # once: a class of the code's could give another each time
+                object.__setattr__(self, "_held", [data])  # kept, as the code's class could give other data next time
             return self._held[0]
         if self._kind in self._link.named:
             raise Undecided(f"only the code's own {self._kind} could compare itself with {other!r:.100}")
@@ -95,13 +96,14 @@ class Subject(RemoteObject):
 
 
 async def at_once(value: Any) -> Any:
-    """Return the result of an async function, which the code's process has waited for."""
+    """Return the result of an async function that the code's process has awaited already."""
     return value
 
 
 def asked(name: str) -> Callable[..., Any]:
-    """Return a method that asks the code for what can be nothing but data. A number is read once, and an object that
-    was made with a value of the test is not asked: it could give what the test expects."""
+    """Return a method that asks the code for a result that must be data, such as a length. Immutable plain data is read
+    once and computed with here. An object that was made with a value of the test is Undecided: it could return what
+    the test expects."""
     def ask(self: Subject, *args: Any) -> Any:
         self._not_fed()
         if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):
@@ -112,7 +114,7 @@ def asked(name: str) -> Callable[..., Any]:
 
 
 def compared(name: str) -> Callable[..., Any]:
-    """Return a comparison: the code's between its own objects, and ours with data."""
+    """Return a comparison: made by the code between its own objects, and here with data."""
     def compare(self: Subject, other: Any) -> Any:
         if isinstance(other, Subject) and not (self._plain or other._plain):
             self._not_fed()
@@ -125,8 +127,8 @@ def compared(name: str) -> Callable[..., Any]:
 
 
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
-    """Return an operation. Numbers are computed with here. An object with data must give an object, which can only be
-    compared: what the test expects may be in it, as in abs(f(2) - 4) < 0.1."""
+    """Return a binary operation. Plain data is computed here. An operation of the code's object with data must give an
+    object, marked as made with a test's value, which may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
             result = self._ask(name, *((other, self) if turned else (self, other)))

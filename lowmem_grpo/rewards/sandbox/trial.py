@@ -1,4 +1,4 @@
-"""Runs a code against a row's tests in the sandbox. Gives a verdict for each test, whatever the code does."""
+"""The run of a completion's code against a row's tests in the sandbox, with a verdict on each test."""
 
 import json
 import mmap
@@ -13,21 +13,21 @@ from lowmem_grpo.rewards.sandbox.worker import Worker, WorkerEnded
 
 OUTCOMES = ("passed", "failed", "error", "timeout", "memory", "output", "files", "refused")
 SHOWN = 200  # characters of a value in a reason
-CALLS = 100_000  # that one test and the code may make of each other
+CALLS = 100_000  # requests between one test and the code
 PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one test: one of OUTCOMES, and why it is not "passed" ("" if it is).
+    """The result of one test: one of OUTCOMES, and the reason ("" for "passed").
 
-    failed: a wrong answer. error: the code raised, ended itself or answered nonsense, or the test never called it.
-    timeout, memory, output, files: the code passed a limit. refused: the code was not run.
+    failed: a wrong answer. error: the code raised, ended itself or sent an invalid answer, or the test never called it.
+    timeout, memory, output, files: the code exceeded a limit. refused: the code was not run.
     """
 
     outcome: str
     reason: str = ""
-    untestable: bool = field(default=False, compare=False)  # no code can pass it, or only the code can tell
+    untestable: bool = field(default=False, compare=False)  # no code can pass it, or only the code could decide it
 
     @property
     def passed(self) -> bool:
@@ -35,7 +35,7 @@ class Verdict:
 
 
 def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
-    """Return one verdict for each case, in order. The code decides only its answers. Raises only worker.CannotStart."""
+    """Return one verdict for each case, in order. Raises only worker.CannotStart, whatever the code does."""
     if fault := why_refused(code, sandbox.limits.code_bytes):
         return [Verdict("refused", fault)] * len(cases)
     trial = Trial(code, sandbox, any(isinstance(case, CallCase) and case.json for case in cases))
@@ -46,7 +46,7 @@ def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
 
 
 def why_refused(code: str, most: int) -> str | None:
-    """Return why a code is not run: it is empty, too long, or no file can hold it. None if it can be run."""
+    """Return the reason to refuse a code (empty, too long, invalid Unicode, a NUL character); None if it can be run."""
     if not code.strip():
         return "no code"
     try:
@@ -59,23 +59,23 @@ def why_refused(code: str, most: int) -> str | None:
 
 
 def too_large(code: str, stdin: str, most: int) -> str | None:
-    """Return why a code and its input do not fit into the scratch directory, in whole pages; None if they do."""
+    """Return a message if a code and its input, in whole pages, exceed the scratch directory's size; None if not."""
     size = sum(-(-len(text.encode()) // PAGE) * PAGE for text in (code, stdin))
     return f"the code and its input take {size} bytes, the scratch directory {most}" if size > most else None
 
 
 class Trial:
-    """One code under test. Its process is kept between tests, and started again if a test ended it."""
+    """One code under test, with processes that are kept between tests, and started again if a test ended them."""
 
     def __init__(self, code: str, sandbox: Sandbox, imports: bool = False) -> None:
-        """`imports`: the code has the names that LeetCode and the scorers of such tests import for it."""
+        """`imports`: provide the names that LeetCode and the scorers of such tests import for the code."""
         self.imports = imports
         self.code, self.sandbox, self.limits = code, sandbox, sandbox.limits
         self.ends = time.monotonic() + sandbox.limits.total_seconds
         self.server: Worker | None = None
         self.tester: Worker | None = None
-        self.broken: WorkerEnded | None = None  # why loading the code failed, if it did
-        self.begun: set[str] = set()  # roles that had a process
+        self.broken: WorkerEnded | None = None  # the error of loading the code, if it failed
+        self.begun: set[str] = set()  # roles for which a process was started before
 
     def verdict(self, case: Case) -> Verdict:
         if time.monotonic() >= self.ends:
@@ -95,7 +95,7 @@ class Trial:
         self.server = self.tester = None
 
     def started(self, role: str, code: str, **more: object) -> Worker:
-        """Start a process. That does not count as the code's time, unless it replaces one that the code ended."""
+        """Return a new process. Its start does not count as the code's time, unless it replaces one that has ended."""
         began = time.monotonic()
         worker = self.sandbox.start(role, code, **more)
         if role == "program" or role not in self.begun:
@@ -107,7 +107,7 @@ class Trial:
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """Return the code's process, started if there is none. A code that does not load is not loaded again."""
+        """Return the code's process, started if needed. WorkerEnded if the code does not load, which is tried once."""
         if self.broken is not None:
             raise self.broken
         if self.server is None:
@@ -131,14 +131,14 @@ class Trial:
         return Verdict("failed", f"{case.name} gave {shown(reply['value'])}, expected {shown(case.expected)}")
 
     def ask(self, request: dict[str, Any], deadline: float | None) -> dict[str, Any]:
-        """Call the code; return {"value": ...} or {"error": ..., "text": ...}."""
+        """Send a request to the code; return {"value": ...} or {"error": ..., "text": ...}."""
         server = self.serving()
         deadline = self.deadline() if deadline is None else deadline
         server.send(request, deadline)
         return server.receive(deadline)
 
     def run_assert(self, case: AssertCase) -> Verdict:
-        """Run the asserts in a process of their own, and pass their calls to the code's process and back."""
+        """Run the asserts in the test process, and relay messages between it and the code's process."""
         self.serving()
         if self.tester is None:
             self.tester = self.started("test", "")
@@ -148,7 +148,7 @@ class Trial:
         for _ in range(CALLS):
             message = self.tester.receive(deadline)
             if "outcome" in message:
-                if "do" in reply:  # the code still waits for what it asked of the test
+                if "do" in reply:  # the code still waits for an answer of the test
                     self.close()
                 outcome, reason = str(message["outcome"]), str(message["reason"])
                 outcome = "memory" if (outcome, reply.get("error")) == ("error", "MemoryError") else outcome
@@ -179,7 +179,7 @@ def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
 
 
 def is_same(expected: Any, got: Any, json: bool = False) -> bool:
-    """Return `plain.same`, but False if the answer is not encoded data at all."""
+    """Return `plain.same`, or False if the answer is not encoded data."""
     try:
         return same(expected, got, json)
     except (TypeError, ValueError, AttributeError, RecursionError, ArithmeticError, LookupError):
@@ -187,7 +187,7 @@ def is_same(expected: Any, got: Any, json: bool = False) -> bool:
 
 
 def shown(tree: Any) -> str:
-    """Return a value as people read it. Small ones are decoded; large ones are cut off as they came."""
+    """Return an encoded value as readable text: a small one as Python shows it, a large one as JSON, cut at SHOWN."""
     try:
         text = json.dumps(tree)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""One sandboxed process from outside: starts it, talks to it, watches it, and ends it with all that it left behind."""
+"""The parent's side of one sandboxed process: start, messages, limits, and cleanup."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ from typing import Any
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.scratch import ScratchFolder, usage_of_tmpfs
 
-START_SECONDS = 30.0  # for Python to start and give up its rights; no foreign code runs before that
-POLL_SECONDS = 0.05  # between looks at the scratch directory
-HANG_UP_SECONDS = 0.5  # between a process's last answer and its end
-REAP_SECONDS = 5.0  # for a launcher to see the end of its child
-CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as an exit status, and as the sandboxes report it
+START_SECONDS = 30.0  # for Python to start and give up its rights; no model-written code runs before that
+POLL_SECONDS = 0.05  # between checks of the scratch directory
+HANG_UP_SECONDS = 0.5  # between the end of a process's channel and its exit
+REAP_SECONDS = 5.0  # for a launcher to reap its child
+CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as Popen's status, and as the sandboxes report it
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
 PROGRAMS = {"bubblewrap": "bwrap"}
@@ -35,22 +35,22 @@ NOBODY = 65534
 
 
 class WorkerEnded(Exception):  # noqa: N818, it need not be an error
-    """The process has ended or must end. `outcome` is one of trial.OUTCOMES, or "ended" if it ended by itself."""
+    """The process has ended or must be killed. `outcome` is one of trial.OUTCOMES, or "ended" if it ended by itself."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(f"{outcome}: {reason}")
         self.outcome, self.reason = outcome, reason
 
 
-class CannotStart(RuntimeError):  # noqa: N818, says why
-    """The sandbox itself does not work here. The message says what it printed."""
+class CannotStart(RuntimeError):  # noqa: N818, the name says it
+    """The sandbox itself does not work here; the message is its output."""
 
 
 class Worker:
-    """A sandboxed process that follows one order of `inside`. Close it, or use it in a `with` statement."""
+    """A sandboxed process that follows one order to `inside`. Close it, or use it in a `with` statement."""
 
     def __init__(self, isolation: str, limits: Limits, order: dict[str, Any]) -> None:
-        """Start it and wait until it has given up its rights. Raises CannotStart if it does not get that far."""
+        """Start the process and wait until it has given up its rights. CannotStart if it does not get that far."""
         self.limits = limits
         self.stdout, self.stderr, self.printed = bytearray(), bytearray(), 0
         self._waiting, self._place, self._began = bytearray(), -1, time.monotonic()
@@ -83,7 +83,7 @@ class Worker:
         self._handshake({**order, **paths, "limits": asdict(self.limits)})
 
     def _handshake(self, order: dict[str, Any]) -> None:
-        """Send the order, and take the scratch directory's descriptor with the first message."""
+        """Send the order, and receive the scratch directory's descriptor with the first message."""
         deadline = time.monotonic() + START_SECONDS
         try:
             self.send(order, deadline)
@@ -104,7 +104,7 @@ class Worker:
         self.close()
 
     def send(self, message: dict[str, Any], deadline: float) -> None:
-        """Send one message. WorkerEnded if the process does not take it before the deadline (of time.monotonic)."""
+        """Send one message. WorkerEnded if the process does not take it before the deadline, by time.monotonic."""
         self.channel.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             self.channel.sendall(json.dumps(message).encode() + b"\n")
@@ -116,7 +116,7 @@ class Worker:
             raise self.ended() from error
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """Return the next message. WorkerEnded if none comes in time, a limit is passed, or it is nonsense."""
+        """Return the next message. WorkerEnded if none comes in time, a limit is passed, or it is malformed."""
         while (end := self._waiting.find(b"\n")) < 0:
             if len(self._waiting) > self.limits.output_bytes:
                 raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")
@@ -132,13 +132,13 @@ class Worker:
         return message
 
     def run_to_end(self, deadline: float) -> int:
-        """Wait for the end of the process: its exit status, negative for a signal. WorkerEnded as in `receive`."""
+        """Wait for the process to end; return its exit status, negative for a signal. WorkerEnded as in `receive`."""
         while self._selector.get_map():
             self._look(deadline, quits=False)
         return self._status()
 
     def _look(self, deadline: float, quits: bool = True) -> None:
-        """Wait a moment, read what there is, and enforce the limits."""
+        """Wait up to POLL_SECONDS, read data, enforce limits; a closed channel raises only with `quits`."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise WorkerEnded("timeout", f"not done within {self.limits.seconds:g} s")
@@ -172,7 +172,7 @@ class Worker:
             raise WorkerEnded("files", f"{entries} files of {size} bytes in the scratch directory")
 
     def ended(self) -> WorkerEnded:
-        """Return why a process hung up: its last line on standard error, or how it ended."""
+        """Return the WorkerEnded for a process that has ended, with its last line on standard error or its status."""
         status = self._status()
         words = self._last_words()
         if words.startswith("MemoryError"):
@@ -182,7 +182,7 @@ class Worker:
         return WorkerEnded("ended", words or f"it ended by itself, with exit status {status}")
 
     def _status(self) -> int:
-        """Return the exit status. A process that hung up but is still alive is killed."""
+        """Return the exit status. A process that is alive HANG_UP_SECONDS after it closed its channel is killed."""
         assert self._process is not None
         try:
             return self._process.wait(HANG_UP_SECONDS)
@@ -210,7 +210,7 @@ class Worker:
 
 
 def read(source: Any) -> bytes:
-    """Return what a ready pipe or socket holds; empty at its end."""
+    """Return the available bytes of a pipe or socket; empty at its end."""
     try:
         return os.read(source.fileno(), 1 << 16)
     except ConnectionError:
@@ -218,7 +218,7 @@ def read(source: Any) -> bytes:
 
 
 def end(started: list[subprocess.Popen[bytes]], folder: ScratchFolder | None) -> None:
-    """Leave nothing behind, also if our program ends before `close`."""
+    """Kill the processes, close their pipes and remove the folder; also runs if the program exits before `close`."""
     for process in started:
         kill(process)
         process.wait()
@@ -230,9 +230,9 @@ def end(started: list[subprocess.Popen[bytes]], folder: ScratchFolder | None) ->
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill what a process started, wait until it has seen their end, and kill what is then left of its group. bwrap
-    starts the code's process in a session and a PID namespace of its own. If it died first, its child would die a
-    little later, and nobody would reap it in a container whose first process does not."""
+    """Kill a process's children, wait until it has reaped them, then kill the rest of its process group. bwrap starts
+    the code's process in a new session and PID namespace. If bwrap died first, its child would die a little later, and
+    nobody would reap it in a container whose first process does not."""
     if process.poll() is None and (children := children_of(process.pid)):
         for child in children:
             with contextlib.suppress(OSError):
@@ -245,7 +245,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def children_of(number: int) -> list[int]:
-    """Return the processes that a process has started; none if the kernel does not tell."""
+    """Return the PIDs of a process's children; an empty list if the kernel does not list them."""
     try:
         return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
     except OSError:
@@ -256,8 +256,8 @@ def children_of(number: int) -> list[int]:
 
 
 def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the command of a sandboxed Python and the paths that it sees: of its scratch directory, of the package,
-    and what Landlock lets it read (None in a namespace). `descriptor` is the socket's number; `folder` is the scratch
+    """Return (command of a sandboxed Python, the paths that it sees): the scratch directory, the package, and the
+    paths that Landlock lets it read (None in a namespace). `descriptor` is that of the socket; `folder` is the scratch
     directory for `process`."""
     if isolation == "process":
         root = str(HERE.parent)
@@ -275,13 +275,13 @@ def python_folders() -> list[str]:
 
 
 def python(root: str, descriptor: int) -> list[str]:
-    """Return Python without site-packages, environment or bytecode files, running `inside.main`."""
+    """Return the command of Python without site-packages, environment or bytecode files, which runs `inside.main`."""
     code = INSIDE.format(root=root)
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", code, str(descriptor)]
 
 
 def bubblewrap(limits: Limits) -> list[str]:
-    """Arguments of bwrap (0.7 or newer, for --size): new namespaces, and all is read-only except the scratch tmpfs."""
+    """Return bwrap's arguments (0.7 or newer, for --size): new namespaces, read-only except for the scratch tmpfs."""
     words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
     for path in python_folders():

@@ -3,8 +3,9 @@
     for finding in trainer.preflight():
         print(finding.severity, finding.problem, finding.fix)
 
-`train()` does this itself, unless GRPOConfig(preflight=False): an error ends the run before anything is sampled or
-written, and warnings are logged. The checks of the columns that rewards read are here too; no function is called.
+`train()` runs the checks first, unless GRPOConfig(preflight=False): an error ends the run before anything is sampled
+or written, and warnings are logged. This module also has the checks of columns that reward functions read; it calls
+none of these functions.
 """
 
 import inspect
@@ -37,8 +38,8 @@ def reserved_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def missing_columns(subject: Subject) -> Iterator[Finding]:
-    """Find that a reward function needs a column that the dataset or the evaluation dataset does not have. A
-    `rollout_func` brings columns that nobody knows yet."""
+    """Find that a reward function needs a column that the dataset or the evaluation dataset does not have. It is
+    skipped with a `rollout_func`, whose columns are not known yet."""
     scorer = subject.scorer
     if scorer is None or scorer.late_columns:
         return
@@ -84,7 +85,7 @@ def unusable_evaluation(subject: Subject) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `severity` is the worst that it can find."""
+    """A check; `severity` is the worst that it can find."""
 
     name: str
     severity: str
@@ -94,12 +95,12 @@ class Check:
 
     @property
     def finds(self) -> str:
-        """The kind of fault that it finds, as the first sentence of its function says it."""
+        """The kind of fault that it finds: the first sentence of its function's docstring."""
         told = " ".join((self.look.__doc__ or "").split()).partition(". ")[0]
         return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 
     def fits(self, subject: Subject) -> bool:
-        """Return whether it has something to look at."""
+        """Return whether the check applies to this trainer."""
         return (self.with_sft or subject.samples) and not (self.of_rows and subject.without_rows)
 
 
@@ -134,7 +135,7 @@ CHECKS = (
 
 
 class PreflightError(DataError):
-    """A run would fail or learn nothing. The message has one line for each problem, with its fix."""
+    """A run would fail or learn nothing; the message has one line for each problem, with its fix."""
 
 
 def preflight(trainer: Any) -> list[Finding]:
@@ -147,8 +148,8 @@ def look_over(subject: Subject) -> list[Finding]:
 
 
 def before_training(trainer: Any) -> None:
-    """Check a run as `train()` begins: PreflightError for errors, a warning for each other problem. The live view says
-    where nothing is wrong, and how long the run should take on a known card."""
+    """Check a run at the start of `train()`: raise PreflightError for errors, log a warning for each other problem. The
+    live view shows if nothing is wrong, and the estimated time of the run on a known card."""
     if not trainer.args.preflight:
         return
     began = time.monotonic()
@@ -167,7 +168,7 @@ def before_training(trainer: Any) -> None:
 
 
 def refuse_errors(findings: list[Finding]) -> None:
-    """Raise PreflightError with all problems where one of them is an error."""
+    """Raise PreflightError with all problems if one of them is an error."""
     if has_error(findings):
         wrong = mistakes(findings)
         lines = "\n".join(f"- {finding}" for finding in wrong)

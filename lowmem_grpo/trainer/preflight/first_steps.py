@@ -1,6 +1,6 @@
-"""A run's seconds and its first steps: an estimate from the data sheet of its card before the first step, and of each
-step beside what was measured; what the rewards paid in the first step, and how long the run will take at the pace of
-the second."""
+"""Time estimates, and reports on the first steps: an estimate of the run from its card's data sheet before the first
+step, planned seconds of each step as metrics, findings about the rewards after the first step, and the time left at
+the pace of the second."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ PHASES = {"time/generate": "sampling", "time/reward": "rewards", "time/train": "
 
 
 class PlannedTime:
-    """The seconds of steps under a memory plan; nothing on the CPU and on cards without a data sheet."""
+    """Plans the seconds of steps under a memory plan; plans nothing on the CPU and on cards without a data sheet."""
 
     def __init__(self, plan: MemoryPlan | None, model_config: Any) -> None:
         self.plan = plan
@@ -34,8 +34,8 @@ class PlannedTime:
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,
         fields: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Return the planned seconds of a step: sampling, training, both; `fields` were computed before training."""
-        passes = len({field == "ref_logprobs" for field in fields})  # the policy's own take one pass together
+        """Return planned seconds: sampling, training, both; `fields` are log-probabilities computed before training."""
+        passes = len({field == "ref_logprobs" for field in fields})  # one pass for the reference, one for the policy
         generated = self.plan_step(workload_of(sampled))
         learned = self.plan_step(workload_of(trained, updates, iterations, passes))
         if generated is None or learned is None:
@@ -46,7 +46,7 @@ class PlannedTime:
                 "time/planned_step_s": generate + train + around}
 
     def plan_step(self, work: Workload | None) -> TimePlan | None:
-        """Return what a step of such lengths should take; None where that is not known, or there is nothing to do."""
+        """Return the time plan of a workload; None without a plan, a workload, or known seconds."""
         if self.plan is None or self.shape is None or work is None:
             return None
         time = plan_time(self.plan, self.shape, work)
@@ -56,7 +56,7 @@ class PlannedTime:
 def workload_of(
     groups: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1, forward_only: int = 0
 ) -> Workload | None:
-    """Return what groups were made of; None where there is none with a completion."""
+    """Return the workload of the groups that have a trained completion; None if there are none."""
     filled = [group for group in groups if any(rollout.num_trained for rollout in group.rollouts)]
     if not filled:
         return None
@@ -67,7 +67,7 @@ def workload_of(
 
 
 def how_long(subject: Subject) -> str | None:
-    """Return a run's estimate in one line; None on the CPU, on an unknown card, and in fine-tuning."""
+    """Return one line with the run's estimated time; None on the CPU, on an unknown card, and in fine-tuning."""
     args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
     if not subject.samples or not lengths:
         return None
@@ -86,12 +86,12 @@ def how_long(subject: Subject) -> str | None:
 
 
 class FirstSteps:
-    """Listens to a run with the methods of transformers' TrainerCallback."""
+    """A callback, with the methods of transformers' TrainerCallback, that reports on the first two steps."""
 
     def __init__(
         self, records: RunRecords, say: Callable[[str], None] | None = None, rewards: Mapping[str, float] | None = None
     ) -> None:
-        """`rewards` are the weights of a run's rewards by name; `say` prints a line, and is None where none is wanted.
+        """`rewards` are the weights of a run's rewards by name; `say` prints a line, or is None to print nothing.
         """
         self.records, self.say, self.rewards = records, say, rewards
         self.step_times = StepTimes()
@@ -104,7 +104,7 @@ class FirstSteps:
     def on_step_end(
         self, args: Any, state: Any, control: Any, groups: list[RolloutGroup] | None = None, **kwargs: Any
     ) -> None:
-        """`groups` are those of this step, with rewards."""
+        """`groups` are the scored groups of this step."""
         self.seen += 1
         self.step_times.mark(state.global_step)
         if self.seen == 1 and groups and self.rewards and args.preflight:
@@ -120,7 +120,7 @@ class FirstSteps:
             self.say(self.expectation(args, state, left))
 
     def expectation(self, args: Any, state: TrainerState, left: float) -> str:
-        """One line after the second step; the first step warms up."""
+        """Return the line for the second step: the pace (without the first step, which warms up) and the time left."""
         each = self.step_times.per_step or 0.0
         last = (state.unlogged or state.log_history or [{}])[-1]
         shares = ", ".join(f"{name} {last[key]:.0%}" for key, name in PHASES.items() if key in last)

@@ -1,4 +1,4 @@
-"""Checks of the prompts: their rows, lengths and number, and repetitions."""
+"""Checks of the prompts: unusable rows, lengths, number, and duplicates."""
 
 import time
 from collections import Counter
@@ -9,7 +9,7 @@ from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.trainer.preflight.subject import Subject, spread
 
 MANY_ALIKE = 0.1  # share of rows that may repeat the prompt of another row
-BLOCK = 64  # neighbouring rows: copies of a prompt often stand side by side
+BLOCK = 64  # neighbouring rows compared together, since copies of a prompt are often adjacent
 SECONDS = 0.3  # after one block, no further rows are compared once this time has passed
 CUT_FIX = {False: "truncate_prompts=True", True: "truncation_mode='keep_start'"}  # in GRPO, in fine-tuning
 USUAL_STEPS, USUAL_ROWS = 300, 500
@@ -85,7 +85,7 @@ def few_rows(subject: Subject) -> Iterator[Finding]:
 
 def alike(subject: Subject) -> Iterator[Finding]:
     """Find that more than 10% of the prompts repeat another prompt. It compares more rows than the sample has, as
-    copies may stand side by side; where an environment makes the task, equal prompts say nothing."""
+    copies may be adjacent. It is skipped if an environment makes the task, since equal prompts are normal then."""
     if subject.turns is not None and subject.turns.begins:
         return
     repeated, seen = count_repeats(subject.sample.dataset)
@@ -96,7 +96,7 @@ def alike(subject: Subject) -> Iterator[Finding]:
 
 
 def count_repeats(dataset: Any) -> tuple[int, int]:
-    """Return (rows that repeat an earlier prompt, rows compared): all rows, or spread blocks where time runs out."""
+    """Return (rows that repeat an earlier prompt, rows compared): all rows, or blocks of them if time runs out."""
     known: set[int] = set()
     seen, began = 0, time.monotonic()
     for index in in_blocks(len(dataset)):
@@ -109,7 +109,7 @@ def count_repeats(dataset: Any) -> tuple[int, int]:
 
 
 def in_blocks(total: int) -> Iterator[int]:
-    """Yield all rows in blocks, in an order whose beginnings are spread over the dataset."""
+    """Yield the indices of all rows in blocks, in an order whose every prefix is spread over the dataset."""
     for place in spread(-(-total // BLOCK)):
         yield from range(place * BLOCK, min((place + 1) * BLOCK, total))
 

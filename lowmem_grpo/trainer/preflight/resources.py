@@ -1,4 +1,4 @@
-"""Checks of space: on the disk for files, on the host for what is kept there, on the card for the memory plan."""
+"""Checks of disk space, host memory, and card memory against the memory plan."""
 
 import math
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.trainer.preflight.subject import Subject
 from lowmem_grpo.utils import size_text
 
-# What a completion takes in completions.jsonl, and each of its rewards, tokens, and turns.
+# Bytes in completions.jsonl of a completion, and of each of its rewards, tokens, and turns.
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
 
 
 def unwritable(subject: Subject) -> Iterator[Finding]:
-    """Find that the folder cannot be made, or cannot be written to. Nothing is written to find out."""
+    """Find that the folder cannot be made, or cannot be written to. The check itself writes nothing."""
     if fault := place_fault(subject.run_dir):
         yield Finding("error", "", *fault)
 
@@ -105,7 +105,7 @@ def optimizer_bytes(subject: Subject) -> int:
 
 
 def checkpoint_bytes(subject: Subject) -> int:
-    """Return the bytes of adapter and optimizer; of the adapter alone where no checkpoints are written."""
+    """Return the bytes of a checkpoint (adapter and optimizer), or of the adapter alone if no checkpoints are saved."""
     adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
     return adapter + (optimizer_bytes(subject) if keeps_checkpoints(subject) else 0)
 
@@ -115,7 +115,8 @@ def keeps_checkpoints(subject: Subject) -> bool:
 
 
 def copies_to_come(subject: Subject) -> int:
-    """Count checkpoints to come beside those on disk. A new one is written before the oldest goes; the best stays."""
+    """Return how many checkpoints may be added to those on disk. With `save_total_limit` the disk holds up to two
+    more: a new one is written before the oldest is deleted, and the best is kept."""
     if not keeps_checkpoints(subject):
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)
@@ -128,7 +129,7 @@ def copies_to_come(subject: Subject) -> int:
 
 
 def completion_bytes(subject: Subject) -> int:
-    """Return the bytes of completions.jsonl if every completion has its longest length."""
+    """Return the bytes of completions.jsonl if every completion has `max_completion_length` tokens."""
     if not subject.samples:
         return 0
     args, prompts = subject.args, [len(looked.prompt.text) for looked in subject.sample.usable if looked.prompt]

@@ -1,4 +1,4 @@
-"""What the checks look at: the parts of a trainer, and a bounded sample of its rows, encoded as the run will do it."""
+"""The input of the checks: the parts of a trainer, and a bounded sample of its rows, encoded as in the run."""
 
 import time
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ from lowmem_grpo.runs.state import TrainerState
 Messages = list[dict[str, str]]
 
 MOST_ROWS, LEAST_ROWS = 256, 16
-OF_A_STREAM = 512  # rows that are read ahead
+OF_A_STREAM = 512  # rows of a stream that are read ahead
 SECONDS = 1.0  # after LEAST_ROWS, no more rows are read once this time has passed
 
 
 @dataclass(frozen=True)
 class LookedAt:
-    """One row, and the prompt that it makes."""
+    """A row and its encoded prompt, or the reason or error why it has none."""
 
     row: dict[str, Any]
-    index: int  # its place in the dataset
-    prompt: Prompt | None = None  # None where the row cannot be used
-    reason: str = ""  # why it cannot, as the encoder says
-    error: Exception | None = None  # what was raised instead
+    index: int  # in the dataset
+    prompt: Prompt | None = None  # None if the row cannot be used
+    reason: str = ""  # the encoder's reason to skip the row
+    error: Exception | None = None  # raised while the row was read or encoded
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt; in fine-tuning, with its completion."""
+        """The number of tokens of the prompt; in fine-tuning, of prompt and completion."""
         if self.prompt is None:
             return 0
         return len(self.prompt.ids) + len(getattr(self.prompt, "completion_ids", ()))
@@ -43,10 +43,10 @@ class RowSample:
     """Rows spread evenly over a dataset. Prompts of any length count as usable here."""
 
     rows: list[LookedAt]
-    dataset: Any  # where they come from
+    dataset: Any  # sampled from it
     columns: list[str]
     encoder: PromptEncoder  # without a bound on the length
-    limit: int  # tokens that a row may have
+    limit: int  # most tokens of a row in the run
 
     @property
     def total(self) -> int:
@@ -68,7 +68,7 @@ class RowSample:
 
 
 def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
-    """Look at MOST_ROWS rows at most, and fewer where rows are slow to read; of a stream, at some of the next ones."""
+    """Return a sample of at most MOST_ROWS rows, fewer if they are slow to read; of a stream, from its next rows."""
     if isinstance(dataset, Stream):
         dataset = dataset.peek(OF_A_STREAM)
     count = min(len(dataset), MOST_ROWS)
@@ -82,25 +82,25 @@ def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
 
 
 def spread(count: int) -> list[int]:
-    """Return 0 .. count - 1 in an order whose beginnings are spread evenly too, for when time runs out."""
+    """Return 0 .. count - 1 in bit-reversed order: every prefix is spread evenly too, for when time runs out."""
     width = max(count - 1, 0).bit_length()
     turned = (int(f"{place:0{width}b}"[::-1], 2) if width else place for place in range(1 << width))
     return [place for place in turned if place < count]
 
 
 def look_at(dataset: Any, index: int, encoder: PromptEncoder) -> LookedAt:
-    """Encode one row. A broken row, or a template that refuses it, may raise anything."""
+    """Encode one row; any error of a broken row, or of a template that refuses it, is kept in the result."""
     row: Any = {}
     try:
         row = dataset[index]
         encoded = encoder.encode(row)
-    except Exception as error:  # noqa: BLE001 - it is what is reported
+    except Exception as error:  # noqa: BLE001 - a check reports it
         return LookedAt(row if isinstance(row, dict) else {}, index, error=error)
     return LookedAt(row, index, reason=encoded) if isinstance(encoded, str) else LookedAt(row, index, encoded)
 
 
 def columns_of(dataset: Any, rows: list[LookedAt]) -> list[str]:
-    """Return the sorted names of the columns; in a plain list, of all its rows."""
+    """Return the sorted column names: the dataset's own, or those of all rows of a list, or of the sampled rows."""
     named = getattr(dataset, "column_names", None)
     if named is not None:
         return sorted(named)
@@ -110,7 +110,7 @@ def columns_of(dataset: Any, rows: list[LookedAt]) -> list[str]:
 
 @dataclass(frozen=True)
 class Turns:
-    """The tools or environment that answer the policy in a run of several turns."""
+    """The tools or environment that answer the policy in a multi-turn run."""
 
     tools: list[dict[str, Any]] | None = None  # their OpenAI schemas
     replies: bool = False  # an environment answers as the user
@@ -118,14 +118,14 @@ class Turns:
 
 
 class Subject:
-    """A GRPOTrainer or an SFTTrainer as the checks see it."""
+    """The parts of a GRPOTrainer or an SFTTrainer that the checks examine."""
 
     def __init__(self, trainer: Any) -> None:
         self.args, self.tokenizer, self.run_dir = trainer.args, trainer.tokenizer, trainer.run_dir
         self.policy: Policy = trainer.policy
         self.state: TrainerState = trainer.state
         self.memory: RunMemory = trainer.memory
-        self.plan = self.memory.advice.plan  # None on the CPU, and for models that cannot be planned
+        self.plan = self.memory.advice.plan  # None on the CPU, and for models without a memory plan
         self.context: int = trainer.model.loaded.max_seq_length  # tokens
         source = trainer.source
         self.without_rows = isinstance(source, NoPrompts)  # the caller samples
@@ -140,9 +140,9 @@ class Subject:
         params = getattr(trainer.args, "vllm_sampling_params", None)
         own = set[int]() if params is not None and params.ignore_eos else {*self.policy.eos_token_ids(self.tokenizer)}
         self.end_ids = own | {*(getattr(params, "stop_token_ids", None) or [])}  # tokens that end a completion
-        self.end_texts: list[str] = getattr(params, "stop_strings", [])  # that end one too
-        self.turns: Turns | None = getattr(trainer, "turns", None)  # None: one prompt gets one answer
-        self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # for keys and values
+        self.end_texts: list[str] = getattr(params, "stop_strings", [])  # strings that end a completion
+        self.turns: Turns | None = getattr(trainer, "turns", None)  # None: single-turn
+        self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # the KV cache's
 
     def sample_of(self, rows: Any, encoder: Any) -> RowSample:
         """Return a sample of the rows that are trained on, one by one where rows are packed."""
@@ -155,12 +155,12 @@ class Subject:
 
     @property
     def datasets(self) -> list[tuple[str, RowSample]]:
-        """The name and the sampled rows of each dataset that rewards see."""
+        """The name and the sampled rows of each dataset that reward functions score."""
         evaluation = [] if self.eval_sample is None else [("evaluation dataset", self.eval_sample)]
         return [("dataset", self.sample), *evaluation]
 
     def render(self, messages: Messages, ready: bool) -> str:
-        """Return the chat template's text, ready for the assistant's turn or not."""
+        """Return the chat template's text; `ready` adds the generation prompt."""
         text: Any = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=ready, **self.sample.encoder.template_kwargs
         )

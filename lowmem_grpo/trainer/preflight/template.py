@@ -1,5 +1,5 @@
-"""Checks of the chat template, of tokens that end a completion (padding may be the same: masks come from lengths), and
-of ids that the model does not have."""
+"""Checks of the chat template, of the tokens that end a completion (padding may be the same token, since masks come
+from lengths), and of token ids beyond the model's vocabulary."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from lowmem_grpo.environments.transitions import QUESTION, Tried, cost, no_tool_
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.trainer.preflight.subject import Messages, Subject
 
-ANSWER = "Forty-two"  # the answer with which a template is tried
+ANSWER = "Forty-two"  # the answer that tests a template
 STOP = "a string of vllm_sampling_params=SamplingParams(stop=...)"
-SOME = 8  # turns for which the cost is told where the settings do not bound them
+SOME = 8  # turns assumed for the cost if the settings have no limit
 
 
 def no_generation_prompt(subject: Subject) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def left_out(subject: Subject) -> Iterator[Finding]:
 
 
 def answered(subject: Subject, messages: Messages) -> str | None:
-    """Return the text of the messages followed by an answer; None where the template does not allow that."""
+    """Return the rendered messages followed by ANSWER; None if the template refuses that."""
     try:
         return subject.render([*messages, {"role": "assistant", "content": ANSWER}], False)
     except Exception:  # noqa: BLE001 - a template may raise anything; the prompt itself was rendered
@@ -93,6 +93,7 @@ def endless(subject: Subject) -> Iterator[Finding]:
 
 
 def answers(example: Example) -> list[list[int]]:
+    """Return the runs of consecutive trained tokens."""
     trained = example.trained or [True] * len(example.completion_ids)
     runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
     return [[token for _, token in run] for counts, run in runs if counts]
@@ -129,7 +130,7 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
             if error is not None:
                 raise error
         if anew and isinstance(renderer, PlainRenderer):
-            renderer.render_anew([])  # which says why it cannot
+            renderer.render_anew([])  # raises the error to report
     except RendererError as error:
         yield Finding("error", "", error.problem, error.fix)
 
@@ -140,7 +141,7 @@ def rewritten(subject: Subject) -> Iterator[Finding]:
     try:
         trials = try_turns(subject)[1]
     except RendererError:
-        return  # `not_rendered` says so
+        return  # `not_rendered` reports it
     changed = [trial.transition.name for trial in trials if not (trial.appends or trial.refused or trial.never_anew)]
     if not changed:
         return
@@ -157,7 +158,7 @@ def rewritten(subject: Subject) -> Iterator[Finding]:
 
 
 def try_turns(subject: Subject) -> tuple[Renderer | PlainRenderer | None, list[Tried]]:
-    """Return the renderer of a run of several turns, and what the template does at each of its transitions."""
+    """Return the renderer of a multi-turn run, and the trial of the template at each transition between turns."""
     if subject.turns is None:
         return None, []
     prompt: Any = next((looked.row.get("prompt") for looked in subject.sample.usable), [QUESTION])
