@@ -29,7 +29,7 @@ HEAD = ("train_unembed is on by default, and this server trains no output head: 
 
 
 def tinker_router(training: Training, sampling: SampleService, served: Served) -> APIRouter:
-    """Return the router of all routes of the protocol that this server has."""
+    """Return the router of the protocol's routes; the app answers other paths as unknown, with a list of its routes."""
     router = APIRouter(redirect_slashes=False)
     models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
     answers = models.answers() | ListRoutes(training, served).answers() | {

@@ -48,7 +48,7 @@ class SavedModels(Mapping[str, Path | str | None]):
         self.base, self.shelf, self.owner = base, shelf, owner
 
     def __getitem__(self, name: str) -> Path | None:
-        """Return the folder of an adapter; None is the base model. ChatError for weights that were saved for training."""
+        """Return the folder of an adapter; None is the base model. ChatError for weights saved for training."""
         if name == self.base:
             return None
         for kind in (SAMPLING, TRAINING):
