@@ -20,7 +20,7 @@ from lowmem_grpo.types import Message, RolloutGroup, Turn
 logger = logging.getLogger(__name__)
 
 SAID = 3  # trajectories of a step that the log names
-LEAST = 2  # trajectories that can be compared
+LEAST = 2  # the fewest trajectories of a group that can be compared
 
 
 class UnexplainedError(ValueError):

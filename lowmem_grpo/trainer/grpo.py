@@ -106,11 +106,11 @@ class GRPOTrainer(Trainer):
         return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
-        """Get the model's vLLM engine again, if another model may have used the process's only one since."""
+        """Get the model's vLLM engine again: a process has only one, and another model may have used it."""
         self.sampler.renew()
 
     def begin_scoring(self, prompts: list[Prompt]) -> RewardBatch:
-        """Return a RewardBatch that scores groups while others are sampled: pass its `on_group` to `sample`."""
+        """Return a RewardBatch that scores groups while other groups are sampled: pass its `on_group` to `sample`."""
         return self.scoring.start_batch(prompts)
 
     def score(self, groups: list[RolloutGroup], scoring: RewardBatch | None = None) -> dict[str, float]:
@@ -183,7 +183,7 @@ class GRPOTrainer(Trainer):
         return super().evaluation_names() | sure | ({"kl"} if self.args.beta else set())
 
     def may_measure(self, name: str) -> bool:
-        """Return whether an evaluation may have the metric, also one of some losses, environments or functions only."""
+        """Return whether an evaluation may have this metric; some losses, environments and functions add metrics."""
         return (super().may_measure(name) or name.partition("/")[0] in {*OF_LOSS, *OF_EPISODES} - {"kl"}
                 or any(logs(function) for function in self.scorer.funcs))
 
@@ -216,7 +216,7 @@ def logs(function: Any) -> bool:
 
 
 def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> PromptSource:
-    """Return the source of a run's prompts; ValueError for a replay buffer on a stream."""
+    """Return the source of a run's prompts; ValueError for a replay buffer on a stream, which is read once."""
     if config.replay_buffer_size and isinstance(rows, Stream):
         raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                          "found again after a resume; leave it out, or pass a datasets.Dataset")

@@ -123,7 +123,7 @@ class GRPOObjective(Objective):
         return self.correct_mismatch, self.stale, self.entropy.applied
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
-        """Return the factor between a token's weights, the same for all tokens: each is divided by one count."""
+        """Return the ratio of a token's weight under `after` to that under `before`, the same for all tokens."""
         first, second = (
             LOSS_TYPES[self.config.loss_type].weights(
                 torch.ones((), dtype=torch.float64),

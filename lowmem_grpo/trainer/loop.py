@@ -111,7 +111,7 @@ class Trainer(Lifecycle):
         order = (parts * getattr(self.args, "num_iterations", 1))[:at_most]
         rest = groups if begun is None else [group for group in groups if not begun.holds(group)]
         self.learner.prepare(rest, len(order), self.state.policy_version)
-        # dapo and its kin count the tokens of the generation, bnpo those of the optimizer step
+        # dapo and similar losses count the tokens of the whole generation, bnpo those of the optimizer step
         tokens = self.learner.num_tokens(groups) / len(parts) if self.objective.counts_generation else None
         steps = [self.learner.forward_backward(part, tokens, begun) | self.optim_step() for part in order]
         return mean_of(steps) | self.learner.guard.over(steps)

@@ -104,7 +104,7 @@ class Pulse:
             self.news.notify_all()
 
     def missing(self, rank: int, error: str) -> str:
-        """Return the message for a lost rank, the first one: after one does not answer, Gloo drops the others too."""
+        """Return the message for the first lost rank: once one does not answer, Gloo drops the others too."""
         why = f"no sign of life for {self.patience:.0f} s" if "imed out" in error else "its connection has ended"
         return (f"rank {rank} is lost: {why} while rank {self.rank} waits for it. Its process was killed or hangs, or "
                 f"its machine cannot be reached. {GOOD}")

@@ -80,7 +80,7 @@ class ResponsesOnly:
         return kept
 
     def mask(self, ids: list[int]) -> list[bool] | None:
-        """Return for each token if it belongs to an answer; None if tokenizing the decoded text gives other tokens."""
+        """Return a flag for each token, True in answers; None if tokenizing the decoded text gives other tokens."""
         tokenizer = self.inner.tokenizer
         text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         again: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

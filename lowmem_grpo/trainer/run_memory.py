@@ -116,7 +116,7 @@ def plan_training(
 
 
 def bind(bound: BatchLimit, run_plan: MemoryPlan, config: TrainSettings) -> None:
-    """Let only the plan bound micro-batches, and warn if `per_device_train_batch_size` would be a lower bound."""
+    """Let only the plan bound micro-batches, and warn if `per_device_train_batch_size` would make them smaller."""
     bound.planned, bound.spread = run_plan.settings.max_tokens, run_plan.limits.spread
     size = config.per_device_train_batch_size
     if size < config.completions_per_step:

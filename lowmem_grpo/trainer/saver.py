@@ -34,7 +34,7 @@ class Saver:
         self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
-        self.settings = config.to_dict()  # a single step may run with other settings
+        self.settings = config.to_dict()  # the run's; a single step may have others
         self.replay = ReplayBuffer(0) if replay is None else replay
         self.random, self.saved = RandomStates(learner.policy.device), 0  # the step of the last checkpoint
         self.mark()
@@ -115,8 +115,8 @@ class Saver:
         self.state.log_history = []
 
     def resume(self, wanted: bool | str) -> Path | None:
-        """Restore from a folder, or (True) from the newest good checkpoint; broken newer ones are named and passed
-        over. Returns where from, None if there is no checkpoint yet, and raises CheckpointError if all are broken."""
+        """Restore a checkpoint folder, or (True) the newest good checkpoint; newer broken ones are logged and skipped.
+        Returns its folder, or None if there is no checkpoint yet; raises CheckpointError if all are broken."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
         newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted))]

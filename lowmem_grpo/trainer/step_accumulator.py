@@ -79,7 +79,7 @@ class PartialGradient:
         return {each for facts in self.groups.values() for each, *_ in facts}
 
     def holds(self, group: RolloutGroup) -> bool:
-        """Return whether the group was trained early. It may be given with only its rollouts with gradient."""
+        """Return whether the group was trained early. The group may hold only its rollouts with gradient."""
         return any(id(rollout) in self.rollouts for rollout in group.rollouts)
 
     def agrees(self, groups: list[RolloutGroup], conditions: tuple[Any, ...]) -> bool:

@@ -154,7 +154,7 @@ class TrajectoryTrainer(Trainer):
 
 
 def pay(rollout: Rollout) -> None:
-    """Store the caller's reward as that of a reward function. NaN or infinity makes a step be skipped, as in GRPO."""
+    """Store the caller's reward as that of a reward function. A step with NaN or infinity is skipped, as in GRPO."""
     value = rollout.reward
     finite = value is not None and math.isfinite(value)
     rollout.rewards = {REWARD: value if finite else None}

@@ -246,7 +246,7 @@ class TrlApi:
             print(f"  {name} = {value}")
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write metrics to output_dir/SPLIT_results.json, and unless `combined` is False into all_results.json."""
+        """Write metrics to output_dir/SPLIT_results.json, and add them to all_results.json if `combined`."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         path = self.run_dir / "all_results.json"
         known = json.loads(path.read_text("utf-8")) if combined and path.is_file() else {}
