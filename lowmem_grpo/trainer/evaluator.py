@@ -17,7 +17,7 @@ OF_LOSS = ("loss", "policy_loss", "kl", "entropy", "clip_ratio", "cispo_clip_rat
 
 
 class Evaluator(TrlApi):
-    """Evaluations under transformers' names: `eval_loss`, of several datasets `eval_NAME_loss`."""
+    """Evaluation of a trainer under transformers' names: `eval_loss`, or `eval_NAME_loss` for several datasets."""
 
     eval_sets: Any = None  # as `evaluation_rows` returns it; a dict by name for several datasets
 

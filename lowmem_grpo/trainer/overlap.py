@@ -63,8 +63,7 @@ class OverlappedTraining:
         self.waiting[index] = as_group(self.prompts[index], rollouts)
 
     def meanwhile(self, running: int) -> None:
-        """Called between two decode steps, with the number of running sequences: train a micro-batch, or submit all.
-        """
+        """Called between two decode steps, with the number of running sequences: train a micro-batch, or submit it."""
         self.widest = max(self.widest, running)
         if self.dropped or not (self.worker or running <= TAIL * self.widest):
             return

@@ -49,8 +49,7 @@ def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Setti
 
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-    """Return SFTTrainer's parameters, named and positional (`placed`), which are in TRL's order if settings come first.
-    """
+    """Return SFTTrainer's parameters, with the positional ones (`placed`), in TRL's order if settings come first."""
     order = TRLS_ORDER if placed and (placed[0] is None or is_settings(placed[0])) else OUR_ORDER
     if len(placed) > len(order):
         raise TypeError(f"SFTTrainer got {len(placed) + 1} parameters without names; name those after {order[-1]}")

@@ -179,8 +179,7 @@ def tokens_of_row(config: GRPOConfig) -> int:
 
 
 def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:
-    """Return (longest prompt, longest prompt with completion) in tokens; ValueError if the settings exceed `context`.
-    """
+    """Return (longest prompt, longest prompt with completion) in tokens; ValueError if settings exceed `context`."""
     if (bound := config.vllm_max_model_length or context) > context:
         raise ValueError(f"vllm_max_model_length is {bound}, and the model was loaded with a context of {context} "
                          "tokens; lower it, or load with a larger max_seq_length")

@@ -25,7 +25,7 @@ GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
 class RankError(RuntimeError):
-    """Another process of the run has failed, is lost, or runs another program; the message says which and why."""
+    """Another process of the run has failed, is lost, or has come to another meeting; the message says which."""
 
 
 class Word(NamedTuple):
@@ -38,7 +38,7 @@ class Word(NamedTuple):
 
 
 class Pulse:
-    """A thread that exchanges a word with each other rank every second. So the ranks wait for a slow one, however long
+    """Exchanges a word with each other rank every second, in a thread. So the ranks wait for a slow one, however long
     it takes, and an error names one that was killed, was stopped or cannot be reached."""
 
     def __init__(self, group: Any, rank: int, count: int, pulse: float = PULSE, patience: float = PATIENCE) -> None:
