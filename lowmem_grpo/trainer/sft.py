@@ -86,7 +86,7 @@ def longest_row(settings: SFTConfig, context: int) -> int:
 
 
 class SFTTrainer(Trainer):
-    """Fine-tuning with TRL's constructor; `train()` loops over `step()`, records, saves checkpoints and the adapter.
+    """Fine-tuning with TRL's constructor; `train()` loops over `next_groups()` and `update(groups)`, records and saves.
 
     The model can be passed to GRPOTrainer as it is. GRPO's KL reference is then this fine-tuned model (kl_reference
     "start"), or with kl_reference "base" the base model without adapter.
