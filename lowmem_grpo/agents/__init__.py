@@ -1,6 +1,6 @@
 """Agents in plain Python, under ART's names: `from lowmem_grpo import agents as art`.
 
-Names load when they are first used."""
+Each name is imported when it is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,8 @@ HOMES = {name: home for home, names in {
     "agents.trajectories": "FailedRollout History Trajectory TrajectoryGroup",
     "agents.types": "Message Messages MessagesAndChoices Tools",
 }.items() for name in names.split()}
-MODULES = ("dev", "local", "rewards", "types")  # that programs use as `art.dev`
-NEEDED = ("openai", "pydantic", "tenacity", "tqdm", "fastapi", "uvicorn")  # that lowmem-grpo[agents] brings
+MODULES = ("dev", "local", "rewards", "types")  # submodules that programs use as attributes, such as `art.dev`
+NEEDED = ("openai", "pydantic", "tenacity", "tqdm", "fastapi", "uvicorn")  # packages that lowmem-grpo[agents] installs
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
-"""ART's `dev`: what a program may write into `model._internal_config`; and `ModelOptions`, how LocalBackend loads and
-trains a model by it and by this package's names. What has no meaning here is refused by its name."""
+"""ART's `dev`: the options of `model._internal_config`; and `ModelOptions`, which maps them and this package's names to
+loading, LoRA and training in LocalBackend. Options without a meaning here are refused by name."""
 
 import inspect
 import json
@@ -15,8 +15,8 @@ from lowmem_grpo.config.unsupported import Table, any_value, off, refuse
 from lowmem_grpo.loader import FastLanguageModel, check_options
 from lowmem_grpo.models.model_names import find
 
-CONTEXT = 8192  # tokens, where nobody says how long conversations are and the model can do as much
-DEFAULTS: dict[str, Any] = {  # for GRPOConfig, where they differ from its own
+CONTEXT = 8192  # tokens, unless the options say otherwise or the model has fewer
+DEFAULTS: dict[str, Any] = {  # for GRPOConfig, if they differ from its own defaults
     "learning_rate": 5e-6, "loss_type": "cispo", "lr_scheduler_type": "constant", "save_steps": 1,
     "save_total_limit": None, "kl_reference": "base",
 }
@@ -31,13 +31,13 @@ CONFIG: Table = {  # the rest of `_internal_config`
     **off("There is one device, which samples and trains by turns.", "trainer_gpu_ids", "inference_gpu_ids",
           also=([0],)),
     **off("Training runs in this process.", "tinker_args", "tinker_native_args"),
-    **any_value("rollout_weights_mode", "allow_unvalidated_arch"),  # it samples with the trainer's own weights
+    **any_value("rollout_weights_mode", "allow_unvalidated_arch"),  # the engine samples with the trainer's weights
     **off("Content is text.", "chat_template_content_format", also=("auto", "string", "openai")),
     **off("Tools are given to the template as OpenAI's schemas.", "chat_template_tool_schema_format",
           also=("default", "vllm_openai")),
 }
-ENGINE: Table = {  # vLLM's options that the loader does not have
-    **any_value("model", "enable_lora", "max_loras", "lora_target_modules"),  # the trainer's own model and adapter
+ENGINE: Table = {  # vLLM's options that the loader lacks
+    **any_value("model", "enable_lora", "max_loras", "lora_target_modules"),  # the trainer's model and adapter
     **any_value("enable_sleep_mode", "enable_prefix_caching"),  # always on
     **any_value("num_scheduler_steps", "disable_log_requests", "enable_log_requests", "generation_config"),
     **off("There is one device.", "tensor_parallel_size", "pipeline_parallel_size", also=(1,)),
@@ -45,17 +45,17 @@ ENGINE: Table = {  # vLLM's options that the loader does not have
 InitArgs = dict[str, Any]  # for FastLanguageModel.from_pretrained
 EngineArgs = dict[str, Any]  # for vLLM
 PeftArgs = dict[str, Any]  # for FastLanguageModel.get_peft_model
-LoRAConfig = dict[str, Any]  # ART's names of the same: rank, alpha, dropout, init_weights
+LoRAConfig = dict[str, Any]  # the same under ART's names: rank, alpha, dropout, init_weights
 TrainerArgs = dict[str, Any]  # for GRPOConfig
 OpenAIServerConfig = dict[str, Any]
 ServerArgs = dict[str, Any]
-TrainConfig = dict[str, Any]  # ART's experimental options of one call of train
+TrainConfig = dict[str, Any]  # ART's experimental options of one `train` call
 NAMES = ("EngineArgs", "InitArgs", "InternalModelConfig", "LoRAConfig", "OpenAIServerConfig", "PeftArgs", "ServerArgs",
          "TrainConfig", "TrainerArgs")
 
 
 class InternalModelConfig(TypedDict, total=False):
-    """Options of a model, by the part that takes them."""
+    """The options of a model, by the part that takes them."""
 
     init_args: InitArgs
     engine_args: EngineArgs
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass
 class ModelOptions:
-    """The options of one model, by what takes them."""
+    """The options of one model, by the function that takes them."""
 
     loading: dict[str, Any] = field(default_factory=dict)  # for FastLanguageModel.from_pretrained
     lora: dict[str, Any] = field(default_factory=dict)  # for FastLanguageModel.get_peft_model
@@ -80,7 +80,7 @@ class ModelOptions:
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for what the loader or the trainer does not support."""
+        """Raise TypeError or ValueError for options that the loader or the trainer does not support."""
         for method, options, fates in (("from_pretrained", self.loading, FROM_PRETRAINED),
                                        ("get_peft_model", self.lora, GET_PEFT_MODEL)):
             check_options(FastLanguageModel, method, without(options, taken_by(method)), fates)
@@ -88,12 +88,12 @@ class ModelOptions:
 
     @classmethod
     def from_names(cls, options: Mapping[str, Any]) -> "ModelOptions":
-        """Return options by name, each with what takes it. TypeError for one that nobody knows."""
+        """Sort options by the function that takes them. TypeError for an unknown one, ValueError for a fixed one."""
         if own := {*options} & {*OWN}:
             name = min(own)
             raise ValueError(f"LocalBackend: {name}={options[name]!r} cannot be set; {OWN[name]}")
         training = {*GRPOConfig.unsupported, *GRPOConfig.renamed, *(setting.name for setting in fields(GRPOConfig))}
-        takers = [  # the first that has a name takes it
+        takers = [  # the first one with the name takes it
             ("loading", taken_by("from_pretrained")), ("lora", taken_by("get_peft_model")), ("training", training),
             ("lora", {*GET_PEFT_MODEL}), ("loading", {*FROM_PRETRAINED}),
         ]
@@ -105,7 +105,7 @@ class ModelOptions:
         return cls(**parts)
 
     def with_config(self, config: Mapping[str, Any] | None, base_model: str) -> "ModelOptions":
-        """Return these and what a model's `_internal_config` says, which wins."""
+        """Return these options with those of a model's `_internal_config`, which win."""
         config, known = config or {}, {*PARTS, *TEMPLATES}
         refuse(without(config, known), CONFIG, known, "_internal_config")
         init, engine, lora, training = (dict(config.get(name) or {}) for name in PARTS)
@@ -127,8 +127,8 @@ class ModelOptions:
         return GRPOConfig(**DEFAULTS | self.training, output_dir=str(folder))
 
     def load(self, base_model: str) -> Any:
-        """Return the model with its adapter. By default vLLM samples on a card, where it is installed, and the context
-        is the model's own, but at most CONTEXT."""
+        """Return the model with its adapter. By default vLLM samples if there is a GPU and vLLM is installed, and the
+        context is the model's own, at most CONTEXT."""
         from torch import cuda
 
         usual = {"fast_inference": cuda.is_available(), "max_seq_length": context_of(base_model, self.loading)}
@@ -136,7 +136,7 @@ class ModelOptions:
         return self.adapt(bare)
 
     def adapt(self, model: Any) -> Any:
-        """Return a loaded model with an adapter: its own, or a new one. Its tokenizer gets the chat template."""
+        """Return a loaded model with its adapter or a new one, and set the tokenizer's chat template."""
         adapted = model if hasattr(model, "peft_config") else FastLanguageModel.get_peft_model(model, **self.lora)
         if self.chat_template is not None:
             adapted.loaded.tokenizer.chat_template = self.chat_template
@@ -161,7 +161,7 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return a model's context in tokens, at most CONTEXT; None, its own, where the config does not say."""
+    """Return a model's context in tokens, at most CONTEXT; None, the model's own, if its config gives none."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

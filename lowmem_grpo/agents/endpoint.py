@@ -1,4 +1,4 @@
-"""Trajectories that nobody writes down: of an endpoint's session, of a coroutine's calls, or yielded inside of one."""
+"""Trajectories recorded from an endpoint's session or a coroutine's calls, or yielded inside a coroutine."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
@@ -15,14 +15,14 @@ from lowmem_grpo.server.openai.sessions import RECORDER, SESSION, RecordedConver
 
 
 class RolloutSession(Session):
-    """The calls of one rollout, which make up its trajectory."""
+    """The recorded calls of one rollout, which make up its trajectory."""
 
     def trajectory(
         self, reward: float = 0.0, metrics: Metrics | None = None, metadata: dict[str, Metadata] | None = None,
         logs: list[str] | None = None,
     ) -> Trajectory:
-        """Return what the policy said in this session, its conversations as histories of one trajectory. ValueError
-        where it said nothing."""
+        """Return this session's conversations as the histories of one trajectory. ValueError if nothing was recorded.
+        """
         histories = list(map(history_of, self.conversations()))
         if not histories:
             raise ValueError("nothing was said in this session, so that there is nothing to train on: the agent must "
@@ -34,10 +34,10 @@ class RolloutSession(Session):
 
 
 class AgentEndpoint(Endpoint):
-    """An endpoint for rollouts, as `model.serve()` gives it."""
+    """The endpoint for rollouts that `model.serve()` returns."""
 
     def session(self) -> RolloutSession:
-        """Return an address for one rollout: a context manager with `base_url`, `api_key` and `trajectory`."""
+        """Open an address for one rollout: a context manager with `base_url`, `api_key` and `trajectory`."""
         return self.start_session(RolloutSession)
 
 
@@ -47,14 +47,14 @@ def history_of(conversation: RecordedConversation) -> History:
 
 
 class Capture:
-    """The trajectory of a coroutine whose calls are recorded."""
+    """The trajectory of a coroutine, with the session that records its calls."""
 
     def __init__(self) -> None:
         self.trajectory = Trajectory()
         self.session = RolloutSession("model.openai_client()", "", Limits(), lambda name: None)
 
     def refresh(self) -> Trajectory:
-        """Return the trajectory with all that has been said so far."""
+        """Return the trajectory, updated with all calls so far."""
         if self.session.replies:
             said = self.session.trajectory()
             for name in ("messages_and_choices", "tools", "additional_histories"):
@@ -67,7 +67,7 @@ YIELDED: ContextVar[list[Trajectory] | None] = ContextVar("lowmem_grpo_yielded",
 
 
 async def run_with(coroutine: Awaitable[Any], values: dict[ContextVar[Any], Any]) -> None:
-    """Await a coroutine in a task of its own, where these variables have these values."""
+    """Await a coroutine in a new task, in which these variables have these values."""
     async def run() -> None:
         for variable, value in values.items():
             variable.set(value)
@@ -78,7 +78,7 @@ async def run_with(coroutine: Awaitable[Any], values: dict[ContextVar[Any], Any]
 
 def auto_trajectory(*, required: bool = False) -> Trajectory | None:
     """Return the trajectory so far of the coroutine that `capture_auto_trajectory` runs, to set its reward. Outside of
-    one None, or RuntimeError if it is required."""
+    such a coroutine return None, or raise RuntimeError if `required`."""
     capture = CAPTURE.get()
     if capture is not None:
         return capture.refresh()
@@ -88,8 +88,8 @@ def auto_trajectory(*, required: bool = False) -> Trajectory | None:
 
 
 async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
-    """Return the trajectory of all calls that a coroutine makes through `model.openai_client()`, each new conversation
-    as a further history; other clients are seen by `model.serve()` only. ValueError if it made no call."""
+    """Run a coroutine, and return the trajectory of all its calls through `model.openai_client()`, each new
+    conversation as a further history; other clients are recorded only by `model.serve()`. ValueError without a call."""
     capture = Capture()
     await run_with(coroutine, {CAPTURE: capture, RECORDER: capture.session, SESSION: uuid4().hex})
     if not capture.session.replies:
@@ -99,15 +99,15 @@ async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajec
 
 
 def yield_trajectory(trajectory: Trajectory) -> None:
-    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine; without one nothing happens, as
-    in ART, so that the coroutine also runs by itself."""
+    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine; outside of one do nothing, as in
+    ART, so that the coroutine also runs by itself."""
     taken = YIELDED.get()
     if taken is not None:
         taken.append(trajectory)
 
 
 async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
-    """The last trajectory that a coroutine hands over with `yield_trajectory`. RuntimeError without one."""
+    """Run a coroutine, and return the last trajectory that it yields (`yield_trajectory`). RuntimeError if none."""
     taken: list[Trajectory] = []
     await run_with(coroutine, {YIELDED: taken})
     if not taken:

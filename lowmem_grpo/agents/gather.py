@@ -1,4 +1,4 @@
-"""Many rollouts at the same time, with a bar; calls that are made again, and calls that wait for a place."""
+"""Concurrent rollouts with a progress bar, and decorators that retry calls or limit their concurrency."""
 
 import asyncio
 import functools
@@ -16,7 +16,7 @@ from lowmem_grpo.utils import COUNT, NOT_NEGATIVE, require
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-AfterEach = Callable[[TrajectoryGroup], Any]  # gives a group, a list of groups or None; or one of these to be awaited
+AfterEach = Callable[[TrajectoryGroup], Any]  # returns a group, a list of groups or None, or an awaitable of one
 
 
 async def gather_trajectory_groups(
@@ -24,16 +24,16 @@ async def gather_trajectory_groups(
     pbar_total_completion_tokens: bool = False, max_exceptions: float = 0, max_metrics: int | None = None,
     after_each: AfterEach | None = None, timeout: float | None = None,
 ) -> list[TrajectoryGroup]:
-    """All groups, in order, when all their rollouts have ended.
+    """Return all groups, in order, once all their rollouts have ended.
 
-    max_exceptions: how many rollouts may fail (inf: all), or below 1 which share of them. They are kept in
-    `group.exceptions`. Of one more the error is raised, and all other rollouts are cancelled. max_metrics: how many
-    means the bar shows.
-    after_each: is called with each group as soon as it is whole, for example to score it; its result takes the group's
-    place (None drops it). timeout: seconds that each rollout may take; one that takes longer is cancelled and counts as
+    max_exceptions: the number of rollouts that may fail (inf: all), or below 1 the share. Their errors are kept in
+    `group.exceptions`. If one more fails, its error is raised, and all other rollouts are cancelled. max_metrics: the
+    number of means that the bar shows.
+    after_each: is called with each group as soon as it is complete, for example to score it; its result replaces the
+    group (None drops it). timeout: seconds that each rollout may take; one that takes longer is cancelled and counts as
     failed. A rollout that blocks (time.sleep, a loop without await) cannot be cancelled.
 
-    A group that is made by a function of your own may fail as one rollout may; it is left out."""
+    A group from a coroutine of your own counts as one rollout if the coroutine fails, and is left out."""
     say_deprecated(pbar_total_completion_tokens)
     chosen = list(groups)
     for group in chosen:
@@ -48,7 +48,7 @@ async def gather_trajectory_groups(
 
 
 async def whole(group: Any, progress: Progress, after_each: AfterEach | None) -> list[TrajectoryGroup]:
-    """A group with what follows it; nothing if it failed."""
+    """Await one group, and return it, or the result of `after_each`, as a list; an empty list if the group failed."""
     if isinstance(group, PendingGroup):
         group = await group
     elif is_awaitable(group):
@@ -75,7 +75,7 @@ async def gather_trajectories(
     pbar_total_completion_tokens: bool = False, max_exceptions: float = 0, timeout: float | None = None,
 ) -> list[Any]:
     """Return the result of each rollout, in order: a Trajectory, or a list or tuple of them. With `max_exceptions`, the
-    errors of those that failed stand in their places. See `gather_trajectory_groups`."""
+    result of a failed rollout is its error. See `gather_trajectory_groups`."""
     say_deprecated(pbar_total_completion_tokens)
     chosen = list(trajectories)
     progress = Progress(max_exceptions, None, timeout, len(chosen))
@@ -106,11 +106,11 @@ def retry(
     exceptions: tuple[type[BaseException], ...] = (Exception,),
     on_retry: Callable[[Any, int], None] | None = None,
 ) -> Callable[[Function], Function]:
-    """Return a decorator, for plain and async functions, that calls again, up to `max_attempts` times in all, after one
-    of `exceptions`; first `delay` seconds later, then `backoff_factor` times as long each time.
+    """Return a decorator, for plain and async functions, that retries a call after one of `exceptions`, up to
+    `max_attempts` calls in all; first after `delay` seconds, then each time after `backoff_factor` times as long.
 
-    Each time `on_retry(error, attempt)` is called, or a warning is logged. The last error is raised. Raises ValueError
-    for settings that make no sense."""
+    Before each retry `on_retry(error, attempt)` is called, or a warning is logged. The last error is raised. Raises
+    ValueError for settings out of range."""
     require("max_attempts", max_attempts, COUNT, ": write @retry() or @retry(max_attempts=3)")
     require("delay", delay, NOT_NEGATIVE)
     require("backoff_factor", backoff_factor, NOT_NEGATIVE)
@@ -131,8 +131,8 @@ def retry(
 
 
 def limit_concurrency(n: int, derive_key: Callable[..., str] | None = None) -> Callable[[Function], Function]:
-    """Return a decorator for async functions that lets at most `n` calls run at a time, or `n` of each key that
-    `derive_key` makes of a call's arguments."""
+    """Return a decorator for async functions that lets at most `n` calls run at a time, or `n` for each key that
+    `derive_key` returns for a call's arguments."""
     require("n", n, COUNT, ": write @limit_concurrency(8)")
     places: dict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(n))
 

@@ -1,5 +1,5 @@
-"""`LocalBackend`: what trains registered models and answers for them, in this process and on this machine. The module
-has ART's name."""
+"""`LocalBackend`, which trains registered models and serves them, in this process and on this machine. The module has
+ART's name."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -20,31 +20,31 @@ from lowmem_grpo.trainer.distributed import ranks
 
 @dataclass
 class LocalTrainResult:
-    """The result of one call of `train`."""
+    """The result of one `train` call."""
 
     step: int  # steps made so far
     metrics: dict[str, float] = field(default_factory=dict)  # the line that was logged
-    checkpoint_path: str | None = None  # where the state is saved
+    checkpoint_path: str | None = None  # the step's checkpoint
 
 
 class LocalBackend:
-    """Trains with the memory plan, the engine and the records of every run. The folder of a model is path/project/name.
+    """Trains models with this package's memory plan, engine and records. A model's folder is path/project/name.
 
         backend = LocalBackend()
         await model.register(backend)
 
-    A model that is registered goes on from its newest checkpoint. `async with` closes it, and so does the end of the
-    program."""
+    A registered model resumes from its newest checkpoint. `async with` closes the backend on exit, and so does the end
+    of the program."""
 
     def __init__(
         self, *, path: str | Path | None = None, model: Any = None, in_process: bool = True,
         gpu_cost_per_hour_usd: float | None = None, **options: Any,
     ) -> None:
-        """`options` are those of FastLanguageModel.from_pretrained, of get_peft_model and of GRPOConfig, by their
-        names; a model's `_internal_config` wins over them. `model` is one that is loaded already.
+        """`options` are those of FastLanguageModel.from_pretrained, get_peft_model and GRPOConfig, by their names; a
+        model's `_internal_config` overrides them. `model` is a model that is already loaded.
 
-        `in_process` changes nothing: there is no other process. TypeError for an option that nobody knows, ValueError
-        for one that is not supported."""
+        `in_process` has no effect, as there is no other process. TypeError for an unknown option, ValueError for one
+        that is not supported."""
         if gpu_cost_per_hour_usd is not None:
             raise ValueError(f"gpu_cost_per_hour_usd is {gpu_cost_per_hour_usd}: prices are not logged; multiply the "
                              "hours in summary.json (train_seconds), and leave it out")
@@ -57,7 +57,7 @@ class LocalBackend:
     # Begin and end
 
     async def register(self, model: Any) -> None:
-        """Load a model that is trained, and resume its run; one that is only asked gets a folder. Twice is as once."""
+        """Load a trainable model and resume its run, or make a prompted model's folder. Repeated calls do nothing."""
         folder, key = self.folder(model), (model.project, model.folder_name)
         if not trains(model):
             folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class LocalBackend:
         self.runs[key] = run
 
     async def close(self, error: BaseException | None = None) -> None:
-        """End every run, as failed where there is an error: what is going on is finished, and reports are written."""
+        """End every run, as failed if there is an error, after the work in progress; reports are written."""
         runs, self.runs = list(self.runs.values()), {}
         for run in runs:
             await run.close(error)
@@ -95,10 +95,10 @@ class LocalBackend:
         self, model: Any, trajectory_groups: Iterable[TrajectoryGroup], *, config: TrainConfig | None = None,
         **options: Any,
     ) -> LocalTrainResult:
-        """One step on these groups, and a checkpoint. `options` are ART's, or settings of GRPOConfig that may change
-        from step to step; train_config.py says what becomes of them.
+        """Train one step on these groups, and write a checkpoint. `options` are ART's (see train_config.py), or
+        settings of GRPOConfig that may change from step to step.
 
-        Calls in the engine are finished first. Where nothing can be trained on, no step is made, and a warning says
+        Calls in the engine are finished first. If nothing can be trained on, no step is made, and a warning says
         why."""
         run = self.run(model)
         groups = list(trajectory_groups)
@@ -115,14 +115,14 @@ class LocalBackend:
         metrics: Mapping[str, float] | None = None, step: int | None = None,
     ) -> None:
         """Write the means of trajectories that are not trained on into the records, as val/reward and so on, and the
-        caller's own numbers. What `train` wrote is not written again."""
+        caller's metrics. Metrics that `train` wrote are not written again."""
         if trains(model):
             await self.run(model).log(list(groups), split, metrics or {}, step)
         else:
             await asyncio.to_thread(self.write_down, model, tally_of(list(groups), metrics or {}), split, step or 0)
 
     def write_down(self, model: Any, tally: Tally, split: str, step: int) -> None:
-        """Write down what was measured of a model that is only asked, by all ranks together; the first one writes."""
+        """Record the metrics of a prompted model, summed over all ranks; the first rank writes."""
         joined = ranks()
         line = Tally.total(joined.gather(f"the log of {model.name}", tally)).of_split(split)
         if line and joined.leads:
@@ -131,7 +131,7 @@ class LocalBackend:
     # Checkpoints
 
     async def get_step(self, model: Any) -> int:
-        """Steps made so far; before the model is registered, those of its newest checkpoint."""
+        """Return the number of steps so far; before the model is registered, that of its newest checkpoint."""
         if not trains(model):
             return 0
         run = self.runs.get((model.project, model.folder_name))
@@ -144,7 +144,7 @@ class LocalBackend:
         return self.path / str(model.project) / str(model.folder_name)
 
     def run(self, model: Any) -> LocalRun:
-        """The run of a model. ValueError where it is not registered."""
+        """Return the run of a model. ValueError if the model is not registered."""
         run = self.runs.get((model.project, model.folder_name))
         if run is None:
             raise ValueError(f"the model {model.name!r} is not registered with this backend, or the backend is closed: "
@@ -152,7 +152,7 @@ class LocalBackend:
         return run
 
 
-Backend, TrainResult = LocalBackend, LocalTrainResult  # ART's names of what trains, and of what a step did
+Backend, TrainResult = LocalBackend, LocalTrainResult  # ART's names
 
 
 def trains(model: Any) -> bool:

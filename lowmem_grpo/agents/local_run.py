@@ -36,12 +36,12 @@ from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TRAIN = "train"  # the split whose numbers the step itself writes
+TRAIN = "train"  # the split whose metrics the step itself writes
 
 
 class LocalRun:
-    """A model's run. All but the loading happens in the worker's thread, which owns the model. Of several ranks each
-    plays its own rollouts, and all of them open, train, log, delete and close together; the first one writes."""
+    """A model's run. Everything except loading happens in the worker's thread, which owns the model. With several ranks
+    each plays its own rollouts; all of them open, train, log, delete and close together, and the first one writes."""
 
     def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
         self.name, self.base_model, self.folder, self.options = name, base_model, folder, options
@@ -54,7 +54,7 @@ class LocalRun:
     # Begin and end
 
     async def open(self, model: Any = None) -> None:
-        """Load the model, or take a loaded one, and resume its run. RunInUseError where another process trains."""
+        """Load the model, or take a loaded one, and resume its run. RunInUseError if another process trains it."""
         self.ranks = await asyncio.to_thread(ranks)
         with self.ranks.together():
             adapted = await asyncio.to_thread(self.loaded, model)
@@ -72,11 +72,11 @@ class LocalRun:
     def loaded(self, model: Any) -> Any:
         if self.ranks.leads:
             with owned(self.folder):
-                pass  # before a model is loaded for nothing
+                pass  # fail before a model is loaded
         return self.options.load(self.base_model) if model is None else self.options.adapt(model)
 
     def own_seed(self) -> int:
-        """The seed of what this process draws: ranks that play the same task say different things."""
+        """Return this rank's sampling seed, so that ranks that play the same task draw different completions."""
         seed = self.options.settings(self.folder).seed
         return seed if self.ranks.leads else Random(f"{seed}-{self.ranks.rank}").getrandbits(31)
 
@@ -89,7 +89,7 @@ class LocalRun:
         self.read_checkpoints()
 
     async def close(self, error: BaseException | None = None) -> None:
-        """End the run; what is going on is finished first. With an error, it has failed."""
+        """End the run after the work in progress; with an error, as failed."""
         if not self.closed:
             self.closed = True
             atexit.unregister(self.at_exit)
@@ -114,7 +114,7 @@ class LocalRun:
         self.trainer.model.close_engine()
 
     def at_desk(self, function: Callable[[], T], sleep: bool = True) -> "asyncio.Future[T]":
-        """Run a function in the worker's thread, between calls, and return its result."""
+        """Run a function in the worker's thread, between calls, and return a future of its result."""
         future: Future[T] = self.worker.run(function, sleep)
         return asyncio.wrap_future(future)
 
@@ -125,28 +125,28 @@ class LocalRun:
         return int(self.trainer.state.global_step)
 
     def read_checkpoints(self) -> None:
-        """See which checkpoints there are; the first rank, which writes them, tells the others."""
+        """Update `saved`, the checkpoints by step; the first rank, which writes them, tells the others."""
         checkpoints = self.ranks.first("the checkpoints", lambda: list_checkpoints(self.folder))
         self.saved = {int(path.name.rpartition("-")[2]): path for path in checkpoints}
 
     def names(self) -> Mapping[str, Path | str | None]:
-        """Return the names that clients can ask for: the base model, each checkpoint, and the policy as it is."""
+        """Return the model names that clients can request: the base model, each checkpoint, the current policy."""
         saved: dict[str, Path | str | None] = {f"{self.name}@{step}": path for step, path in self.saved.items()}
         if not self.training and self.step in self.saved:
-            saved[f"{self.name}@{self.step}"] = LIVE  # which has these weights
+            saved[f"{self.name}@{self.step}"] = LIVE  # the live adapter has these weights
         return {self.base_model: None, **saved, self.name: LIVE}
 
     def client(self) -> AsyncOpenAI:
         return client_of(self.chat)
 
     def serve(self, **options: Any) -> AgentEndpoint:
-        """Return an address on this machine, with the options of `Endpoint`. It closes with the run."""
+        """Open an address on this machine, with the options of `Endpoint`. It closes with the run."""
         endpoint = AgentEndpoint(self.chat, **options)
         self.endpoints.append(endpoint)
         return endpoint
 
     def judge(self, **options: Any) -> EngineJudge:
-        """The base model as a judge; the same one for the same options."""
+        """Return the base model as a judge; the same options return the same one."""
         key = repr(sorted(options.items()))
         if key not in self.judges:
             self.judges[key] = EngineJudge(self.worker, self.worker.model, **options)
@@ -155,8 +155,8 @@ class LocalRun:
     # Training
 
     async def train(self, groups: Sequence[TrajectoryGroup], options: Mapping[str, Any]) -> dict[str, Any]:
-        """One step, after the calls that are in the engine; returns the line that was logged, or counts alone where
-        nothing can be trained on. ValueError and TypeError for options before anything is done."""
+        """Train one step, after the calls that are in the engine; returns the logged line, or only counts if nothing
+        can be trained on. Wrong options raise ValueError or TypeError before anything is done."""
         options = dict(options)
         save = options.pop("save_checkpoint", True)
         settings = settings_of(options, self.trainer.args.loss_type, PER_STEP)
@@ -189,8 +189,8 @@ class LocalRun:
     async def log(
         self, groups: Sequence[TrajectoryGroup], split: str, metrics: Mapping[str, float], step: int | None
     ) -> None:
-        """Numbers of trajectories that are not trained on, and the caller's own. Those of the split `train` are in the
-        line of the step already; of these only what is new is written."""
+        """Log the means of trajectories that are not trained on, and the caller's metrics. For the split `train`, whose
+        trajectories the step has logged already, only new metrics are written."""
         at = self.step if step is None else step
         known = {name for line in self.trainer.state.log_history if line.get("step") == at for name in line}
         tally = tally_of([] if split == TRAIN else groups,
@@ -198,12 +198,12 @@ class LocalRun:
         await self.at_desk(partial(self.note, tally, split, at), sleep=False)
 
     def note(self, tally: Tally, split: str, step: int) -> None:
-        """Write the numbers of all ranks together, if there are any."""
+        """Write the sums and means over all ranks, if there are any."""
         if line := Tally.total(self.ranks.gather(f"the log of {split}", tally)).of_split(split):
             self.trainer.note(line, step)
 
     async def best_step(self, metric: str) -> int | None:
-        """The step with a checkpoint whose mean of a number is the highest, the last one of several."""
+        """Return the step with a checkpoint that has the highest mean of a metric; the latest of equal ones."""
         find = partial(self.ranks.first, "the best step", partial(self.find_best, metric))
         return await self.at_desk(find, sleep=False)
 

@@ -1,4 +1,4 @@
-"""A model as an agent's code sees it: a prompted one behind a URL, or one that is trained here."""
+"""The models that an agent's code uses: a prompted one behind a URL, or one that is trained here."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT")
 Thing = TypeVar("Thing")
 ADDRESS = ("inference_base_url", "inference_api_key")
-STATE = "program_state.json"  # what a program keeps for itself in the folder of its run
+STATE = "program_state.json"  # a program's own state, in the folder of its run
 
 
 class Model(BaseModel, Generic[ConfigT]):
-    """A model that is asked and not trained: a prompted one, to compare with. It is reached by openai's own client,
-    under `inference_model_name` (its name, if that is None) at `inference_base_url` with `inference_api_key`.
+    """A model that is prompted and not trained, for example to compare with. openai's own client requests it as
+    `inference_model_name` (by default its name) at `inference_base_url` with `inference_api_key`.
 
-    Without a URL it is OpenAI's, and without a URL and a key the key is OPENAI_API_KEY, as that client reads it.
-    `config` is the program's own."""
+    Without a URL the requests go to OpenAI, and without a key either, the client reads OPENAI_API_KEY. `config` is
+    free for the program's use."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -62,20 +62,20 @@ class Model(BaseModel, Generic[ConfigT]):
         return super().__getattr__(name)  # type: ignore[misc]
 
     def backend(self) -> "LocalBackend":
-        """The backend with which it is registered. ValueError without one."""
+        """Return the backend with which the model is registered. ValueError if there is none."""
         if self._backend is None:
             raise ValueError(f"the model {self.name!r} has no backend yet: call `await model.register(backend)` first")
         return self._backend
 
     async def register(self, backend: "LocalBackend") -> None:
-        """Hand it to a backend, which keeps its folder."""
+        """Register the model with a backend, which keeps its folder. TypeError for anything but a backend."""
         if not hasattr(backend, "register"):
             raise TypeError(f"register takes a backend, and got {described(backend)}: LocalBackend()")
         await backend.register(self)
         self._backend = backend
 
     def openai_client(self) -> Any:
-        """A client in the shape of `openai.AsyncOpenAI`."""
+        """Return an `openai.AsyncOpenAI` client. ValueError for a URL without a key."""
         if self._client is None:
             if self.inference_base_url and not self.inference_api_key:
                 raise ValueError(f"the model {self.name!r} has an inference_base_url and no inference_api_key: give "
@@ -89,36 +89,36 @@ class Model(BaseModel, Generic[ConfigT]):
         return name if step is None else f"{name}@{step}"
 
     def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
-        """The arguments that litellm.completion needs for this model."""
+        """Return the arguments that litellm.completion needs for this model."""
         return {"model": self.get_inference_name(step), "base_url": self.inference_base_url,
                 "api_key": self.inference_api_key, "temperature": 1}
 
     async def get_step(self) -> int:
-        """Return how many steps it has been trained."""
+        """Return the number of steps that the model has been trained."""
         return 0
 
     async def log(
         self, trajectories: Iterable[Trajectory | BaseException] | Iterable[TrajectoryGroup] | None = None,
         split: str = "val", *, metrics: Metrics | None = None, step: int | None = None,
     ) -> None:
-        """Write trajectories and numbers into the run's records, under the name of their split."""
+        """Write the means of trajectories, and metrics, into the run's records as SPLIT/NAME."""
         await self.backend().log(self, groups_of(trajectories or []), split, metrics=metrics, step=step)
 
     def share(self, things: Iterable[Thing]) -> list[Thing]:
-        """This process's part of the tasks of a step: all of them, but of several processes (torchrun) neighbours, as
-        many as any other has or one fewer. All of them call `train`, also one whose part is empty."""
+        """Return this process's share of a step's tasks: all of them in a single process, else (torchrun) a slice; the
+        sizes of the slices differ by at most one. Every process must call `train`, even if its slice is empty."""
         items = list(things)
         return [items[index] for index in this_place().share(len(items))]
 
-    # What a program keeps for itself
+    # The program's own state
 
     @property
     def folder_name(self) -> str:
-        """The name of its run's folder."""
+        """The name of the run's folder."""
         return getattr(self, "run_name", None) or self.name
 
     def folder(self) -> Path:
-        """The folder of its run."""
+        """Return the folder of the model's run."""
         return Path(getattr(self._backend, "path", None) or self.base_path) / self.project / self.folder_name
 
     def read_state(self) -> dict[str, Any] | None:
@@ -130,15 +130,15 @@ class Model(BaseModel, Generic[ConfigT]):
             raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
 
     def overwrite_state(self, state: Mapping[str, Any]) -> None:
-        """Keep this state in the run's folder, in place of any other; of several processes the first one writes.
-        TypeError for what JSON cannot hold."""
+        """Write this state into the run's folder, in place of any earlier one; of several processes the first one
+        writes. TypeError for values that JSON cannot hold."""
         text, path = json.dumps(dict(state), indent=2), self.folder() / STATE
         if this_place().leads:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
 
     def merge_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Add this to the state, also inside of inner dicts, and return the whole."""
+        """Merge this into the saved state, nested dicts included, and return the result."""
         merged = merge(self.read_state() or {}, state)
         self.overwrite_state(merged)
         return merged
@@ -150,8 +150,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     """A model that is trained here: `TrainableModel(name="agent-1", project="mail", base_model="Qwen/Qwen3-4B")`.
 
     `_internal_config` holds options of loading, LoRA and training (`art.dev.InternalModelConfig`); it may also be set
-    afterwards, before `register`. `lora_config` has LoRA's own by ART's names (`art.LoRAConfig`), and `run_name` names
-    the run's folder, where it is not the model's name."""
+    afterwards, before `register`. `lora_config` holds LoRA's options under ART's names (`art.LoRAConfig`), and
+    `run_name` names the run's folder, by default the model's name."""
 
     base_model: str
     trainable: bool = True
@@ -166,40 +166,40 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         self._internal_config = _internal_config
 
     def __getattribute__(self, name: str) -> Any:
-        """Open an address (`serve`) where it is asked for and there is none yet, as ART has one from `register` on."""
+        """Open an address (`serve`) when `inference_base_url` or its key is first read: ART opens it in `register`."""
         if name in ADDRESS and super().__getattribute__(name) is None:
             self.serve()
         return super().__getattribute__(name)
 
     async def register(self, backend: "LocalBackend", _openai_client_config: Any = None) -> None:
-        """Load it, and go on from its last checkpoint if it has one."""
+        """Load the model, and resume from its last checkpoint if it has one."""
         if _openai_client_config:
             raise ValueError("_openai_client_config does nothing: there is no server of its own beside the trainer. "
                              "Give options of the address to model.serve()")
         await super().register(backend)
 
     def judge(self, **options: Any) -> Judge:
-        """Its base model as a judge, with the adapter off, asked through the engine of the run: for
-        `ruler_score_group(group, model.judge())`. Options are those of `rewards.SelfJudge`. The same options give the
-        same judge, with what it has judged."""
+        """Return the base model as a judge, with the adapter off, through the engine of the run: for
+        `ruler_score_group(group, model.judge())`. Options are those of `rewards.SelfJudge`. The same options return the
+        same judge, with its earlier judgements."""
         return self.backend().run(self).judge(**options)
 
     def openai_client(self) -> Any:
-        """A client in the shape of `openai.AsyncOpenAI` in this process. Its choices name the turns that they are."""
+        """Return an `openai.AsyncOpenAI` client of the engine in this process. Each choice has the id of its turn."""
         if self._client is None:
             self._client = self.backend().run(self).client()
         return self._client
 
     def serve(self, **options: Any) -> Any:
-        """Open an address on this machine for clients in other processes and frameworks. A second call without options
-        returns the one that is open, if it still is. `inference_base_url` and `inference_api_key` are set."""
+        """Open an address on this machine for clients in other processes and frameworks. A later call without options
+        returns it while it is open. Sets `inference_base_url` and `inference_api_key`."""
         if options or self._endpoint is None or self._endpoint.closed:
             self._endpoint = self.backend().run(self).serve(**options)
             self.inference_base_url, self.inference_api_key = self._endpoint.base_url, self._endpoint.api_key
         return self._endpoint
 
     def litellm_completion_params(self, step: int | None = None) -> dict[str, Any]:
-        """The arguments that litellm.completion needs for this model; opens an address on this machine (`serve`)."""
+        """Return the arguments that litellm.completion needs for this model; opens an address (`serve`)."""
         self.serve()
         params = super().litellm_completion_params(step)
         return params | {"model": f"hosted_vllm/{params['model']}"}
@@ -211,22 +211,22 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         self, trajectory_groups: Iterable[TrajectoryGroup] | Iterable[Trajectory], config: Any = None, *,
         _config: Mapping[str, Any] | None = None, verbose: bool = False, **options: Any,
     ) -> Any:
-        """One step on these groups, and a checkpoint. Returns a LocalTrainResult.
+        """Train one step on these groups, and write a checkpoint. Returns a LocalTrainResult.
 
         `config` is a TrainConfig; `_config` and `options` are options of `backend.train`."""
-        del verbose  # what a step says does not depend on it
+        del verbose  # no effect here
         return await self.backend().train(self, groups_of(trajectory_groups), config=config, **(dict(_config or {})),
                                           **options)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
-        """Delete all checkpoints but the newest and the best, by a number that `model.log` wrote."""
+        """Delete all checkpoints except the newest and the best, by a metric that `model.log` wrote."""
         run = self.backend().run(self)
         best = await run.best_step(best_checkpoint_metric)
         await run.delete_checkpoints([] if best is None else [best])
 
 
 def groups_of(rollouts: Any) -> list[TrajectoryGroup]:
-    """Groups as they are; trajectories and errors as one group. TypeError for anything else."""
+    """Return groups as they are, or trajectories and errors as one group. TypeError for anything else."""
     if isinstance(rollouts, TrajectoryGroup):
         return [rollouts]
     is_item = isinstance(rollouts, BaseModel | str) or not isinstance(rollouts, Iterable)
@@ -242,7 +242,7 @@ def groups_of(rollouts: Any) -> list[TrajectoryGroup]:
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, where `new` wins; mappings that both have are merged in the same way."""
+    """Return both mappings merged; `new` wins, and nested mappings are merged in the same way."""
     both = {name: merge(old[name], value) for name, value in new.items()
             if isinstance(value, Mapping) and isinstance(old.get(name), Mapping)}
     return {**old, **new, **both}

@@ -1,4 +1,4 @@
-"""How a gathering of rollouts goes: its bar, its means, and how many rollouts may fail."""
+"""The progress of a gathering of rollouts: its bar, its means, and the number of rollouts that may fail."""
 
 import asyncio
 import logging
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 SAID = 3  # kinds of failures that the log names
-CLOSING = 5.0  # seconds in which rollouts that are cancelled may close what they have open
+CLOSING = 5.0  # seconds that cancelled rollouts get to clean up
 CURRENT: ContextVar["Progress"] = ContextVar("lowmem_grpo_gathering")
 
 
 @dataclass
 class Progress:
-    """One gathering. Rollouts find it in CURRENT. ValueError for settings that make no sense."""
+    """The progress of one gathering, which rollouts find in CURRENT. ValueError for settings out of range."""
 
     max_exceptions: float = 0  # how many rollouts may fail; below 1 it is a share of all
     max_metrics: int | None = None
@@ -37,7 +37,7 @@ class Progress:
     sums: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[BaseException] = field(default_factory=list)
-    counted: dict[int, Any] = field(default_factory=dict)  # trajectories by id; a group may be told of twice
+    counted: dict[int, Any] = field(default_factory=dict)  # trajectories by id; a group may be reported twice
 
     RANGES = {"max_exceptions": NOT_NEGATIVE, "max_metrics": COUNT, "timeout": POSITIVE}
 
@@ -46,7 +46,7 @@ class Progress:
 
     @contextmanager
     def shown(self, title: str | None) -> Iterator[None]:
-        """Show the bar, and let rollouts find this in CURRENT."""
+        """Show the bar and set CURRENT; on exit, log the failures."""
         token = CURRENT.set(self)
         try:
             with auto.tqdm(desc=title, total=self.total, disable=not this_place().leads) as self.bar:
@@ -68,8 +68,8 @@ class Progress:
             self.move()
 
     def failed(self, error: BaseException) -> None:
-        """Count a rollout that has failed. Raises its error if too many have."""
-        if any(error is earlier for earlier in self.failures):  # it has passed here before, on its way out
+        """Count a failed rollout. Raises its error if too many have failed."""
+        if any(error is earlier for earlier in self.failures):  # raised here before, in a nested rollout
             raise error
         self.failures.append(error)
         self.move()
@@ -87,8 +87,8 @@ class Progress:
             self.bar.set_postfix(shown | ({"exceptions": len(self.failures)} if self.failures else {}))
 
     async def watch(self, rollout: Awaitable[Any], kinds: tuple[type, ...], noun: str) -> Any:
-        """Return what a rollout returns, or the error with which it failed; that is told only here. `kinds` are what it
-        may return, `noun` says so. A CancelledError is one too where nobody cancelled this: a client raised it."""
+        """Return a rollout's result, or its error, which is counted here. `kinds` are the types that it may return, and
+        `noun` names them. A CancelledError counts as an error unless this task was cancelled: a client raised it."""
         SESSION.set(uuid4().hex)  # for this task only
         limit = asyncio.timeout(self.timeout)
         try:
@@ -98,7 +98,7 @@ class Progress:
                 return result
             raise TypeError(f"a rollout returned {described(result)}; it must return {noun}: end it with `return "
                             "trajectory`")
-        except (Exception, asyncio.CancelledError) as raised:  # by the user's code
+        except (Exception, asyncio.CancelledError) as raised:  # from the user's code
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
@@ -109,12 +109,12 @@ class Progress:
 
 
 def current(total: int) -> Progress:
-    """Return the gathering that goes on here; outside of one, a silent one that allows no failure."""
+    """Return the progress of the current gathering; outside of one, a silent one that allows no failure."""
     return CURRENT.get(None) or Progress(total=total)
 
 
 async def together(coroutines: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Return the results of all, in order. On an error or a cancellation the others are cancelled, and awaited."""
+    """Return the results of all coroutines, in order. On an error or a cancellation, cancel and await the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

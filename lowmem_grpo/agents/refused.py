@@ -1,11 +1,11 @@
-"""ART's names that are not here, and what to use in their place."""
+"""ART's names that this package lacks, and what to use in their place."""
 
 from collections.abc import Iterable
 
 from lowmem_grpo.utils import refuse_name
 
 LOCAL = "Training runs in this process, on this machine: use LocalBackend()."
-REFUSED = {name: advice for names, advice in {  # names of its door, of its dev, of its backend and of its models
+REFUSED = {name: advice for names, advice in {  # of its package, `dev`, backends and models
     "ServerlessBackend ServerlessTrainResult SkyPilotBackend TinkerBackend TinkerNativeBackend MegatronBackend "
     "serverless skypilot tinker tinker_native megatron TinkerArgs TinkerNativeArgs TinkerTrainingClientArgs "
     "initialize_cluster down MegatronConfig MegatronTrainConfig MegatronRuntimeConfig MegatronTopologyConfig "
@@ -50,6 +50,6 @@ REFUSED = {name: advice for names, advice in {  # names of its door, of its dev,
 
 
 def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return the error for a name that `owner` has not. UnsupportedError, with what to do, for one that ART has."""
+    """Return the AttributeError for a name that `owner` lacks. Raises UnsupportedError, with advice, for ART's."""
     refuse_name(name, owner, REFUSED)
     return AttributeError(f"{owner} has no attribute {name!r}; it has {', '.join(known)}")

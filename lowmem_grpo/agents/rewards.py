@@ -1,7 +1,7 @@
 """RULER: a judge sees the trajectories of a group side by side and scores them relative to each other.
 
-After ART's function of this name, on the judges of this package: one at a URL by its name, one that is given, or the
-base model of a run itself. See docs/judge.md."""
+ART's function of this name, with this package's judges: a named one at a URL, a given Judge, or the base model of a
+run itself. See docs/judge.md."""
 
 import asyncio
 import copy
@@ -34,17 +34,17 @@ ALONE = "There is nothing to compare it with, so the judge was not asked."
 SELF = "self"
 OPENAI = "openai"
 AT_AN_ADDRESS = ("hosted_vllm", "openrouter", "anthropic", "gemini", "groq", "together_ai", "mistral", "deepseek",
-                 "xai")  # LiteLLM's names of providers, which stand before the model's own
+                 "xai")  # LiteLLM's provider prefixes of model names
 ADDRESSES = ("base_url", "api_base")  # names of one argument
 OF_THE_JUDGE = {"num_retries": "retries", "max_retries": "retries", "timeout": "timeout"}
-KEPT = 32  # judges by name, with what each has judged
+KEPT = 32  # the most judges that are cached, each with its judgements
 
 made: OrderedDict[str, Judge] = OrderedDict()
-OPEN: list[Any] = []  # the runs that are open: each has a `name` and a `judge()`
+OPEN: list[Any] = []  # the open runs: each has a `name` and a `judge()`
 
 
 class JudgeError(RuntimeError):
-    """The judge gave no score. The message says why, and what to do."""
+    """The judge gave no scores; the message says why, and what to do."""
 
 
 class TrajectoryScore(BaseModel):
@@ -60,15 +60,15 @@ async def ruler(
     extra_litellm_params: dict[str, Any] | None = None, rubric: str = DEFAULT_RUBRIC,
     tools: list[dict[str, Any]] | None = None, *, debug: bool = False,
 ) -> list[TrajectoryScore]:
-    """Scores of trajectories, each given as its messages, from 0 to 1 and relative to each other.
+    """Return the scores of trajectories, each given as its messages, from 0 to 1 and relative to each other.
 
     judge_model: "openai/NAME" (the key is OPENAI_API_KEY, as openai's client reads it), an address that begins with
     http, or a judge (`rewards.UrlJudge(...)`, `model.judge()`). extra_litellm_params: base_url, api_key, timeout,
-    num_retries, and what goes into each request (temperature, max_tokens, ...). debug: log what the judge says.
+    num_retries, and fields of each request (temperature, max_tokens, ...). debug: log what the judge says.
 
-    What all began with is shown once, and trajectories that are alike are shown once. If there is nothing to compare,
-    all get 0.5 and the judge is not asked. Raises JudgeError if it gives no scores, ValueError and TypeError for what
-    makes no sense."""
+    The judge sees a common beginning once, and identical trajectories once. If there is nothing to compare, all get 0.5
+    and the judge is not asked. Raises JudgeError if the judge gives no scores, ValueError and TypeError for wrong
+    arguments."""
     judge = judge_of(judge_model, extra_litellm_params)
     histories = [[History(messages_and_choices=list(map(message_of, messages)))] for messages in message_lists]
     return await scored(histories, judge, rubric, tools_text(tools), debug)
@@ -79,12 +79,11 @@ async def ruler_score_group(
     extra_litellm_params: dict[str, Any] | None = None, rubric: str = DEFAULT_RUBRIC, *,
     swallow_exceptions: bool = False, debug: bool = False,
 ) -> TrajectoryGroup | None:
-    """The group with the judge's scores as rewards; see `ruler` for the arguments.
+    """Return a copy of the group with the judge's scores as rewards; see `ruler` for the arguments.
 
-    The group itself stays as it is. In the new one `metrics["ruler_score"]` holds the score too,
-    `metrics["independent_reward"]` the former reward, and `logs` the judge's reason. All conversations of a trajectory
-    are judged. With `swallow_exceptions`, a judge that fails is logged and gives None: return it from `after_each`, and
-    the group is left out."""
+    In the copy `metrics["ruler_score"]` holds the score too, `metrics["independent_reward"]` the former reward, and
+    `logs` the judge's reason. All conversations of a trajectory are judged. With `swallow_exceptions`, a failure of the
+    judge is logged and the result is None: return that from `after_each` to drop the group."""
     if not isinstance(group, TrajectoryGroup):
         raise TypeError(f"ruler_score_group takes one TrajectoryGroup, and got a {type(group).__name__}; it fits "
                         "gather_trajectory_groups(..., after_each=lambda group: ruler_score_group(group, ...))")
@@ -102,7 +101,7 @@ async def ruler_score_group(
 
 
 def rewarded(trajectory: Trajectory, score: TrajectoryScore) -> Trajectory:
-    """A copy with the judge's score as its reward; the former one is kept in `metrics`."""
+    """Return a copy with the judge's score as its reward; the former reward is kept in `metrics`."""
     metrics = {**trajectory.metrics, "independent_reward": trajectory.reward, "ruler_score": score.score}
     logs = [*trajectory.logs, f"RULER: {score.explanation}"]
     return trajectory.model_copy(update={"reward": score.score, "metrics": metrics, "logs": logs})
@@ -128,7 +127,7 @@ async def scored(
 
 
 async def asked(judge: Judge, question: Any) -> Ratings:
-    """Return the judge's ratings. JudgeError without them."""
+    """Return the judge's ratings. JudgeError if it gives none."""
     now: Any = judge.rate([question])
     if inspect.isawaitable(now):
         now = await now
@@ -140,8 +139,8 @@ async def asked(judge: Judge, question: Any) -> Ratings:
 
 
 def lines_of(histories: Sequence[History], tools: str) -> Transcript:
-    """All conversations of a trajectory, the second and further ones below a line of their own. Tools are shown where
-    they are not those that stand above all trajectories."""
+    """Return all conversations of a trajectory as lines, with a heading for the second and further ones. Tools are
+    shown only if they differ from `tools`, which are shown once above all trajectories."""
     lines: list[str] = []
     for number, history in enumerate(histories, start=1):
         if number > 1:
@@ -158,12 +157,12 @@ def tools_of(trajectories: Sequence[Trajectory]) -> str:
 
 
 def tools_text(tools: list[dict[str, Any]] | None) -> str:
-    """The tools as the judge reads them; empty where there are none."""
+    """Return the tools as text for the judge; empty if there are none."""
     return "\n".join([TOOLS, *map(as_line, tools)]) if tools else ""
 
 
 def judge_of(named: Any, params: Mapping[str, Any] | None) -> Judge:
-    """Return the judge of this name and these parameters, made once. ValueError and TypeError for what is none."""
+    """Return the judge of this name and these parameters, made once. ValueError or TypeError if they name no judge."""
     options = dict(params or {})
     if isinstance(named, Judge):
         if options:
@@ -185,7 +184,7 @@ def judge_of(named: Any, params: Mapping[str, Any] | None) -> Judge:
 
 
 def judge_of_run() -> Judge:
-    """The base model of the one model that is in training. ValueError if there is none, or more than one."""
+    """Return the base model of the only model in training as a judge. ValueError if there is none, or several."""
     if len(OPEN) != 1:
         names = ", ".join(run.name for run in OPEN) or "register one first"
         raise ValueError(f"the judge 'self' is the base model of the model in training, and there are {len(OPEN)} "
@@ -194,7 +193,7 @@ def judge_of_run() -> Judge:
 
 
 def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
-    """A judge at a URL, as LiteLLM's names and parameters say it. A key goes only to the address it is given for."""
+    """Return a judge at a URL, from LiteLLM's names and parameters. A key is sent only to the address given with it."""
     address = next((options.pop(name) for name in ADDRESSES if options.get(name)), None)
     key, model = options.pop("api_key", None), options.pop("model", None)
     if is_address(named):
@@ -217,20 +216,20 @@ def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
 
 
 class EngineJudge(SelfJudge):
-    """The base model, asked through the worker that owns the engine: between turns of rollouts, without adapter."""
+    """The base model as a judge, through the worker that owns the engine: between rollouts' turns, without adapter."""
 
     after_sampling = False
     rate: Any
 
     def __init__(self, worker: Any, model: Any, **options: Any) -> None:
-        """`model` is what FastLanguageModel returned, `worker` what serves it; see SelfJudge for the options."""
+        """`model` is what FastLanguageModel returned, `worker` the EngineWorker of it; for options see SelfJudge."""
         loaded = copy.copy(model.loaded)
         loaded.tokenizer = copy.deepcopy(loaded.tokenizer)  # it is used in other threads
         super().__init__(SimpleNamespace(loaded=loaded, inner=model.inner), **options)
         self.worker, self.lock = worker, threading.Lock()
 
     async def rate(self, questions: list[Question]) -> Round:  # type: ignore[no-redef]
-        """Ratings of the questions that the base model could answer. A failure of judging raises no error."""
+        """Return a Round with ratings of the questions that the base model could answer. A failure raises no error."""
         return await asyncio.to_thread(super().rate, questions)
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:

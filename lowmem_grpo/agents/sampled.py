@@ -1,6 +1,6 @@
-"""What the policy drew of trajectories: the turns that their choices name, as groups that are trained on. A choice that
-names no turn is context like any message. Without choices, plain messages that the policy is known to have said are its
-turns. What no held turn explains is never trained."""
+"""Training groups from trajectories: the turns that the policy sampled, found by the ids in their choices. A choice
+without a turn id is context like any message. In trajectories without choices, plain messages that match cached turns
+of the policy are its turns. Text that no cached turn explains is never trained."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,25 +20,25 @@ from lowmem_grpo.types import Message, RolloutGroup, Turn
 logger = logging.getLogger(__name__)
 
 SAID = 3  # trajectories of a step that the log names
-LEAST = 2  # trajectories that can be compared
+LEAST = 2  # the fewest trajectories of a group that can be compared
 
 
 class UnexplainedError(ValueError):
-    """A trajectory says that the policy drew what no held turn explains, or that it drew nothing."""
+    """A trajectory names a turn that is not cached, or has no turn of the policy at all."""
 
 
 @dataclass
 class Sampled:
-    """The groups of one step."""
+    """Makes the training groups of one step, and counts what is left out."""
 
     held: ConversationCache
-    models: Collection[str] = ()  # names under which the policy was asked
-    found: set[str] = field(default_factory=set)  # turns that were found by what they say
+    models: Collection[str] = ()  # names under which clients requested the policy
+    found: set[str] = field(default_factory=set)  # turns that were found by their text
     lost: list[str] = field(default_factory=list)  # why trajectories were left out
-    left_out: int = 0  # groups
+    left_out: int = 0  # number of groups left out
 
     def groups(self, gathered: Iterable[TrajectoryGroup]) -> list[RolloutGroup]:
-        """The groups that can be trained on; what is left out is told in the log, and counted."""
+        """Return the groups that can be trained on; what is left out is logged and counted."""
         made = [self.group(number, group) for number, group in enumerate(gathered)]
         for words in self.lost[:SAID]:
             logger.warning("left out of training: %s", words)
@@ -47,7 +47,7 @@ class Sampled:
         return [group for group in made if group is not None]
 
     def group(self, number: int, group: TrajectoryGroup) -> RolloutGroup | None:
-        """A group of what can be trained; None where fewer than two are left to compare."""
+        """Return the group of trainable trajectories; None if fewer than two are left to compare."""
         members: list[Member] = []
         for place, trajectory in enumerate(group.trajectories):
             try:
@@ -67,7 +67,7 @@ class Sampled:
         return made
 
     def tally(self, gathered: Iterable[TrajectoryGroup], groups: list[RolloutGroup]) -> "Tally":
-        """Return how many trajectories there were and what became of them, and what the caller measured."""
+        """Return the counts of trained, left-out and failed trajectories, and the caller's metrics."""
         gathered = list(gathered)
         tally = Tally({
             "trajectories/total": sum(map(len, gathered)),
@@ -80,12 +80,12 @@ class Sampled:
 
 
 class Member:
-    """The turns of a trajectory, each with what was said after it."""
+    """The turns of a trajectory, each with the replies to it."""
 
     def __init__(self, of: Sampled, trajectory: Trajectory) -> None:
-        """UnexplainedError, by the name of the message, where a turn is missing, and where there is none at all."""
+        """Raise UnexplainedError, with the message's place, if a turn is missing, or if there is no turn at all."""
         self.of, self.held, self.trajectory = of, of.held, trajectory
-        self.turns: dict[str, Turn] = {}  # each once, so that histories share it
+        self.turns: dict[str, Turn] = {}  # each turn once, so that histories share it
         self.opening: list[Message] = []  # before the first turn
         chosen = any(isinstance(entry, Choice) for each in trajectory.histories for entry in each.messages_and_choices)
         self.histories = [self.read(number, history, chosen) for number, history in enumerate(trajectory.histories)]
@@ -95,8 +95,8 @@ class Member:
                 "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
 
     def read(self, number: int, history: History, chosen: bool) -> list[Turn]:
-        """The turns of one conversation. What an earlier one holds already is not shown again."""
-        entries = history.messages_and_choices  # a choice of another model names no turn, and no message does
+        """Return the turns of one conversation. Messages before a turn that an earlier one has are not added again."""
+        entries = history.messages_and_choices  # messages, and choices of other models, have no turn id
         names = [getattr(entry, "turn", None) or None for entry in entries] if chosen else self.find(history)
         before = "" if number == 0 else f"additional_histories[{number - 1}]."
         turns: list[Turn] = []
@@ -115,7 +115,7 @@ class Member:
         return turns
 
     def find(self, history: History) -> list[str | None]:
-        """The turns that plain messages are; none of messages that a request could not have."""
+        """Return the cached turn that each plain message matches, or None; all None if they are no valid request."""
         try:
             messages = plain(history.messages())
         except ChatError:
@@ -125,13 +125,13 @@ class Member:
         return names
 
     def show(self, said: list[Message], turn: Turn | None) -> None:
-        """Put what was said behind the turn before it; then comes this turn."""
+        """Append the messages before `turn` (or the end) to the replies of the turn before it, or to the opening."""
         shown = [*self.turns.values()]
         earlier = shown if turn is None else shown[:-1]
         (earlier[-1].replies if earlier else self.opening).extend(said)
 
     def turn(self, name: str, message: Message, place: str) -> Turn | None:
-        """The turn of this name; None for one of the base model, which is not the policy's."""
+        """Return the turn of this name; None if the base model, not the policy, sampled it."""
         if name not in self.turns:
             held = self.held.turn(name)
             if held is None:
@@ -148,13 +148,13 @@ class Member:
 
 @dataclass
 class Tally:
-    """Sums, and values of which the mean is told, by their names. Those of several processes add up."""
+    """Sums, and values that are averaged, by name. Tallies of several processes can be added up."""
 
     counts: dict[str, float] = field(default_factory=dict)
     values: dict[str, list[float]] = field(default_factory=dict)  # the mean of none is 0
 
     def measure(self, prefix: str, measured: Iterable[Mapping[str, Any]]) -> "Tally":
-        """Take in numbers by name, of those that have them; return this."""
+        """Add the numbers of each mapping, under their names with the prefix; returns self."""
         for numbers in measured:
             for name, value in numbers.items():
                 self.values.setdefault(prefix + name, []).append(float(value))
@@ -174,13 +174,13 @@ class Tally:
         return self.counts | {name: fmean(values) if values else 0.0 for name, values in sorted(self.values.items())}
 
     def of_split(self, split: str) -> dict[str, float]:
-        """Return the line of a split: the numbers as `split/NAME`."""
+        """Return the line of a split: the metrics as `split/NAME`."""
         return {name if name.startswith(f"{split}/") else f"{split}/{name}": value
                 for name, value in self.metrics().items()}
 
 
 def tally_of(groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float]) -> Tally:
-    """Return what is logged of trajectories that are not trained on, under ART's names, and the caller's numbers."""
+    """Return the metrics of trajectories that are not trained on, under ART's names, and the caller's metrics."""
     trajectories = [trajectory for group in groups for trajectory in group]
     failed = sum(len(group.exceptions) for group in groups)
     tally = Tally().measure("group_", (group.metrics for group in groups))

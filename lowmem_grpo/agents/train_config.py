@@ -1,4 +1,4 @@
-"""ART's options of one call of `train`, as settings of this package: honoured, without effect here, or refused."""
+"""ART's options of one `train` call, mapped to this package's settings: honoured, without effect, or refused."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from lowmem_grpo.losses.loss_types import LOSS_TYPES
 
 Settings = dict[str, Any]  # fields of GRPOConfig
 
-LOSSES = {"cispo": "cispo", "ppo": "dapo"}  # ART's losses, both with the mean over the tokens of the step
+LOSSES = {"cispo": "cispo", "ppo": "dapo"}  # ART's losses, both averaged over the tokens of the step
 
 
 class TrainConfig(BaseModel):
-    """Options of `model.train(groups, config=TrainConfig(...))`; None leaves one as the run was set up."""
+    """The options of `model.train(groups, config=TrainConfig(...))`; None keeps the run's setting."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,8 +28,8 @@ class TrainConfig(BaseModel):
     final_training_step: int | None = None
 
 
-FATES: Table = {  # options without effect here, and refused where they ask for one
-    **any_value("precalculate_logprobs"),  # old log-probabilities are the trainer's, as of the step's first pass
+FATES: Table = {  # options without effect here; some are refused if they ask for one
+    **any_value("precalculate_logprobs"),  # old log-probabilities are those of the trainer's first pass of the step
     **any_value("logprob_calculation_chunk_size", "verbose"),  # logits_chunk of LocalBackend sets the size
     **off("One call of train is one optimizer step; for more steps call it with fewer groups each.",
           "grad_accumulation_sequences"),
@@ -63,12 +63,12 @@ def loss_type(value: Any, settings: Settings) -> Settings:
 
 
 def kl(value: Any, settings: Settings) -> Settings:
-    """Return the KL term with ART's gradient: a token's advantage falls by coef * (log pi - log ref), less its mean."""
+    """Return a KL term with ART's gradient: a token's advantage falls by coef * (log pi - log ref), less its mean."""
     return {"beta": value, **({"kl_estimator": "k2", "use_bias_correction_kl": False} if value else {})}
 
 
 def low(value: Any, settings: Settings) -> Settings:
-    """Return how far below 1 a ratio may fall. ART's cispo bounds it by 1 - epsilon, which from 1 on is no bound."""
+    """Return the lower clip range of the ratio. ART's cispo clips at 1 - epsilon: no bound if epsilon is 1 or more."""
     if settings["loss_type"] != "cispo" or value is None:
         return {"epsilon": value}
     if value < 1:
@@ -77,12 +77,12 @@ def low(value: Any, settings: Settings) -> Settings:
 
 
 def high(value: Any, settings: Settings) -> Settings:
-    """Return how far above 1 a ratio may rise: cispo's own setting here is the bound itself."""
+    """Return the upper clip range of the ratio; for cispo, whose setting here is the bound itself, 1 + value."""
     return {"epsilon_high": value if value is None or settings["loss_type"] != "cispo" else 1 + value}
 
 
 def largest(value: Any, settings: Settings) -> Settings:
-    """Return the bound on the ratio where the advantage is negative."""
+    """Return the bound on the ratio for negative advantages. ValueError for cispo, which bounds all ratios."""
     if value and settings["loss_type"] == "cispo":
         raise ValueError(f"max_negative_advantage_importance_sampling_weight is {value}, and cispo bounds all ratios "
                          "by epsilon_high; set that, or use loss_fn='ppo'")
@@ -97,16 +97,16 @@ HONOURED: dict[str, Callable[[Any, Settings], Settings]] = {  # in this order: a
     "normalize_advantages": lambda value, _: {} if value else {"scale_rewards": "none"},
     "beta": kl, "kl_penalty_coef": kl, "epsilon": low, "epsilon_high": high,
     "max_negative_advantage_importance_sampling_weight": largest,
-    "truncated_importance_sampling": lambda value, _: {} if not value else {  # where sampler and trainer disagree
+    "truncated_importance_sampling": lambda value, _: {} if not value else {  # for a mismatch of sampler and trainer
         "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_clip_max": value},
 }
 
 
 def settings_of(options: Mapping[str, Any], usual: str, known: tuple[str, ...]) -> Settings:
-    """Return the settings of a step. `usual` is the run's loss type, and `known` are settings by their own names;
-    beside a given `loss_type`, `epsilon` and `epsilon_high` keep their own meaning. TypeError for an option that nobody
-    knows; ValueError, with the fix, for one that is not supported."""
+    """Return the settings of a step. `usual` is the run's loss type, and `known` are this package's settings, taken as
+    they are; with a `loss_type` in the options, `epsilon` and `epsilon_high` have this package's meaning. TypeError for
+    an unknown option; ValueError, with the fix, for one that is not supported."""
     others = {name: value for name, value in options.items() if name in FATES or name not in (*HONOURED, *known)}
     refuse(others, FATES, {*HONOURED, *known}, "train")
     settings: Settings = {"loss_type": options.get("loss_type", usual)}

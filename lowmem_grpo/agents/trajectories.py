@@ -1,5 +1,5 @@
-"""What a rollout in plain Python returns: the messages of an agent, and what the whole was worth. The tokens are with
-the turn that a `Choice` of `model.openai_client()` names (`turn`), as the engine returned them."""
+"""The result of a rollout in plain Python: the messages of an agent, and the reward for all of them. The sampled tokens
+are in the cached turn that a `Choice` of `model.openai_client()` names (`turn`), as the engine returned them."""
 
 import copy
 import time
@@ -21,7 +21,7 @@ Metrics = dict[str, float | int | bool]
 
 
 def with_own_containers(copied: Copied) -> Copied:
-    """Return a shallow copy with lists and dictionaries of its own, as ART's groups have."""
+    """Copy a shallow copy's lists and dictionaries too, as ART's groups do; returns it."""
     for name, value in vars(copied).items():
         vars(copied)[name] = copy.copy(value) if isinstance(value, list | dict) else value
     return copied
@@ -39,7 +39,7 @@ class History(BaseModel):
         return with_own_containers(super().__copy__())
 
     def messages(self) -> list[dict[str, Any]]:
-        """All as messages, as they are sent to a model."""
+        """Return messages and choices as plain messages, as they are sent to a model."""
         return [message_of(entry) for entry in self.messages_and_choices]
 
 
@@ -60,17 +60,17 @@ class Trajectory(History):
         return [self, *self.additional_histories]
 
     def log(self, message: str) -> None:
-        """Keep a line about this rollout."""
+        """Add a line to the logs of this rollout."""
         self.logs.append(message)
 
     def finish(self) -> "Trajectory":
-        """Note how long it took, in seconds, as the metric `duration`."""
+        """Set the metric `duration`, the seconds since the start; returns self."""
         self.metrics["duration"] = (datetime.now() - self.start_time).total_seconds()
         return self
 
     @asynccontextmanager
     async def track_duration(self, metric_name: str) -> AsyncIterator[None]:
-        """Add the seconds of a block to the metric NAME_duration."""
+        """Add the seconds of the enclosed block to the metric NAME_duration."""
         began, name = time.monotonic(), f"{metric_name}_duration"
         try:
             yield
@@ -78,7 +78,7 @@ class Trajectory(History):
             self.metrics[name] = self.metrics.get(name, 0.0) + time.monotonic() - began
 
     def count_tokens(self) -> None:
-        """Note the tokens of all choices as the metric `completion_tokens`, if every choice says how many."""
+        """Set the metric `completion_tokens` to the tokens of all choices, if every choice gives its number."""
         choices = [entry for history in self.histories for entry in history.messages_and_choices
                    if isinstance(entry, Choice)]
         counts = list(map(tokens_of, choices))
@@ -86,7 +86,7 @@ class Trajectory(History):
             self.metrics["completion_tokens"] = sum(count or 0 for count in counts)
 
     def for_logging(self) -> dict[str, Any]:
-        """All of it as plain data; each message says whether it is one that can be trained on."""
+        """Return the trajectory as plain data; each message has `trainable`, true for choices."""
         messages = [message | {"trainable": isinstance(entry, Choice)}
                     for entry, message in zip(self.messages_and_choices, self.messages(), strict=True)]
         return {**self.model_dump(exclude={"messages_and_choices", "additional_histories"}), "messages": messages}
@@ -104,7 +104,7 @@ class FailedRollout(BaseModel):
 
 
 class Grouped(type(BaseModel)):  # type: ignore[misc]
-    """Makes `TrajectoryGroup(...)` something to be awaited where rollouts are given that have not ended."""
+    """A metaclass that makes `TrajectoryGroup(...)` awaitable if any of the given rollouts has not ended."""
 
     def __call__(cls, trajectories: Iterable[Any] = (), **options: Any) -> Any:
         members = members_of(trajectories)
@@ -113,10 +113,10 @@ class Grouped(type(BaseModel)):  # type: ignore[misc]
 
 
 class TrajectoryGroup(BaseModel, metaclass=Grouped):
-    """Rollouts of one task, which are compared with each other; and what those raised that failed.
+    """The rollouts of one task, which are compared with each other, and the errors of those that failed.
 
-    Members are trajectories, errors, or rollouts that have not ended: with one of these, `await TrajectoryGroup(...)`
-    gives the group. What is none of these counts as a rollout that failed. The order is the one given."""
+    Members are trajectories, errors, or rollouts that have not ended: with any of the latter, `await
+    TrajectoryGroup(...)` returns the group. Anything else counts as a failed rollout. The given order is kept."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -142,7 +142,7 @@ class TrajectoryGroup(BaseModel, metaclass=Grouped):
         return with_own_containers(super().__copy__())
 
     def log(self, message: str) -> None:
-        """Keep a line about this group."""
+        """Add a line to the logs of this group."""
         self.logs.append(message)
 
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
@@ -153,7 +153,7 @@ class TrajectoryGroup(BaseModel, metaclass=Grouped):
 
 
 class PendingGroup(Awaitable[TrajectoryGroup]):
-    """A group whose rollouts have not all ended. Awaiting it runs them at the same time."""
+    """A group whose rollouts have not all ended. Awaiting it runs them concurrently."""
 
     def __init__(self, members: list[Any], make: Callable[[list[Any]], TrajectoryGroup]) -> None:
         self.members, self.make = members, make
@@ -165,7 +165,7 @@ class PendingGroup(Awaitable[TrajectoryGroup]):
         return self.settle().__await__()
 
     async def settle(self) -> TrajectoryGroup:
-        """The group, once all have ended. Raises what a rollout raised, if more failed than the gathering allows."""
+        """Return the group once all rollouts have ended. Raises a rollout's error if more fail than is allowed."""
         progress = current(len(self))
 
         async def finish(member: Any) -> Any:
@@ -183,10 +183,10 @@ def is_awaitable(value: object) -> bool:
 
 
 def members_of(members: Any) -> list[Any]:
-    """Return the members of a group. Raises TypeError for what is one member and no list of them."""
+    """Return the members of a group as a list. Raises TypeError for a single member."""
     if is_awaitable(members) or isinstance(members, BaseModel | str | Mapping) or not isinstance(members, Iterable):
         if hasattr(members, "close"):
-            members.close()  # a coroutine that nobody will await
+            members.close()  # a coroutine that will not be awaited
         raise TypeError("TrajectoryGroup takes a list of rollouts or trajectories, and got "
                         f"{described(members)}: write TrajectoryGroup(rollout(model, task) for _ in range(8))")
     return list(members)
@@ -202,19 +202,19 @@ def failure_of(failure: Any) -> FailedRollout | Mapping[str, Any]:
 
 
 def tokens_of(choice: Choice) -> int | None:
-    """Return how many tokens a choice has: as the model's own client says it, or as many as have log-probabilities."""
+    """Return the number of a choice's tokens, as the model's own client gives it, or else of its log-probabilities."""
     said = (choice.model_extra or {}).get("completion_tokens")
     logged = choice.logprobs and (choice.logprobs.content or choice.logprobs.refusal)
     return said if isinstance(said, int) else len(logged) if logged else None
 
 
 def message_of(entry: Any) -> dict[str, Any]:
-    """A choice as the assistant's message; a message as it is, with a text as content. TypeError for anything else."""
+    """Return a choice as an assistant message, or a message with text content. TypeError for anything else."""
     if isinstance(entry, Choice):
         message: dict[str, Any] = {"role": "assistant", "content": entry.message.content or ""}
         calls = [call.model_dump(mode="json") for call in entry.message.tool_calls or []]
         return message | ({"tool_calls": calls} if calls else {})
-    if isinstance(entry, BaseModel):  # the client's own object of a message
+    if isinstance(entry, BaseModel):  # a message object of the client
         entry = entry.model_dump(mode="json", exclude_none=True)
     if not isinstance(entry, Mapping) or "role" not in entry:
         raise TypeError(f"messages_and_choices holds {described(entry)}; it takes the choices of a completion "

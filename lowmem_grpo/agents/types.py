@@ -1,4 +1,4 @@
-"""ART's names of the parts of a trajectory."""
+"""ART's type names for the parts of a trajectory."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Tools = list[dict[str, Any]]
 
 
 def format_message(message: Message) -> str:
-    """A message as a reader sees it: its role, what it says, and its calls."""
+    """Return a message as readable text: its role, its content and its tool calls."""
     said = [str(message.get("content") or message.get("refusal") or "")]
     for call in message.get("tool_calls") or []:
         function = call.get("function") or {}

@@ -1,11 +1,11 @@
-"""TRL's GRPOTrainer with log-probabilities from `linear_logprobs`: everything else stays TRL's.
+"""TRL's GRPOTrainer with log-probabilities from `linear_logprobs`; everything else stays TRL's.
 
     trainer = use_lowmem_kernels()(model=model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=dataset)
 
 All of TRL's log-probabilities and entropies, of the policy, the old policy and the reference, come from one method,
 `_get_per_token_logps_and_entropies`. The subclass overrides it: the model's backbone computes the hidden states of the
-same padded batch, and the kernel takes those of the completions' tokens. As in TRL, places behind a completion's end
-give 0. The method's name is private, so `TRL` names the versions that it was checked on."""
+same padded batch, and the kernel takes those of the completions' tokens. As in TRL, padding after a completion gets 0.
+The method is private, so `TRL` names the versions that the override was checked on."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,16 +22,16 @@ from trl.extras.profiling import profiling_decorator
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.models.policy import logit_shape
 
-TRL = ">=1.16,<1.17"  # whose overridden method, and what calls it, were checked
+TRL = ">=1.16,<1.17"  # versions whose overridden method and its callers were checked
 OVERRIDDEN = "_get_per_token_logps_and_entropies"
 
 
 def use_lowmem_kernels(trainer_class: type | None = None) -> type:
-    """A subclass of TRL's GRPOTrainer, or of a given subclass of it, that never holds logits of (tokens, vocabulary).
+    """Return a subclass of TRL's GRPOTrainer, or of a given subclass of it, that never holds logits (tokens, vocab).
 
-    It takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for what is no
-    subclass of trl.GRPOTrainer, and ValueError for one with log-probabilities of its own. Its constructor raises
-    ValueError for what it cannot train, with what to do: see `refused`."""
+    It takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for a class that is no
+    subclass of trl.GRPOTrainer, and ValueError for one that overrides the log-probabilities itself. Its constructor
+    raises ValueError, with the remedy, for settings that it cannot train: see `refused`."""
     check_version(trl.__version__)
     trainer_class = trl.GRPOTrainer if trainer_class is None else trainer_class
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):
@@ -43,14 +43,14 @@ def use_lowmem_kernels(trainer_class: type | None = None) -> type:
 
 
 def check_version(version: str) -> None:
-    """Raise ImportError where a version of TRL was not checked."""
+    """Raise ImportError for a version of TRL that was not checked."""
     if version not in SpecifierSet(TRL):
         raise ImportError(f"trl is {version}; allowed is {TRL}, on which the overridden method was checked. "
                           f"pip install 'trl{TRL}'")
 
 
 class LogprobsWithoutLogits:
-    """A mixin that comes before a trainer class of TRL's among the bases of the subclass."""
+    """A mixin that comes before a TRL trainer class among the bases of a subclass."""
 
     accelerator: Any
     temperature: float
@@ -67,7 +67,7 @@ class LogprobsWithoutLogits:
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
         batch_size: int | None = None, compute_entropy: bool = False, compute_aux_loss: bool = False, **images: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(logprobs (B, C), entropies (B, C) or None, None) of the last `logits_to_keep` = C tokens of each row."""
+        """Return (logprobs (B, C), entropies (B, C) or None, None) of each row's last `logits_to_keep` = C tokens."""
         extra = [name for name, value in images.items() if value is not None]
         if extra or compute_aux_loss:
             raise ValueError(f"got {', '.join(extra) or 'compute_aux_loss'}; only text of models without an auxiliary "
@@ -81,7 +81,7 @@ class LogprobsWithoutLogits:
     def completion_logprobs(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
-        """(logprobs, entropies), (B, C) float32, of the last C = `length` tokens; 0 where the attention mask is 0."""
+        """Return (logprobs, entropies), (B, C) float32, of the last C = `length` tokens; 0 where the mask is 0."""
         base = base_of(self.accelerator.unwrap_model(model, keep_torch_compile=False))
         with self.accelerator.autocast():
             hidden = base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
@@ -99,13 +99,13 @@ class LogprobsWithoutLogits:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model, out of its adapter where it has one; LoRA layers live inside it."""
+    """Return the transformers model inside a PeftModel, LoRA layers included; other models as they are."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def linear_of(head: Any) -> nn.Linear:
-    """Return the output head that computes now: under modules_to_save the adapter's own, unless that is off. ValueError
-    where it is no plain torch.nn.Linear."""
+    """Return the active output head: with modules_to_save the adapter's own, unless the adapter is off. ValueError if
+    it is no plain torch.nn.Linear."""
     if isinstance(head, ModulesToSaveWrapper):
         off = head.disable_adapters or not head.active_adapters
         head = head.original_module if off else head.modules_to_save[head.active_adapters[0]]
@@ -116,7 +116,7 @@ def linear_of(head: Any) -> nn.Linear:
 
 
 def refused(trainer: Any) -> Iterator[str]:
-    """Return the settings of a trainer that cannot be trained on the kernels, each with what to do."""
+    """Yield the settings of a trainer that the kernels do not support, each with the remedy."""
     args = trainer.args
     if trainer.accelerator.num_processes > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         yield "several processes, DeepSpeed or FSDP, whose wrapped forward is not called; train in one process"
@@ -138,7 +138,7 @@ def refused(trainer: Any) -> Iterator[str]:
 
 
 def refused_adapters(adapters: dict[str, Any]) -> Iterator[str]:
-    """Adapters that do more than replace layers inside the backbone."""
+    """Yield the adapters that do more than replace layers inside the backbone, each with the remedy."""
     for name, config in adapters.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":

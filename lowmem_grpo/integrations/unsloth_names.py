@@ -1,4 +1,4 @@
-"""Names that people import from Unsloth: what they are called here, what does nothing here, and what there is not."""
+"""Names that people import from Unsloth: aliases of ours, functions without effect here, and names that are refused."""
 
 import logging
 from typing import Any
@@ -54,13 +54,13 @@ REFUSED = {name: advice for names, advice in {
 
 
 def refuse_name(name: str) -> None:
-    """Raise UnsupportedError for a name that Unsloth or TRL has and we have not, with what to use instead."""
+    """Raise UnsupportedError, with what to use instead, for a name of Unsloth's or TRL's that we lack."""
     utils.refuse_name(name, "lowmem_grpo", REFUSED)
 
 
 def refused_class(name: str) -> type:
-    """Return a class of that name that can be imported, as scripts import more than they use, and refuses to be called
-    or subclassed with what to use instead."""
+    """Return a class of that name that can be imported, as scripts import more than they use. Calling or subclassing it
+    raises UnsupportedError, with what to use instead."""
     def refuse(*_: Any, **__: Any) -> None:
         refuse_name(name)
 
@@ -73,5 +73,5 @@ def PatchFastRL(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's na
 
 
 def unsloth_train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same as `trainer.train()`."""
+    """Return `trainer.train()`."""
     return trainer.train(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""The learner, and one file a trainer."""
+"""The trainers, and the parts that they share."""

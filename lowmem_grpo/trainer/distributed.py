@@ -1,6 +1,6 @@
 """`Ranks`: the processes of a run, each with the whole model and a card, over torch.distributed. Each samples, scores
-and trains a share of a step's groups; all hold the same state, and gradients are summed. The groups of processes are
-our own, since vLLM makes the default one of its own process alone, and destroys it."""
+and trains a share of a step's groups; all hold the same state, and gradients are summed. The process groups are made
+here, because vLLM makes the default group for its own process alone, and destroys it."""
 
 import hashlib
 import json
@@ -35,19 +35,19 @@ from lowmem_grpo.utils import size_text
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TRANSFER = timedelta(minutes=1)  # for each piece of a transfer
-PAUSE = 0.001  # seconds between two looks
-SLOW, STEPS = 1.5, 3  # times the median of the other ranks, over so many steps in a row
-PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # besides those among the facts
+PAUSE = 0.001  # seconds between two polls
+SLOW, STEPS = 1.5, 3  # a rank is slow at SLOW times the others' median, for STEPS steps in a row
+PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # also compared, with lowmem_grpo and torch
 OWN = ("card", "card_bytes", "processor")  # may differ from machine to machine
-ROWS = 8  # that are compared, from the first to the last
+ROWS = 8  # rows that are compared, spread from the first to the last
 
 
 class Ranks:
-    """The work that the processes of a run do together. All of them ask for the same things in the same order; what
-    differs is noticed, and said. In one process each of it is what a process does by itself."""
+    """The collective operations of a run's processes. All of them must call the same operations in the same order; a
+    difference raises RankError. With a single process nothing is exchanged."""
 
     def __init__(self, place: Place | None = None, store: Any = None) -> None:
-        """`store` is torch's, which all processes reach."""
+        """`store` is torch's store, which all processes can reach."""
         self.place = place or Place()
         self.rank, self.count, self.leads, self.here = self.place.rank, self.place.count, self.place.leads, 1
         self.slow: dict[int, int] = {}  # steps in a row in which a rank was slow
@@ -60,18 +60,18 @@ class Ranks:
             self.here = machines.count(machines[self.rank])
 
     def gloo(self, name: str) -> Any:
-        """Return a new group of all processes over their hosts. They connect, and each transfer goes on, in time."""
+        """Return a new Gloo group of all processes, with time limits to connect and for each transfer."""
         made: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), self.rank, self.count,
                                           timedelta(seconds=PATIENCE))
         made.set_timeout(TRANSFER)
         return made
 
     def mine(self, things: Sequence[T], cost: Callable[[T], float]) -> list[T]:
-        """Return this process's part of things that all have, in their order; all parts cost about the same."""
+        """Return this rank's share of things that all ranks hold, in order; all shares cost about the same."""
         return list(things) if self.count == 1 else balanced(things, cost, self.count)[self.rank]
 
     def gather(self, what: str, own: T) -> list[T]:
-        """Return what each process has, in the order of the ranks; it is pickled. `what` names it in messages."""
+        """Return the `own` of each process, pickled for the transfer, in rank order; `what` names it in messages."""
         if self.count == 1:
             return [own]
         data = pickle.dumps(own)
@@ -83,16 +83,16 @@ class Ranks:
                 for rank, (part, size) in enumerate(zip(held, sizes, strict=True))]
 
     def first(self, what: str, make: Callable[[], T]) -> T:
-        """Return what the first process makes, in all of them."""
+        """Call `make` in the first process, and return its result in all of them."""
         return self.gather(what, make() if self.leads else None)[0]  # type: ignore[return-value] # it made one
 
     def meet(self, what: str) -> None:
-        """Wait until all processes are here. Any of them may end afterwards."""
+        """Wait until all processes have come here; any of them may end afterwards."""
         if self.count > 1:
             self.pulse.meet(what)
 
     def finish(self, what: str, work: Any) -> None:
-        """Wait for a transfer; RankError where it breaks off."""
+        """Wait for a transfer; RankError if it breaks off."""
         try:
             while not work.is_completed():
                 self.pulse.check()
@@ -105,8 +105,8 @@ class Ranks:
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace each gradient by the sum over all processes, in fp32, or in fp64 where a gradient is. A parameter
-        that has a gradient in one process has one in all of them afterwards."""
+        """Replace each gradient by the sum over all processes, in fp32, or in fp64 if any gradient is fp64. A parameter
+        with a gradient in one process has one in all of them afterwards."""
         if self.count == 1:
             return
         group, device = self.reducer(parameters)
@@ -131,7 +131,7 @@ class Ranks:
                 parameter.grad.copy_(view.view_as(parameter))
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> tuple[Any, torch.device]:
-        """Return the group that sums gradients and its device: NCCL where each process has a card, else Gloo."""
+        """Return the group that sums gradients and its device: NCCL if each process has its own GPU, else Gloo."""
         device = parameters[0].device
         if self.card_group is None:
             cards = self.gather("their cards", card_of(device))
@@ -143,7 +143,7 @@ class Ranks:
         return self.card_group, torch.device("cpu") if self.card_group is self.group else device
 
     def metrics(self, step_time: float, own: dict[str, float]) -> dict[str, float]:
-        """Return what each process measured in a step, how long it waited and was busy, as ranks/RANK/NAME."""
+        """Return each process's `own` metrics of a step, with waiting and busy seconds, as ranks/RANK/NAME."""
         if self.count == 1:
             return {}
         waited, self.pulse.waited = self.pulse.waited, 0.0
@@ -152,7 +152,7 @@ class Ranks:
         return {f"ranks/{rank}/{name}": value for rank, part in enumerate(told) for name, value in part.items()}
 
     def warn_of_slow(self, busy: list[float]) -> None:
-        """Say once of a rank that it takes longer than the others, step after step."""
+        """Warn, once for each rank, of a rank that is slower than the others for several steps in a row."""
         for rank, seconds in enumerate(busy):
             others = median(busy[:rank] + busy[rank + 1 :])
             steps = self.slow.get(rank, 0)
@@ -164,7 +164,7 @@ class Ranks:
                     "tokens; with cards of one kind none waits", rank, seconds / others)
 
     def seed(self, seed: int, step: int) -> None:
-        """Give each process random states that follow from seed, step and rank, so that no checkpoint holds them."""
+        """Seed each process from seed, step and rank, so that checkpoints need not hold its random states."""
         if self.count > 1:
             own = random.Random(f"{seed}-{step}-{self.rank}").getrandbits(31)
             random.seed(own)
@@ -173,7 +173,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, an error of one process ends the run in all of them."""
+        """Tell the other processes of an error inside, so that the run ends in all of them."""
         try:
             yield
         except BaseException as error:
@@ -183,12 +183,12 @@ class Ranks:
 
 
 def card_of(device: torch.device) -> str | None:
-    """Return the identity of a card; None for a processor."""
+    """Return the UUID of a GPU; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def ranks() -> Ranks:
-    """Return the processes of this run. The first call joins them; ValueError or RankError where that fails."""
+    """Return the processes of this run. The first call joins them; ValueError or RankError if that fails."""
     return joined(this_place())
 
 
@@ -198,7 +198,7 @@ def joined(place: Place) -> Ranks:
 
 
 def check_settings(config: Any, count: int, samples: bool = True) -> None:
-    """ValueError for settings that need one process, or a step with fewer prompts than ranks."""
+    """Raise ValueError for settings that need a single process, or for a step with fewer prompts than ranks."""
     if count > 1 and (mode := getattr(config, "train_while_sampling", None)):
         raise ValueError(f"train_while_sampling is {mode!r}, and the run has {count} processes: a rank trains other "
                          "groups than it has sampled; leave it out")
@@ -209,7 +209,7 @@ def check_settings(config: Any, count: int, samples: bool = True) -> None:
 
 
 def check_ranks_agree(trainer: Any) -> None:
-    """ValueError where the processes of a run would not do the same, or share a card that each should have alone."""
+    """Raise ValueError if the processes differ in settings, data or versions, or share a GPU that each needs alone."""
     if trainer.ranks.count == 1:
         return
     told = trainer.ranks.gather("what the ranks are", described(trainer))
@@ -251,7 +251,7 @@ def described(trainer: Any) -> dict[str, Any]:
 
 
 def digest_of_rows(rows: Any) -> str:
-    """Return the number of rows, and a short sum over some of them; "a stream" for one."""
+    """Return the number of rows and a short hash of some of them; "a stream" for a stream."""
     if isinstance(rows, Stream):
         return "a stream"
     if not len(rows):
@@ -261,19 +261,19 @@ def digest_of_rows(rows: Any) -> str:
 
 
 def digest(*parts: bytes) -> str:
-    """Return a short sum over bytes."""
+    """Return a short hash of the bytes."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 
 def values_of(name: str, values: list[str]) -> str:
-    """Return a difference in words: each value, and which ranks have it."""
+    """Return a difference in words: each value, with the ranks that have it."""
     ranks_of = {value: ", ".join(str(rank) for rank, other in enumerate(values) if other == value) for value in values}
     return f"{name} is " + " and ".join(f"{value} (rank {ranks_of[value]})" for value in ranks_of)
 
 
 def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
     """Return a PEFT model's numbers of parameters, the card (or the processor), its bytes, and the versions."""
-    trainable, whole = model.get_nb_trainable_parameters()  # peft counts a packed 4-bit weight as what it stands for
+    trainable, whole = model.get_nb_trainable_parameters()  # peft counts the elements that packed 4-bit weights hold
     on_card, base = device.type == "cuda", model.get_base_model()
     dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return {"parameters": whole - trainable, "trainable_parameters": trainable,

@@ -1,4 +1,4 @@
-"""What a trainer was given beside a plain prompt: tools, environments, or a function that makes the rollouts itself."""
+"""A trainer's tools, environments, or function that makes the rollouts itself, and the setup of episodes from them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 class EpisodeSetup:
-    """Checks these parameters before anything is loaded, and makes of them what the trainer samples with."""
+    """Checks these parameters before anything is loaded, and makes the encoder, rewards and player from them."""
 
     def __init__(
         self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any, parse: Any = None
@@ -39,7 +39,7 @@ class EpisodeSetup:
 
     @property
     def plays(self) -> bool:
-        """Whether a prompt is answered in several turns."""
+        """True if a prompt is answered in several turns."""
         return bool(self.tools) or self.factories is not None
 
     @property
@@ -48,7 +48,7 @@ class EpisodeSetup:
         return [*self.tools, *(tool for sample in samples for tool in tools_of(sample))]
 
     def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
-        """Return the reward functions and their weights, environments (weight 1, as in TRL) among them."""
+        """Return the reward functions and their weights, those of environments (weight 1, as in TRL) included."""
         if reward_funcs is None and self.factories is None:
             raise ValueError("No reward source provided: GRPOTrainer needs reward_funcs, which is a function, a reward "
                              "model, or a list of these")
@@ -67,7 +67,7 @@ class EpisodeSetup:
         return functions, weights
 
     def rows(self, dataset: Any) -> Any:
-        """The rows of training; without a dataset, an environment makes its tasks of seeds."""
+        """Return the training rows; without a dataset, seeds from which an environment makes its tasks."""
         if self.factories is None:
             return rows_of(dataset)
         if dataset is not None:
@@ -80,7 +80,7 @@ class EpisodeSetup:
         return seeded_rows(self.config.max_steps * self.config.prompts_per_step, self.config.seed)
 
     def evaluation_rows(self, dataset: Any) -> Any:
-        """Rows to evaluate on; a number asks for so many held-out seeds."""
+        """Return the rows to evaluate on; an int asks for that many held-out seeds."""
         if self.factories is None or dataset is None:
             return dataset
         if isinstance(dataset, int):
@@ -88,7 +88,7 @@ class EpisodeSetup:
         return with_prompts(rows_of(dataset, "eval_dataset"))
 
     def encoder(self, inner: PromptEncoder) -> PromptEncoder:
-        """Return the encoder of rows to prompts; a chat template without the tools that are given is refused."""
+        """Return the encoder of rows to prompts; it refuses a chat template that does not show the given tools."""
         if not self.plays:
             return inner
         self.specs = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
@@ -97,7 +97,7 @@ class EpisodeSetup:
 
     @property
     def turns(self) -> Turns | None:
-        """The part that answers the policy, for the checks before a run."""
+        """The tools and replies that the policy gets in episodes, for preflight; None without episodes."""
         if self.specs is None:
             return None
         samples = [] if self.factories is None else list(self.factories.samples.values())
@@ -105,7 +105,7 @@ class EpisodeSetup:
         return Turns(self.specs.schemas, replies, bool(samples))
 
     def player(self, trainer: Any, context: int) -> Player | None:
-        """Return a player with the trainer's engine; None where an engine's completion is the whole answer."""
+        """Return the player of episodes, or the rollout function; None if a single completion is the answer."""
         if self.rollout_func is not None:
             return RolloutFunction(self.rollout_func, trainer)
         if self.specs is None:
@@ -128,7 +128,7 @@ def tool_list(tools: Any) -> Sequence[Function]:
 
 
 def with_prompts(rows: Any) -> Any:
-    """The rows, each with a prompt; DataError for a stream."""
+    """Return the rows, each with a prompt; DataError for a stream."""
     if isinstance(rows, Stream):
         raise DataError("the rows are a stream, which episodes do not take yet; pass list(stream.take(1000))")
     return WithPrompts(rows)

@@ -1,4 +1,4 @@
-"""On what a trainer evaluates: rows, or several datasets by name; and which metrics are known to come of it."""
+"""Evaluation, the same for all trainers: one dataset or several by name, and the metrics that an evaluation has."""
 
 import math
 import time
@@ -10,19 +10,19 @@ from lowmem_grpo.data.stream import Stream, rows_of
 from lowmem_grpo.runs.state import speed
 from lowmem_grpo.trainer.trl_api import TrlApi
 
-LONGEST = 100_000  # rows of a stream to evaluate on
+LONGEST = 100_000  # the most rows of a stream to evaluate on
 OF_ALL = ("num_tokens", *speed("", 1.0, 1, 1))
 OF_LOSS = ("loss", "policy_loss", "kl", "entropy", "clip_ratio", "cispo_clip_ratio", "vespo", "sampling",
-           "mean_token_accuracy")  # what TRL's evaluations have too, among what the learner measures
+           "mean_token_accuracy")  # the learner's metrics that evaluations have, as in TRL
 
 
 class Evaluator(TrlApi):
-    """Evaluations under transformers' names: `eval_loss`, of several datasets `eval_NAME_loss`."""
+    """Evaluation of a trainer under transformers' names: `eval_loss`, or `eval_NAME_loss` for several datasets."""
 
-    eval_sets: Any = None  # what is evaluated on, in each trainer's own form; a dict of several by name
+    eval_sets: Any = None  # as `evaluation_rows` returns it; a dict by name for several datasets
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
-        """Return rows to evaluate on, by index. A stream is read to its end; DataError for one that is too long."""
+        """Return indexable evaluation rows. A stream is read to its end; DataError if it has more than LONGEST rows."""
         rows = rows_of(dataset, parameter)
         if not isinstance(rows, Stream):
             return rows
@@ -32,7 +32,7 @@ class Evaluator(TrlApi):
         return rows_of(read, parameter)
 
     def evaluation_sets(self, dataset: Any) -> Any:
-        """Return what to evaluate on, in the trainer's own form; ValueError where it lacks and is needed."""
+        """Return the evaluation rows, or a dict of them by name; ValueError if settings need them and None is given."""
         if dataset is None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
             strategy = self.args.eval_strategy
             asked = f'eval_strategy is "{strategy}"' if strategy != "no" else "eval_on_start is True"
@@ -44,13 +44,13 @@ class Evaluator(TrlApi):
         return None if dataset is None else self.evaluation_rows(dataset)
 
     def measure_evaluation(self, rows: Any) -> dict[str, float]:
-        """Return metrics on one set of rows, in the trainer's own form; each trainer defines them."""
+        """Return the metrics of one dataset, as `evaluation_rows` returned it; each trainer defines this."""
         raise NotImplementedError
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return metrics on the evaluation dataset, or on these rows, under names with the prefix."""
+        """Return the metrics of `eval_dataset`, by default the trainer's own, with the prefix before their names."""
         rows = self.eval_sets if eval_dataset is None else self.evaluation_sets(eval_dataset)
         if rows is None:
             raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
@@ -60,7 +60,7 @@ class Evaluator(TrlApi):
         return {name: value for metrics in parts for name, value in metrics.items()}
 
     def evaluate_rows(self, rows: Any, prefix: str) -> dict[str, float]:
-        """Return the metrics of one dataset, logged, with the time that they took."""
+        """Evaluate one dataset, log its metrics and its speed, and return them."""
         began = time.monotonic()
         measured = self.measure_evaluation(rows) | {"num_tokens": self.state.num_tokens}
         seconds, steps = time.monotonic() - began, math.ceil(len(rows) / self.args.per_device_eval_batch_size)
@@ -72,7 +72,7 @@ class Evaluator(TrlApi):
         return metrics
 
     def evaluation_names(self) -> set[str]:
-        """Return the metrics that an evaluation is sure to have."""
+        """Return the names of the metrics that every evaluation has."""
         return {name.removeprefix("_") for name in OF_ALL}
 
     def may_measure(self, name: str) -> bool:
@@ -80,7 +80,7 @@ class Evaluator(TrlApi):
         return name in self.evaluation_names()
 
     def check_best_metric(self) -> None:
-        """Raise ValueError where metric_for_best_model names what no evaluation has."""
+        """Raise ValueError if metric_for_best_model names a metric that no evaluation can have."""
         wanted, several = self.args.best_metric, isinstance(self.eval_sets, dict)
         prefixes = [f"eval_{name}_" for name in self.eval_sets] if several else ["eval_"]
         if wanted is None or any(wanted.startswith(prefix) and self.may_measure(wanted.removeprefix(prefix))

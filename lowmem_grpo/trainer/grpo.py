@@ -51,9 +51,9 @@ class GRPOTrainer(Trainer):
         environment_factory: Any = None, engine: Engine | None = None, tokenizer: Any = None, parse: Any = None,
         **others: Any,
     ) -> None:
-        """TRL's parameters, in its order; `engine`, which is the caller's own; and `parse`, which reads the tool calls
-        of a form that is not known here (see `Toolbox`). `tokenizer` is an older name of `processing_class`; `others`
-        are refused, or options of the settings."""
+        """The parameters are TRL's, in its order; `engine`, an engine of the caller's; and `parse`, which reads tool
+        calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name of `processing_class`;
+        `others` may be settings, and are refused otherwise."""
         check_model(model, type(self))
         config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
         players = self.players = EpisodeSetup(config, tools, environment_factory, rollout_func, parse)
@@ -96,43 +96,43 @@ class GRPOTrainer(Trainer):
         """The engine that sampled last."""
         return self.sampler.engine
 
-    # The verbs, beside those of `Trainer`; each can be used by itself.
+    # The verbs, beside those of `Trainer`; each can be called on its own.
 
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[RolloutGroup]:
-        """Return `params.n` unscored rollouts of each prompt; `on_group` gets those of each prompt as they finish."""
+        """Return `params.n` unscored rollouts of each prompt; `on_group` gets each prompt's once all are complete."""
         return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
-        """Take the model's engine again, where another model may have sampled since."""
+        """Get the model's vLLM engine again: a process has only one, and another model may have used it."""
         self.sampler.renew()
 
     def begin_scoring(self, prompts: list[Prompt]) -> RewardBatch:
-        """Return the scorer of these prompts' groups while others are sampled: give its `on_group` to `sample`."""
+        """Return a RewardBatch that scores groups while other groups are sampled: pass its `on_group` to `sample`."""
         return self.scoring.start_batch(prompts)
 
     def score(self, groups: list[RolloutGroup], scoring: RewardBatch | None = None) -> dict[str, float]:
-        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged."""
+        """Set the rewards, their weighted sum and the advantage of every rollout; returns what the functions logged."""
         return self.collector.score(groups, scoring or self.scoring.start_batch(groups))
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
-        """Return what each reward function pays for each completion, (N, R) in float32, NaN for None. It has TRL's name
-        and arguments (`inputs` are the rows, one for each completion) for a subclass, whose own is called in place of
-        the functions, on all completions of a step together."""
+        """Return the rewards of each function for each completion, (N, R) in float32, NaN for None. Name and arguments
+        are TRL's (`inputs` are the rows, one per completion): if a subclass overrides this method, it is called in
+        place of the functions, once for all completions of a step."""
         paid = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
         columns = [[math.nan if reward is None else reward for reward in column] for column in paid]
         return torch.tensor(columns, dtype=torch.float32, device=self.policy.device).T
 
     def rollout(self) -> list[RolloutGroup]:
-        """Sample and score the next prompts: groups with rewards and advantages, chosen as `Collector` says."""
+        """Sample and score the next prompts; returns groups with rewards and advantages, selected by `Collector`."""
         return self.collector.collect()
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on scored groups: at most `at_most` of the optimizer steps that the settings ask for."""
+        """Train on scored groups, in at most `at_most` of the settings' optimizer steps; returns metrics."""
         if self.overlap is None:
             return super().update(groups, at_most)
         with self.clock.phase("train"), self.overlap.gradient(groups) as begun:
@@ -140,7 +140,7 @@ class GRPOTrainer(Trainer):
         return metrics | self.overlap.metrics(begun, groups)
 
     def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
-        """Return the groups of each optimizer step that one generation is used for."""
+        """Split the groups of one generation into those of each optimizer step."""
         size = self.args.prompts_per_step
         return [groups[start : start + size] for start in range(0, len(groups), size)]
 
@@ -156,19 +156,19 @@ class GRPOTrainer(Trainer):
         self.engine.on_policy_update(self.state.policy_version)
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Rewards, lengths and speed of what was sampled, seconds measured and planned, and memory."""
+        """Return rewards, lengths and speed of the sampled groups, measured and planned seconds, and memory."""
         return {**self.collector.metrics(groups, self.clock.seconds["generate"]), **timing,
                 **self.parts.metrics(self.engine, self.sampled, groups, self.state.global_step - before)}
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
-        """Rows with prompts; a number asks for so many held-out seeds of an environment."""
+        """Return rows with prompts; an int asks for that many held-out seeds of an environment."""
         rows = self.players.evaluation_rows(dataset if isinstance(dataset, int) else super().evaluation_rows(
             dataset, parameter))
         check_dataset(rows)
         return rows
 
     def measure_evaluation(self, rows: Any) -> dict[str, float]:
-        """Mean rewards, sampled as in training, and the loss of what was sampled, as of one step on all of it."""
+        """Return mean rewards of completions sampled as in training, and the loss of one step on all of them."""
         return self.evaluation.run(rows, self.measure_loss)
 
     def measure_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
@@ -182,12 +182,12 @@ class GRPOTrainer(Trainer):
         return super().evaluation_names() | sure | ({"kl"} if self.args.beta else set())
 
     def may_measure(self, name: str) -> bool:
-        """Also what only some losses, environments, or functions that can log have."""
+        """Return whether an evaluation may have this metric; some losses, environments and functions add metrics."""
         return (super().may_measure(name) or name.partition("/")[0] in {*OF_LOSS, *OF_EPISODES} - {"kl"}
                 or any(logs(function) for function in self.scorer.funcs))
 
-    entropy_coef = property(attrgetter("objective.entropy.coef"))  # the weight of the entropy bonus as it is now
-    tools = property(attrgetter("players.functions"))  # that the policy may call, those of environments among them
+    entropy_coef = property(attrgetter("objective.entropy.coef"))  # the current weight of the entropy bonus
+    tools = property(attrgetter("players.functions"))  # those of environments included
     reward_funcs = property(lambda self: list(self.scorer.funcs))
     reward_func_names = property(lambda self: list(self.scorer.names))
 
@@ -209,13 +209,13 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def logs(function: Any) -> bool:
-    """Return whether a reward function says that it logs metrics of its own, or is an object that may."""
+    """Return whether a reward function takes `log_metric` or `log_extra`, or is a callable object, which may."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named
 
 
 def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> PromptSource:
-    """Return the source of a run's prompts; ValueError for a replay buffer of rows that cannot be found again."""
+    """Return the source of a run's prompts; ValueError for a replay buffer on a stream, which is read once."""
     if config.replay_buffer_size and isinstance(rows, Stream):
         raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                          "found again after a resume; leave it out, or pass a datasets.Dataset")
@@ -226,7 +226,7 @@ def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> Prom
 def make_overlap(
     parts: PolicyParts, config: GRPOConfig, sampler: Sampler, scoring: Scoring
 ) -> OverlappedTraining | None:
-    """Return what trains groups while others are sampled, if the settings ask for it; ValueError where it cannot."""
+    """Return the OverlappedTraining if train_while_sampling is set, else None; ValueError if it is not possible."""
     mode = config.train_while_sampling
     if not mode:
         return None

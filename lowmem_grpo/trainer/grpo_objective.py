@@ -1,4 +1,4 @@
-"""What GRPO minimises: which rollouts and tokens count, and the loss of a micro-batch."""
+"""The objective of GRPO: which rollouts and tokens count, and the loss of a micro-batch."""
 
 import logging
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class GRPOObjective(Objective):
-    """GRPO and its relatives, as the settings of a run say. `exact` says that a training pass computes the policy
-    itself, as it does without dropout: only then does its difference from the sampler measure their mismatch."""
+    """The objective of GRPO and its variants, chosen by a run's settings. `exact` is True if training passes have no
+    dropout: only then does the difference between their log-probabilities and the sampler's measure a mismatch."""
 
     def __init__(self, config: GRPOConfig, exact: bool = True) -> None:
         self.config, self.exact = config, exact
@@ -32,7 +32,7 @@ class GRPOObjective(Objective):
                                       config.entropy_coef_max, config.entropy_coef_delta, config.entropy_target)
         self.mismatch = MismatchWatch()
         self.correct_mismatch = self.stale = False  # in the update in progress
-        self.told: set[bool] = set()  # whether of stale rollouts
+        self.told: set[bool] = set()  # the values of `stale` for which the correction was logged
 
     @property
     def temperature(self) -> float:
@@ -47,13 +47,13 @@ class GRPOObjective(Objective):
         return LOSS_TYPES[self.config.loss_type].counts_generation
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Nothing on-policy without a KL term and token masks, because old log-probabilities are the step's own."""
+        """Return the fields to compute first. A single step needs no old log-probabilities: they equal its own."""
         wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
                   "entropy": self.config.top_entropy_quantile < 1}
         return tuple(name for name, needed in wanted.items() if needed)
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """Decide whether to correct tokens: for stale rollouts, and if sampler and trainer were seen to differ."""
+        """Decide on the importance correction: for stale rollouts, and if sampler and trainer were seen to differ."""
         chosen = self.config.vllm_importance_sampling_correction
         self.stale = any(rollout.policy_version < policy_version or not all(turn.exact for turn in rollout.turns)
                          for rollout in rollouts)
@@ -86,18 +86,18 @@ class GRPOObjective(Objective):
                 put_kl_in_reward(rollouts, self.config.beta)
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """All rollouts but failed episodes, and without truncated ones if those are masked."""
+        """Return all rollouts except failed episodes, and except truncated ones if those are masked."""
         masked = self.config.mask_truncated_completions
         return [rollout for rollout in rollouts
                 if not (rollout.failed or (masked and rollout.finish_reason == "length"))]
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Rollouts that count and have an advantage; with a KL term or an entropy bonus, all that count."""
+        """Return the counted rollouts with an advantage; with a KL term or an entropy bonus, all counted ones."""
         everything = self.config.beta or self.entropy.enabled
         return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """`grpo_loss` of the batch. A KL term that is in the reward is not in the loss as well."""
+        """Return the `grpo_loss` of the batch, without its KL term if that is in the reward."""
         settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
         out = grpo_loss(logprobs, batch.at_trained(batch.advantages), batch.at_trained(batch.sequence_ids),
                         settings=settings, old_logprobs=at(batch, batch.old_logprobs),
@@ -111,7 +111,7 @@ class GRPOObjective(Objective):
         if self.config.kl_in_reward and batch.ref_logprobs is not None:
             policy = logprobs.detach() if batch.old_logprobs is None else batch.at_trained(batch.old_logprobs)
             out.metrics["kl"] = (policy - batch.at_trained(batch.ref_logprobs)).mean()
-        out.policy_loss = out.policy_loss if self.entropy.enabled else None  # else it is the loss
+        out.policy_loss = out.policy_loss if self.entropy.enabled else None  # without a bonus it equals the loss
         if batch.policy_mask is not None:
             chosen = entropy.detach()[batch.at_trained(batch.policy_mask)]
             out.metrics["entropy/policy"] = chosen.sum() / max(len(chosen), 1)
@@ -123,7 +123,7 @@ class GRPOObjective(Objective):
         return self.correct_mismatch, self.stale, self.entropy.applied
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
-        """The ratio of the weights of a token, which are all divided by the same count."""
+        """Return the ratio of a token's weight under `after` to that under `before`, the same for all tokens."""
         first, second = (
             LOSS_TYPES[self.config.loss_type].weights(
                 torch.ones((), dtype=torch.float64),
@@ -133,7 +133,7 @@ class GRPOObjective(Objective):
         return float(second / first)
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
-        """Adds percentiles over the step's tokens, and the share of samples that the sampler's mismatch leaves."""
+        """Return the step's metrics, with percentiles over its tokens and the effective share of samples."""
         metrics = reducer.result()
         for name in ("ratio", "mismatch"):
             values = reducer.sampled(name)
@@ -161,5 +161,5 @@ class GRPOObjective(Objective):
 
 
 def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:
-    """Values (T,) at the trained tokens of the batch, (N,); None stays None."""
+    """Return values (T,) at the batch's trained tokens, (N,); None for None."""
     return None if values is None else batch.at_trained(values)

@@ -1,4 +1,4 @@
-"""One optimizer step on rollouts: the verbs `forward_backward` and `optim_step`, and what they need to know."""
+"""One optimizer step on rollouts: the verbs `forward_backward` and `optim_step`, and the fields that they need."""
 
 import math
 import warnings
@@ -32,8 +32,8 @@ ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
 
 class Learner:
     """Owns the optimizer and the schedule; turns groups with advantages into gradients, and gradients into a step. If
-    memory runs out, the work is undone and repeated in smaller micro-batches, with the same result. Of several ranks
-    each trains its part of the groups; the gradients are summed before they are clipped."""
+    memory runs out, the work is undone and repeated in smaller micro-batches, with the same result. With several ranks
+    each trains its share of the groups; the gradients are summed before they are clipped."""
 
     def __init__(
         self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
@@ -49,19 +49,19 @@ class Learner:
         self.packer = Packer(policy.device, self.bound)
         self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
         self.ranks = ranks or Ranks()
-        self.flags = Flags()  # what the pass in progress met
-        self.prepare_again: Callable[[], None] | None = None  # while no step was made since `prepare`
+        self.flags = Flags()  # values that are not finite, of the pass in progress
+        self.prepare_again: Callable[[], None] | None = None  # None once a pass or step has followed `prepare`
 
     @property
     def limits(self) -> Limits:
-        """Return the limits of a micro-batch: tokens alone with a memory plan, also sequences without one."""
+        """The limits of a micro-batch: with a memory plan only tokens, without one also sequences."""
         tokens = self.config.max_tokens_per_micro_batch
         if self.bound.spread is None:
             return Limits(tokens, self.config.per_device_train_batch_size)
         return Limits(tokens, spread=self.bound.spread)
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
-        """Set these fields of this rank's rollouts from the policy as it is now; `tell_fields` brings the others'."""
+        """Set these fields of this rank's rollouts from the current policy; `tell_fields` adds those of other ranks."""
         random = RandomStates(self.policy.device)
         what = f"recomputing {' and '.join(fields)}"
         for rollout, *values in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
@@ -69,7 +69,7 @@ class Learner:
                 setattr(rollout, field, values[field == "entropy"])
 
     def tell_fields(self, groups: list[RolloutGroup], fields: tuple[str, ...]) -> None:
-        """Give every rank what the others filled in."""
+        """Exchange the filled-in fields, so that each rank has them for all rollouts."""
         if self.ranks.count == 1 or not fields:
             return
         rollouts = members(groups)
@@ -82,7 +82,7 @@ class Learner:
                     setattr(rollouts[place], field, value)
 
     def mine(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """This rank's part of the groups; all parts have about as many tokens."""
+        """Return this rank's share of the groups; all shares have about the same number of tokens."""
         if self.ranks.count == 1:
             return groups
         return self.ranks.mine(groups, lambda group: sum(
@@ -90,7 +90,7 @@ class Learner:
 
     @torch.no_grad()
     def recompute(self, batches: Iterator[MicroBatch]) -> list[tuple[Rollout, Tensor, Tensor]]:
-        """Each rollout with the log-probabilities (C,) and entropies (C,) of its tokens, on the host."""
+        """Return each rollout with the log-probabilities (C,) and entropies (C,) of its tokens, on the host."""
         results: list[tuple[Rollout, Tensor, Tensor]] = []
         for batch in batches:
             both = self.policy.logprobs(batch, self.objective.temperature)
@@ -99,7 +99,7 @@ class Learner:
         return results
 
     def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0) -> None:
-        """Fill in what this update needs beside rollouts; those of an older version than `policy_version` are stale."""
+        """Fill in the fields that this update needs; rollouts of an older version than `policy_version` are stale."""
         self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
         rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
@@ -124,11 +124,11 @@ class Learner:
         fill()
         self.tell_fields(rollouts, fields)
         self.objective.prepared(members(rollouts), groups)
-        # what all ranks decided together stays as it is where one of them does its own part again
+        # decisions that all ranks made together stay when one of them repeats its own share
         self.prepare_again = None if not fields else again if self.ranks.count == 1 else fill
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups with only the rollouts that can move the policy; an unjudged group keeps none."""
+        """Return the groups with only the rollouts that can move the policy; an unjudged group keeps none."""
         return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
                 for group in groups]
 
@@ -136,7 +136,7 @@ class Learner:
         return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
 
     def num_tokens(self, groups: list[RolloutGroup]) -> int:
-        """Return how many tokens that the policy drew count in the loss; masked, truncated completions do not."""
+        """Return the number of sampled tokens that count in the loss; masked, truncated completions do not."""
         return sum(rollout.num_trained for rollout in members(self.counted_groups(groups)))
 
     def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
@@ -149,7 +149,7 @@ class Learner:
     ) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens. Tokens
         (unless their number is given) and sequences are counted over all `groups`, so the gradient depends neither on
-        the split into micro-batches nor on rollouts left out. What `begun` holds is added already."""
+        the split into micro-batches nor on rollouts left out. Groups in `begun` are part of it already."""
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
         totals, left = self.totals(groups, num_tokens), self.mine(trained)
         if begun is not None:
@@ -173,7 +173,7 @@ class Learner:
         sums = self.of_all_ranks(sums, members(trained))
         metrics = sums.metrics(self.objective) | self.policy.differing_routes()
         if self.guard.passed(trained, sums.flags):
-            self.objective.restore(before)  # what was measured is no measure of anything
+            self.objective.restore(before)  # the measured values are meaningless
         self.prepare_again = None
         kept, total = (sum(len(group.rollouts) for group in some) for some in (trained, groups))
         share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
@@ -182,26 +182,26 @@ class Learner:
     def accumulate(
         self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
     ) -> StepAccumulator:
-        """Add the gradient of each micro-batch to what was begun; returns what they add up to."""
+        """Add the gradient of each micro-batch to the one begun; returns the sums over the micro-batches."""
         self.policy.model.train()
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
-            self.policy.differing_routes()  # those of other passes are not this step's
+            self.policy.differing_routes()  # clears the counts of earlier passes
         self.flags = sums.flags
         for batch in batches:
             self.add(batch, totals, sums)
         return sums
 
     def add(self, batch: MicroBatch, totals: StepTotals, sums: StepAccumulator) -> None:
-        """Add the gradient of one micro-batch, which is on the device, and what it adds to the sums."""
+        """Add the gradient of one micro-batch, which is on the device, and add its loss and metrics to `sums`."""
         out = self.loss(batch, totals, sums.flags)
         self.scaler.scale(out.loss).backward()
         sums.add(batch, out)
 
     def loss(self, batch: MicroBatch, totals: StepTotals, flags: Flags | None = None) -> LossOutput:
-        """This micro-batch's share of the loss, and its metrics."""
+        """Return this micro-batch's share of the loss, and its metrics."""
         if isinstance(self.offload, ActivationOffload):
-            self.offload.read_ahead(self.policy.head_groups == 1)  # groups say that memory is short
+            self.offload.read_ahead(self.policy.head_groups == 1)  # several groups mean that memory is short
         with self.offload:
             logprobs, entropy, best = self.at_head(batch)
         out = self.objective_loss(batch, totals, logprobs, entropy, best)
@@ -209,14 +209,14 @@ class Learner:
         return out
 
     def at_head(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies of the batch's trained tokens, and log p of the likeliest ones, each (N,)."""
+        """Return log-probabilities and entropies at the trained tokens, and log p of the likeliest token, each (N,)."""
         policy, objective = self.policy, self.objective
         return policy.at_head(*policy.at_trained(batch), objective.temperature, objective.entropy_grad)
 
     def objective_loss(
         self, batch: MicroBatch, totals: StepTotals, logprobs: Tensor, entropy: Tensor, best: Tensor
     ) -> LossOutput:
-        """The objective's loss, and where it asks for it the share of tokens that are the likeliest ones."""
+        """Return the objective's loss, with the share of likeliest tokens (the accuracy) if it asks for that."""
         out = self.objective.loss(batch, logprobs, entropy, totals)
         if self.objective.counts_hits:
             out.metrics["mean_token_accuracy"] = (logprobs.detach() >= best - ROUNDING).to(best.dtype).mean()
@@ -224,7 +224,7 @@ class Learner:
 
     @torch.no_grad()
     def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Return the loss of these groups and its metrics, without gradient, dropout, or a trace in the run."""
+        """Return the loss and metrics of these groups, without gradient or dropout; the run's state stays the same."""
         training, before, random = self.policy.model.training, self.objective.state(), RandomStates(self.policy.device)
         self.policy.model.eval()
         try:
@@ -247,7 +247,7 @@ class Learner:
             self.prepare_again = None
 
     def of_all_ranks(self, sums: StepAccumulator, rollouts: list[Rollout]) -> StepAccumulator:
-        """Return the sums over the micro-batches of all ranks, on all these rollouts."""
+        """Return the sums over the micro-batches of all ranks; `rollouts` are those of all ranks."""
         if self.ranks.count == 1:
             return sums
         of_ranks = self.ranks.gather("what micro-batches add up to", sums.sent(rollouts))
@@ -284,7 +284,7 @@ class Learner:
         return metrics
 
     def apply(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Make the optimizer's own step. If memory runs out, it is undone and repeated once with all caches empty; the
+        """Run the optimizer's step. If memory runs out, it is undone and repeated once with all caches empty; the
         second time raises MemoryExhaustedError, with parameters, state and gradients as they were. A step that
         allocates nothing cannot run out of memory, so it needs no copy."""
         what, step = "the optimizer step", partial(self.scaler.step, self.optimizer)

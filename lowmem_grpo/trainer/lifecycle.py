@@ -1,4 +1,4 @@
-"""How a run begins, anew or from a checkpoint, and how it ends: finished, interrupted or failed."""
+"""The start of a run, fresh or from a checkpoint, and its end: finished, interrupted or failed."""
 
 import logging
 from collections.abc import Iterator
@@ -25,19 +25,19 @@ TRAINED = (". The adapter is as earlier training left it: to begin with a fresh 
 
 
 class Lifecycle(Evaluator):
-    """The folder of a run from its first line to its summary and report."""
+    """The part of a trainer that starts a run in its folder, and ends it with a summary and a report."""
 
     policy: Policy
     source: PromptSource
     records: RunRecords
     control: TrainerControl
     interrupt: Interrupt
-    told: dict[str, Any]  # what the trainer's caller knows of the run, for the summary however the run ends
+    told: dict[str, Any]  # the caller's entries for the summary, written however the run ends
     method: str | None = None  # the kind of training, in the summary
-    began = ""  # when this trainer began the run in its folder
-    stops = False  # whether all ranks have agreed to stop
-    began_here = False  # whether this call of `train` has begun or resumed it
-    losses: list[float]  # one for each step of this call
+    began = ""  # the start time of this trainer's run, as its summary has it
+    stops = False  # True if all ranks have agreed to stop
+    began_here = False  # True once the current `train` call has begun or resumed the run
+    losses: list[float]  # one for each step of the current `train` call
     samples_seen: int  # in these steps
     summary: dict[str, Any]  # the last line of the log
 
@@ -46,13 +46,13 @@ class Lifecycle(Evaluator):
         raise NotImplementedError
 
     def weights_changed(self) -> None:
-        """The adapter has other weights than before; a trainer that samples tells its engine."""
+        """Called after the adapter's weights have changed; a trainer that samples tells its engine."""
         raise NotImplementedError
 
     def start_run(self, resume: bool | str | None) -> None:
-        """A fresh run directory, or the state of a checkpoint."""
+        """Set up a fresh run directory, or restore a checkpoint; then write the first summary."""
         torch.manual_seed(self.args.seed)
-        self.control.should_training_stop = False  # what stopped an earlier `train`
+        self.control.should_training_stop = False  # an earlier `train` may have been stopped
         known, goes_on = self.ranks.first("how the run begins", self.known_run)
         if not resume and goes_on:
             logger.warning("train() was called again: it goes on with the run in %s, which stopped before its end (for "
@@ -74,27 +74,27 @@ class Lifecycle(Evaluator):
         self.records.summary(self.describe("running") | {"began": self.began, "error": None})
 
     def resumed(self, wanted: bool | str) -> bool:
-        """Return whether the run goes on from a checkpoint: the first process finds it, and the others read it."""
+        """Load a checkpoint that the first process finds, in all ranks; returns False if there is none."""
         folder = self.ranks.first("the checkpoint", lambda: self.saver.resume(wanted))
         if folder is not None and not self.records.writes:
             self.saver.load(folder)
         return folder is not None
 
     def known_run(self) -> tuple[dict[str, Any], bool]:
-        """Return the folder's summary, and whether it is of this trainer's own run, which stopped and can go on."""
+        """Return the folder's summary, and whether it is this trainer's own run, stopped early and resumable."""
         known = self.records.known()
         mine = bool(self.began) and known.get("began") == self.began
         stopped = self.state.global_step < self.state.max_steps and bool(list_checkpoints(self.run_dir))
         return known, mine and stopped
 
     def make_room(self) -> None:
-        """Move an earlier run out of the way, and say where to."""
+        """Move an earlier run out of the folder, and log its new place."""
         if earlier := self.records.start_run():
             logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
                            "begins%s", self.run_dir, earlier, TRAINED if self.policy.is_trained() else "")
 
     def agree(self) -> None:
-        """Do in all ranks what a signal or a listener asks of one; later signals wait for the next call."""
+        """Share each rank's signals and its listeners' requests with all; later signals wait for the next call."""
         asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
         signals = [got for got, _ in asked if got is not None]
         if signals:
@@ -104,18 +104,18 @@ class Lifecycle(Evaluator):
         self.stops = bool(signals) or self.control.should_training_stop
 
     def should_stop(self) -> bool:
-        """Return whether the run ends before the next step. Of several ranks all say the same."""
+        """Return whether the run ends before the next step; the same in all ranks."""
         here = self.interrupt.requested or self.control.should_training_stop
         return self.stops if self.ranks.count > 1 else here
 
     def summarize(self, seconds: float) -> None:
-        """Log the figures of the run, which took so many seconds, as the last line of the history."""
+        """Log the summary of a run that took `seconds`, as the last line of the history."""
         parameters = self.policy.base.num_parameters(exclude_embeddings=True)
         self.summary = summary(self.state, self.losses, self.samples_seen, seconds, parameters)
         self.log(self.summary)
 
     def end(self, status: str) -> None:
-        """Save where the run stopped, and write the adapter and the summary."""
+        """Save the last checkpoint, and write the adapter and the summary; upload them if push_to_hub is set."""
         if self.args.save_strategy != "no" or status == "interrupted":
             folder = self.save_state()
             if status == "interrupted":
@@ -132,7 +132,7 @@ class Lifecycle(Evaluator):
         self.ranks.meet("the end of the run")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Add to summary.json and write the report anew, in the first process. A failed report fails no run."""
+        """Update summary.json and rewrite the report, in the first process. A failed report is only logged."""
         if not self.records.writes:
             return
         self.records.summary(summary)
@@ -142,7 +142,7 @@ class Lifecycle(Evaluator):
             logger.warning("the report was not written: %s", error)
 
     def describe(self, status: str) -> dict[str, Any]:
-        """The run in plain values, for summary.json."""
+        """Return the description of the run for summary.json, in plain values."""
         method = {} if self.method is None else {"method": self.method}
         return {"status": status, "model": self.model.loaded.name, "seed": self.args.seed,
                 "steps": self.state.global_step, "train_seconds": self.state.elapsed,
@@ -152,7 +152,7 @@ class Lifecycle(Evaluator):
 
     @contextmanager
     def failure_recorded(self) -> Iterator[None]:
-        """An error inside is written to the summary and the report of the run."""
+        """Write an error inside to the run's summary and report, and raise it."""
         self.began_here = False
         try:
             yield
@@ -160,6 +160,6 @@ class Lifecycle(Evaluator):
             if self.began_here and self.records.writes:
                 try:
                     self.finish(self.describe("failed") | {"error": error_text(error)})
-                except Exception as second:  # noqa: BLE001 - whatever it is, the first error is the one to tell
+                except Exception as second:  # noqa: BLE001 - the first error is the one to raise
                     logger.warning("the failure could not be recorded: %s", second)
             raise

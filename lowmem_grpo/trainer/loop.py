@@ -1,5 +1,5 @@
-"""The loop of every trainer: one step after another, records, checkpoints and listeners. `next_groups` gives the groups
-of an update, unless the caller has them, and `measured` what is logged of it."""
+"""The training loop that all trainers share: steps, records, checkpoints and listeners. `next_groups` returns the
+groups of an update, unless the caller passes them, and `measured` the metrics to log for it."""
 
 import logging
 import math
@@ -37,16 +37,16 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer(Lifecycle):
-    """Trains the adapter of a model: groups, an update on them, and their line in the records, step after step."""
+    """The base of all trainers of an adapter: each step gets groups, updates on them, and records a line of metrics."""
 
     view_class: type[LiveView] = LiveView
-    samples = False  # whether the trainer's groups are sampled, or its rows hold the answers
+    samples = False  # True if groups are sampled, False if the rows hold the answers
 
     def __init__(
         self, parts: TrainerParts, callbacks: list[Any] | None = None, eval_dataset: Any = None,
         rewards: Mapping[str, float] | None = None, replay: ReplayBuffer | None = None,
     ) -> None:
-        """`rewards` are the weights of the rewards by name, of a trainer that has such."""
+        """`rewards` maps the name of each reward to its weight, for trainers with rewards."""
         self.parts: TrainerParts = parts
         self.args, self.source, self.objective, self.learner = parts.args, parts.source, parts.objective, parts.learner
         self.memory, self.peaks, self.state, self.clock = parts.memory, parts.peaks, parts.state, parts.clock
@@ -56,8 +56,8 @@ class Trainer(Lifecycle):
         self.control, self.interrupt = TrainerControl(), Interrupt()
         self.told = {}
         self.losses, self.samples_seen, self.began_at = [], 0, time.time()
-        self.epoch_before = 0  # that of the rows, when the step in progress began
-        self.said_unrouted = False  # that the sampler records no routes
+        self.epoch_before = 0  # the epoch in which the step in progress began
+        self.said_unrouted = False  # the warning that the sampler records no routes was logged
         self.eval_sets = self.evaluation_sets(eval_dataset)
         leads = self.ranks.leads
         self.view = None if self.args.disable_tqdm or not leads else self.view_class()
@@ -72,10 +72,10 @@ class Trainer(Lifecycle):
         self.check_best_metric()
         self.notify("on_init_end")
 
-    # What a trainer defines.
+    # Methods that each trainer defines.
 
     def next_groups(self) -> list[RolloutGroup]:
-        """The groups of the next update."""
+        """Return the groups of the next update."""
         raise NotImplementedError
 
     def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
@@ -83,35 +83,34 @@ class Trainer(Lifecycle):
         return [groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return what to log of the steps after step `before`, made on `groups`, beside what every trainer logs."""
+        """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`."""
         return timing
 
     def weights_changed(self) -> None:
-        """The adapter's weights are others than before."""
+        """Called after an optimizer step or a restored checkpoint has changed the adapter's weights."""
 
     @property
     def sampled(self) -> list[RolloutGroup]:
         return []
 
-    # The verbs; each can be used by itself.
+    # The verbs; each can be called on its own.
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on these groups: at most `at_most` of the optimizer steps that the settings ask for; returns metrics.
-        """
+        """Train on these groups, in at most `at_most` of the settings' optimizer steps; returns metrics."""
         with self.clock.phase("train"):
             return self.make_steps(groups, at_most)
 
     def make_steps(
         self, groups: list[RolloutGroup], at_most: int | None, begun: PartialGradient | None = None
     ) -> dict[str, float]:
-        """Make an update's optimizer steps, the first of which has a gradient already where one was `begun`."""
+        """Run the optimizer steps of an update; the first one adds to a gradient that was `begun` while sampling."""
         if self.samples and self.policy.routed_layers and not self.said_unrouted:
             self.said_unrouted = say_unrouted(members(groups))
         parts = self.split_steps(groups)
         order = (parts * getattr(self.args, "num_iterations", 1))[:at_most]
         rest = groups if begun is None else [group for group in groups if not begun.holds(group)]
         self.learner.prepare(rest, len(order), self.state.policy_version)
-        # dapo and its kin count the tokens of the generation, bnpo those of the optimizer step
+        # dapo and similar losses count the tokens of the whole generation, bnpo those of the optimizer step
         tokens = self.learner.num_tokens(groups) / len(parts) if self.objective.counts_generation else None
         steps = [self.learner.forward_backward(part, tokens, begun) | self.optim_step() for part in order]
         return mean_of(steps) | self.learner.guard.over(steps)
@@ -122,7 +121,7 @@ class Trainer(Lifecycle):
         return self.learner.forward_backward(groups)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply the gradients; returns their norm and the learning rate. What GRPO compares with may follow then."""
+        """Apply the gradients, and move the KL reference if sync_ref_model says so; returns norm and learning rate."""
         self.notify("on_pre_optimizer_step")
         metrics = self.learner.optim_step()
         self.state.global_step += 1
@@ -144,7 +143,7 @@ class Trainer(Lifecycle):
         return preflight(self)
 
     def check_before(self) -> None:
-        """See that all processes of the run agree, and then what preflight finds; PreflightError for an error."""
+        """Check that all ranks agree, then run preflight; raises PreflightError if that finds an error."""
         check_ranks_agree(self)
         self.ranks.first("preflight", partial(before_training, self))
 
@@ -154,10 +153,10 @@ class Trainer(Lifecycle):
         """Train up to `max_steps`, with records, checkpoints and listeners; PreflightError if preflight finds an error.
 
         `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
-        Without it a new run begins, and one that is in `output_dir` moves to `output_dir/earlier`. But a trainer whose
-        own run stopped before its end goes on with it. A run stopped by SIGTERM or SIGHUP saves, and then the process
-        ends by that signal. RunInUseError where another process is training into `output_dir`. Of several ranks each
-        calls this; RankError where another one has failed.
+        Without it a new run begins, and an earlier run in `output_dir` moves to `output_dir/earlier`; but if this
+        trainer's own run stopped before its end, that run continues. On SIGTERM or SIGHUP the run saves, and then the
+        process ends by that signal. RunInUseError if another process is training into `output_dir`. With several ranks
+        each calls this; RankError if another one has failed.
         """
         with self.ranks.together():
             self.check_before()
@@ -175,7 +174,7 @@ class Trainer(Lifecycle):
 
     @contextmanager
     def running(self, resume: bool | str | None) -> Iterator[None]:
-        """Inside, this process owns the run's folder, and the run has begun or is resumed; afterwards it has ended."""
+        """Own the run's folder, and begin or resume the run; on exit, end it."""
         with owned(self.run_dir) if self.records.writes else nullcontext(), self.failure_recorded():
             self.start_run(resume)
             started, self.began_at, self.losses, self.samples_seen = time.monotonic(), time.time(), [], 0
@@ -197,7 +196,7 @@ class Trainer(Lifecycle):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, signals end the run after its step, and an engine that this trainer does not use has no cache."""
+        """Let signals end the run only after a step, and put to sleep an engine that this trainer does not use."""
         engine = None if self.samples else self.model.loaded.keeper.kept
         if engine is not None:
             engine.sleep()
@@ -209,7 +208,7 @@ class Trainer(Lifecycle):
                 engine.on_policy_update(self.state.policy_version)
 
     def start_step(self) -> None:
-        """Begin a step, before its groups are there: what happens from now on is undone where the step fails."""
+        """Begin a step, before its groups are sampled, and mark the state to go back to if the step fails."""
         self.clock.restart()
         self.ranks.seed(self.args.seed, self.state.global_step)
         self.saver.mark()
@@ -217,7 +216,7 @@ class Trainer(Lifecycle):
         self.notify("on_step_begin")
 
     def train_step(self, groups: list[RolloutGroup]) -> None:
-        """Train on the groups of the step that was started; write its records, evaluate and save where that is due."""
+        """Train on the groups of the step in progress, write its records, and evaluate and save when due."""
         before, epoch = self.state.global_step, self.epoch_before
         with self.saved_before(MemoryExhaustedError, NonFiniteError, RankError):
             metrics = self.update(groups, self.state.max_steps - before)
@@ -238,7 +237,7 @@ class Trainer(Lifecycle):
             self.save_state()
 
     def follow(self, epoch: int) -> None:
-        """Tell the listeners where the rows began anew in this step; a listener may end the epoch, too."""
+        """Notify the listeners if an epoch ended in this step; a listener may end the epoch, too."""
         if self.control.should_epoch_stop:
             self.control.should_epoch_stop = False
             self.source.end_epoch()
@@ -248,14 +247,14 @@ class Trainer(Lifecycle):
             self.notify("on_epoch_begin")
 
     def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
-        """Return whether an epoch or the run ends in the steps just made, or a multiple of `every` lies in them."""
+        """Return whether the steps just made end an epoch or the run, or for "steps" pass a multiple of `every`."""
         if strategy == "epoch":
             return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every
 
     @contextmanager
     def saved_before(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Save the state before this step if such an error ends the run, so that the run can be resumed."""
+        """On such an error, save the state from before this step, so that the run can be resumed."""
         try:
             yield
         except kinds as error:
@@ -266,12 +265,12 @@ class Trainer(Lifecycle):
             raise
 
     def notify(self, event: str, **details: Any) -> None:
-        """Tell the listeners, with what transformers' Trainer tells them."""
+        """Notify the listeners, with the arguments that transformers' Trainer passes."""
         self.callbacks(event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
                        optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details)
 
     def record(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
-        """Write one step's metrics and completions, and tell the listeners."""
+        """Write the metrics and completions of one step, and notify the listeners."""
         timing, memory = self.clock.metrics(), peak_memory(self.policy.device)
         seconds = {f"{phase}_s": self.clock.seconds[phase] for phase in ("generate", "train")}
         self.state.elapsed += timing["step_time"]
@@ -283,11 +282,11 @@ class Trainer(Lifecycle):
         self.log_line(self.journal.write(before, line, groups if self.samples else []))
 
     def log_line(self, line: dict[str, Any] | None) -> None:
-        """Log and record a line of the steps since the last one, where there is one."""
+        """Log and record a line of metrics; None, if no line is due, is ignored."""
         if line is None:
             return
         try:
             self.log(line, self.began_at)
-        finally:  # with what a subclass has added, and also where a listener fails
+        finally:  # after `log`, where a subclass may add values; and also if a listener fails
             self.records.metrics(line)
 

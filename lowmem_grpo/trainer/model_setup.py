@@ -1,5 +1,5 @@
-"""Models as people bring them to a trainer: ours, one of transformers or PEFT, or a name; each gets what our loader and
-`get_peft_model` do, or is refused with the line that loads it."""
+"""The models that a trainer accepts: ours, one of transformers or PEFT, or a name. Each is prepared as our loader and
+`get_peft_model` do it, or refused with the line that loads it."""
 
 import copy
 import logging
@@ -29,29 +29,29 @@ from lowmem_grpo.runs.checkpoint_state import ADAPTER
 
 logger = logging.getLogger(__name__)
 Factors = dict[str, tuple[nn.Parameter, nn.Parameter]]  # A and B of each layer, by its path in the base
-CONTEXT = 2048  # tokens, where neither the model nor the run needs fewer or more
+CONTEXT = 2048  # tokens, unless the model has fewer or the run needs more
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
           "pass peft_config=peft.LoraConfig(r=16, lora_alpha=16)")
-NO_EFFECT = ("attn_implementation", "use_cache", "low_cpu_mem_usage", "device_map")  # our attention, on one device
-TRAINED = "lora_of_a_trainer"  # where a base keeps the model with LoRA that an earlier trainer made of it
+NO_EFFECT = ("attn_implementation", "use_cache", "low_cpu_mem_usage", "device_map")  # attention is ours, on one device
+TRAINED = "lora_of_a_trainer"  # attribute of a base: the model with LoRA that an earlier trainer made of it
 STANDARD = ("no peft_config: training a LoRA of rank %d on %s; merged weights by export. LoRA takes about ten times "
             "the learning_rate of full training")
 
 
 @dataclass(frozen=True)
 class Brought:
-    """The arguments of a trainer beside its rows."""
+    """The model and the arguments of a trainer that say how it is loaded and trained."""
 
     model: Any
     tokenizer: Any  # None: the model's own
     peft_config: Any
     quantization_config: Any
     settings: TrainSettings
-    tokens: int  # that the run's own settings need, of prompt and completion
+    tokens: int  # that the run's settings need for prompt and completion
 
     def trainable(self) -> FastPeftModel:
-        """The model with LoRA; TypeError or ValueError, with what to do, where it cannot be trained here."""
-        has_lora = isinstance(self.model, PeftModel)  # ours are such too
+        """Return the model with LoRA; TypeError or ValueError, with the remedy, if it cannot be trained here."""
+        has_lora = isinstance(self.model, PeftModel)  # FastPeftModel is a subclass
         if has_lora and self.peft_config is not None:
             raise ValueError("peft_config is given, and the model has LoRA already; leave one of them out")
         if self.peft_config is not None:
@@ -65,7 +65,7 @@ class Brought:
         return self.of_earlier_trainer() or self.with_new_lora(self.loaded())
 
     def with_new_lora(self, model: BareModel) -> FastPeftModel:
-        """Return the model with the LoRA that the settings ask for, or with one of the standard shape."""
+        """Return the model with a new LoRA, that of peft_config or the default one."""
         if self.peft_config is None:
             trained = FastLanguageModel.get_peft_model(
                 model, random_state=self.settings.seed, use_gradient_checkpointing=self.checkpointing)
@@ -77,8 +77,8 @@ class Brought:
         return trained
 
     def of_earlier_trainer(self) -> FastPeftModel | None:
-        """Return the LoRA that an earlier trainer put on this model (a cell run twice), or None; ValueError if it
-        differs."""
+        """Return the model with the LoRA of an earlier trainer (a notebook cell run twice), or None; ValueError if that
+        had another peft_config."""
         base = self.model.inner if isinstance(self.model, BareModel) else self.model
         trained, config = getattr(base, "__dict__", {}).get(TRAINED, (None, None))
         if trained is not None and config != self.peft_config:
@@ -91,17 +91,17 @@ class Brought:
 
     @property
     def checkpointing(self) -> bool | str:
-        """The place where layers keep their inputs, if only these."""
+        """The `use_gradient_checkpointing` of the model: "offload", unless the settings turn it off."""
         return False if self.settings.gradient_checkpointing is False else "offload"
 
     def check_settings(self) -> None:
-        """Raise ValueError for what says how a model is loaded that is loaded already."""
+        """Raise ValueError for loading options, as the model is loaded already."""
         for name in ("model_init_kwargs", "quantization_config"):
             if getattr(self.settings, name, None) or getattr(self, name, None):
                 raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
 
     def moved(self, model: PeftModel) -> FastPeftModel:
-        """Return a model of PEFT with its LoRA in our layers; the caller's own computes with them too."""
+        """Return a PEFT model with its LoRA in our layers; the caller's model, on the same base, uses them too."""
         config, factors = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
@@ -118,7 +118,7 @@ class Brought:
         return self.wrapped(self.model)
 
     def load(self) -> BareModel:
-        """The model of this name, in 4 bits where `quantization_config` says so."""
+        """Load the model by its name, in 4 bits if `quantization_config` says so."""
         options = loading_options(self.settings.model_init_kwargs or {})
         four_bit = quantization(self.quantization_config or options.pop("quantization_config", None))
         where = {"revision": options.get("revision"), "token": options.get("token")}
@@ -132,13 +132,13 @@ class Brought:
         return model
 
     def context(self, config: Any) -> int:
-        """Return the tokens of a sequence: the settings', else 2048 or what the run needs, within the model's."""
+        """Return the context in tokens: the settings', else 2048 or what the run needs, at most the model's own."""
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
         wanted = getattr(self.settings, "vllm_max_model_length", None) or max(CONTEXT, self.tokens)
         return int(min(longest, wanted))
 
     def wrapped(self, model: Any) -> BareModel:
-        """A plain model of transformers, frozen, under what our loader puts around one."""
+        """Return a plain model of transformers, frozen and wrapped as by our loader."""
         use_card(str(model.device))
         name = str(model.config._name_or_path)
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -153,7 +153,7 @@ class Brought:
 
 
 def check_base(model: Any) -> None:
-    """Raise TypeError for what is no model of transformers, and ValueError for one that cannot be trained as it is."""
+    """Raise TypeError if this is no model of transformers, and ValueError if it cannot be trained as it is."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; {ADVICE}")
     check_images(model.config, str(model.config._name_or_path))
@@ -168,7 +168,7 @@ def check_base(model: Any) -> None:
 
 
 def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of what was given as `processing_class`: a processor of text and images has one inside."""
+    """Return the tokenizer in `processing_class`, which may be a processor; TypeError if it has none."""
     if processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase):
         return processing_class
     inside = getattr(processing_class, "tokenizer", None)
@@ -178,7 +178,7 @@ def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase | None:
 
 
 def stored_rows(name: str) -> int | None:
-    """Return the rows of a stored model's embedding; None where the model is not to be found."""
+    """Return the number of rows of a stored model's embedding; None if the model is not found."""
     try:
         return int(AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config().vocab_size)
     except (OSError, ValueError):
@@ -186,7 +186,7 @@ def stored_rows(name: str) -> int | None:
 
 
 def check_vocabulary(model: Any) -> None:
-    """Raise ValueError where the embedding was resized: an adapter lacks its rows, and the folder would not load."""
+    """Raise ValueError if the embedding was resized: an adapter lacks the new rows, and its folder would not load."""
     stored, rows = model.loaded.vocabulary, len(model.inner.get_input_embeddings().weight)
     if stored not in (None, rows):
         raise ValueError(f"the model's embedding was resized from {stored} to {rows} rows, which a LoRA adapter cannot "
@@ -195,7 +195,7 @@ def check_vocabulary(model: Any) -> None:
 
 
 def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
-    """Return a copy of the settings that names modules of this model; ValueError for names that it does not have."""
+    """Return a copy of the LoRA settings with this model's module names; ValueError for names that it lacks."""
     config: Any = copy.deepcopy(settings)
     scope = Scope(layers_to_transform=settings.layers_to_transform)
     chosen = lora_targets(model.inner, targets(config.target_modules, model), scope, config.exclude_modules)
@@ -206,7 +206,7 @@ def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
 
 
 def targets(modules: Any, model: BareModel) -> list[str] | str:
-    """The modules that a LoraConfig names; where it names none, those that PEFT takes for the model's family."""
+    """Return the modules that a LoraConfig names, or PEFT's for the model type; ValueError if there are none."""
     if modules is None:
         kind = str(model.inner.config.model_type)
         if kind not in PEFT_TARGETS:
@@ -217,7 +217,7 @@ def targets(modules: Any, model: BareModel) -> list[str] | str:
 
 
 def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Options of `from_pretrained` of transformers, as those of ours; ValueError for what has none."""
+    """Translate options of transformers' `from_pretrained` to our loader's; ValueError for those without one."""
     names = {"dtype": "dtype", "torch_dtype": "dtype", "revision": "revision", "token": "token",
              "quantization_config": "quantization_config"}
     options: dict[str, Any] = {}
@@ -231,7 +231,7 @@ def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantization(config: Any) -> dict[str, Any]:
-    """Options of our loader for a BitsAndBytesConfig; 16 or 32 bits without one. ValueError for another."""
+    """Return our loader's options for a BitsAndBytesConfig; None is 16 or 32 bits. ValueError unless it is NF4."""
     if config is None:
         return {"load_in_4bit": False}
     if not isinstance(config, BitsAndBytesConfig) or not config.load_in_4bit or config.bnb_4bit_quant_type != "nf4":
@@ -241,8 +241,8 @@ def quantization(config: Any) -> dict[str, Any]:
 
 
 def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
-    """Return the settings and the tensors of a model's only adapter. TypeError or ValueError where it has other
-    adapters, where it trains more than plain LoRA, or where its layers are not as its settings say."""
+    """Return the settings and the tensors of a model's only adapter. TypeError or ValueError if the model has other
+    adapters, trains more than plain LoRA, or has layers that do not match its settings."""
     names = list(model.peft_config)
     if names != [ADAPTER]:
         raise ValueError(f"the model has the adapters {names}; one is trained, named {ADAPTER!r}: delete the others "
@@ -268,8 +268,8 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
 
 
 def with_factors(model: BareModel, config: LoraConfig, factors: Factors, checkpointing: bool | str) -> FastPeftModel:
-    """Put the adapter of a model that PEFT made on its base: with the same parameters, unless they have 16 bits, so
-    that the caller's model and optimizer go on with them."""
+    """Put an adapter that PEFT made into our layers on its base. The parameters stay the same objects, unless they have
+    16 bits, so that the caller's model and optimizer keep using them."""
     adapted = with_values_to_come(model, copy.deepcopy(config), checkpointing)
     for path, sides in factors.items():
         layer: Any = model.inner.get_submodule(path)

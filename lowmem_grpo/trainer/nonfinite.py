@@ -17,8 +17,8 @@ from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
-WRITTEN = 16  # at most so many rollouts of a step; one more line says how many were left out
-NAMED = 5  # parameters whose gradients are not finite
+WRITTEN = 16  # the most rollouts written per step; one more line says how many were left out
+NAMED = 5  # the most parameters named whose gradients are not finite
 FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
 CAUSES = ("logprobs", *FIELDS, "loss")
 ADVICE = {
@@ -48,16 +48,16 @@ class BadRollout:
 
 
 class Flags:
-    """Which rollouts of a training pass met NaN or infinity. They stay on the device until they are read, once."""
+    """The rollouts of a training pass that met NaN or infinity. Flags stay on the device until `read` is called."""
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
         self.tables: list[Tensor] = []  # (CAUSES, R) of each micro-batch
-        self.known: list[tuple[Rollout, list[str]]] = []  # bad ones that are read already
+        self.known: list[tuple[Rollout, list[str]]] = []  # bad rollouts that were read already
 
     @torch.no_grad()
     def check_batch(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
-        """Look at log-probabilities (N,) and the loss, which blames all rollouts where nothing else explains it."""
+        """Check log-probabilities (N,), fields and the loss; a bad loss with no other cause flags all rollouts."""
         fields, none = [getattr(batch, name) for name in FIELDS], torch.zeros_like(logprobs)
         rows = [logprobs, *(none if values is None else batch.at_trained(values) for values in fields)]
         wrong = torch.stack([values.isfinite().logical_not() for values in rows])
@@ -68,7 +68,7 @@ class Flags:
         self.rollouts += batch.rollouts
 
     def read(self) -> list[tuple[Rollout, list[str]]]:
-        """The bad rollouts, each with its CAUSES. Only this waits for the device."""
+        """Return the bad rollouts, each with its CAUSES. Only this call waits for the device."""
         if not self.tables:
             return self.known
         columns = torch.cat(self.tables, 1).gt(0).T.tolist()
@@ -77,8 +77,8 @@ class Flags:
 
 
 class Guard:
-    """Collects the bad rollouts of a step, and counts them, writes them down, or stops the run when it ends. With fp16,
-    while the scale of the loss is above 1, a step that is skipped only for its gradients is normal: neither counted nor
+    """Collects the bad rollouts of a step; when the step ends, counts and writes them, or stops the run. With fp16,
+    while the loss scale is above 1, a step that is skipped only for its gradients is normal: neither counted nor
     written (`optimizer/skipped` shows it). A resumed run may write a step twice."""
 
     def __init__(self, limit: int, state: TrainerState, records: RunRecords | None = None) -> None:
@@ -86,17 +86,17 @@ class Guard:
         self.limit, self.state, self.records = limit, state, records
         self.bad: list[BadRollout] = []  # in the step in progress
         self.groups: list[RolloutGroup] = []  # trained on in the step in progress
-        self.causes: list[str] = []  # why steps were skipped in a row
+        self.causes: list[str] = []  # why the latest steps in a row were skipped
 
     def rewards(self, groups: list[RolloutGroup]) -> bool:
-        """Return whether a reward of these groups was NaN or infinite; the step then needs no pass over them."""
+        """Return whether any reward of these groups is NaN or infinite; the step then needs no training pass."""
         bad = [BadRollout(group, rollout, [f"reward {name}" for name in rollout.invalid_rewards])
                  for group in groups for rollout in group.rollouts if rollout.invalid_rewards]
         self.bad += bad
         return bool(bad)
 
     def passed(self, groups: list[RolloutGroup], flags: Flags) -> bool:
-        """Note what a pass over these groups met; returns whether there was NaN or infinity."""
+        """Record the flags of a training pass over these groups; returns whether it met NaN or infinity."""
         self.groups += groups
         home = {id(rollout): group for group in groups for rollout in group.rollouts}
         bad = [BadRollout(home[id(rollout)], rollout, what) for rollout, what in flags.read()]
@@ -104,8 +104,9 @@ class Guard:
         return bool(bad)
 
     def judge(self, parameters: list[str], handled: bool = False) -> dict[str, float]:
-        """Judge a finished step, in which the gradients of these parameters were not finite; returns its metrics.
-        `handled`: the loss scale was lowered for it. NonFiniteError if this was one skipped step too many."""
+        """Judge a finished step; `parameters` names those whose gradients were not finite. Returns its metrics.
+        `handled` is True if the loss scale was lowered for it. NonFiniteError if too many steps in a row are skipped.
+        """
         bad, groups = self.bad, self.groups
         self.bad, self.groups = [], []
         causes = sorted({what for entry in bad for what in entry.what})
@@ -123,7 +124,7 @@ class Guard:
         return {"nonfinite/rollouts": rollouts, "nonfinite/steps": float(self.state.nonfinite_steps)}
 
     def skip(self, causes: list[str], bad: list[BadRollout], parameters: list[str]) -> None:
-        """Write the rollouts, warn and count the step, or raise NonFiniteError."""
+        """Write the bad rollouts; then warn and count the step, or raise NonFiniteError at the limit."""
         step, where = self.state.global_step + 1, self.write(bad, parameters)
         self.causes += [cause for cause in causes if cause not in self.causes]
         if self.state.nonfinite_in_a_row + 1 >= self.limit:
@@ -139,7 +140,7 @@ class Guard:
         )
 
     def write(self, bad: list[BadRollout], parameters: list[str]) -> str:
-        """Add the rollouts to the file; returns in words where they are. A failure to write does not stop the run."""
+        """Append the rollouts to the file; returns in words where they are. A failure to write does not end the run."""
         if self.records is None:
             return "they are not written anywhere"
         path = self.records.run_dir / FILE
@@ -156,7 +157,7 @@ def advice(causes: Iterable[str]) -> str:
 
 
 def lines(step: int, bad: list[BadRollout], parameters: list[str]) -> Iterator[dict[str, Any]]:
-    """The records of a step: its first WRITTEN rollouts, and how many more there are."""
+    """Yield the records of a step: its first WRITTEN rollouts, and the number of those left out."""
     for entry in bad[:WRITTEN]:
         group, rollout = entry.group, entry.rollout
         yield {"step": step, "what": ", ".join(entry.what), "prompt": prompt_text(group.row.get("prompt")),
@@ -173,6 +174,6 @@ def spelled(value: float | None) -> float | str | None:
 
 
 def broken_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
-    """Return the names of those whose gradient holds NaN or infinity; all names if only their norm overflowed."""
+    """Return the parameters whose gradient holds NaN or infinity, by name; all names if only the norm overflowed."""
     broken = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     return broken or list(parameters)

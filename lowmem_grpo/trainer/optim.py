@@ -19,8 +19,7 @@ PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter
 def own_or_made(
     optimizers: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Return the (optimizer, schedule) that the user made or the settings ask for; TypeError or ValueError for others.
-    """
+    """Return the user's (optimizer, schedule), or make those of the settings; TypeError or ValueError if unusable."""
     if optimizers is None:
         optimizers = (None, None)
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
@@ -44,7 +43,7 @@ def own_or_made(
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW in 32 bit, or with 8-bit (and paged) states through bitsandbytes."""
+    """Return AdamW with 32-bit states, or with 8-bit (and paged) states through bitsandbytes."""
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2),
                                 "eps": config.adam_epsilon, "weight_decay": config.weight_decay}
     if config.optim == "adamw_torch":
@@ -58,14 +57,14 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) ->
 
 
 def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether a step takes memory though all states exist: torch's unfused AdamW, bitsandbytes on the CPU."""
+    """Return whether a step allocates even if all states exist, as torch's unfused AdamW or bitsandbytes on the CPU."""
     if type(optimizer) is torch.optim.AdamW:
         return not optimizer.defaults["fused"]
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, total_steps: int) -> LRScheduler:
-    """Warm-up, then linear, cosine or constant. A share of the steps is rounded up, as in transformers."""
+    """Return the schedule, with warm-up: a share of the steps rounds up, as in transformers. ValueError if unusable."""
     share = config.warmup_steps or config.warmup_ratio
     warmup = int(share) if config.warmup_steps >= 1 else math.ceil(total_steps * share)
     if config.lr_scheduler_type == "constant" and warmup:
@@ -82,7 +81,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
 
 
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
-    """Return (the norm of all gradients, on their device; that norm and those of the groups, for the log). A group is
+    """Return the norm of all gradients, on their device, and for the log that norm and one of each group. A group is
     one adapted projection in all layers (`grad_norm/q_proj`); all norms are read from the device at once."""
     groups: dict[str, list[Tensor]] = {"other": []}
     for name, parameter in parameters.items():
@@ -96,7 +95,7 @@ def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[st
 
 
 def set_learning_rate(scheduler: LRScheduler, rate: float) -> None:
-    """Let the schedule go on from another learning rate, at its own place."""
+    """Change the base learning rate of a schedule, which stays at its current step."""
     if all(known == rate for known in scheduler.base_lrs):
         return
     scheduler.base_lrs = [rate] * len(scheduler.base_lrs)

@@ -1,7 +1,7 @@
-"""Groups that are complete are trained while the last sequences of their step are still sampled. The policy stays as it
-is until the step, so nothing is off-policy: the gradient is a sum over groups, and linear in what it is divided by,
-which may only be known in the end. If anything that it depends on turns out otherwise, or fails, what was added is
-dropped, and the step is made as without this."""
+"""Training on complete groups while the last sequences of the step are still sampled. The weights do not change before
+the optimizer step, so nothing is off-policy: the gradient is a sum over groups, divided by a count that may be known
+only at the end, so it can be rescaled then. If anything that it depends on changes, or fails, the gradient is dropped,
+and the step is made as without overlap."""
 
 import logging
 import time
@@ -29,41 +29,41 @@ from lowmem_grpo.trainer.step_accumulator import PartialGradient, StepAccumulato
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
-TAIL = 0.5  # in turn with decoding, micro-batches are trained once fewer than this share of the sequences are left
-STEPS = 8  # token steps between two micro-batches
+TAIL = 0.5  # without a worker, micro-batches are trained once at most this share of the sequences is unfinished
+STEPS = 8  # decode steps between two micro-batches
 
 
 class OverlappedTraining:
-    """Trains the complete groups of one step at a time; `gradient` gives what was trained to the update."""
+    """Trains the complete groups of the step that is being sampled; `gradient` hands the result to the update."""
 
     def __init__(
         self, learner: Learner, scoring: Scoring, longest: int, plan: MemoryPlan | None = None, parallel: bool = False
     ) -> None:
-        """`longest` is the most tokens of a completion; `plan` bounds the memory on a card."""
+        """`longest` is the maximum completion length; `plan` bounds GPU memory; `parallel` trains in a thread."""
         self.learner, self.scoring, self.longest, self.plan = learner, scoring, longest, plan
         self.policy, self.state, self.clock = learner.policy, scoring.state, scoring.clock
         self.worker = ThreadPoolExecutor(1, "train while sampling") if parallel else None
         on_card = parallel and self.policy.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.policy.device) if on_card else None
         self.partial: PartialGradient | None = None
-        self.batches: deque[MicroBatch] = deque()  # to be trained
-        self.jobs: list[tuple[MicroBatch, Future[None]]] = []  # given to the worker
-        self.dropped = self.said_full = False  # what was begun in this step; that memory has no room
+        self.batches: deque[MicroBatch] = deque()  # not trained yet
+        self.jobs: list[tuple[MicroBatch, Future[None]]] = []  # submitted to the worker
+        self.dropped = self.said_full = False  # this step's gradient was dropped; the lack of room was logged
 
     def start_step(self, prompts: list[Prompt], calls: RewardBatch) -> None:
-        """Take note that the sampling of these prompts begins; `calls` score them."""
+        """Called when the sampling of these prompts begins; `calls` scores them."""
         self.drop()
         self.prompts, self.calls, self.waiting = prompts, calls, dict[int, RolloutGroup]()
         self.widest = self.steps = 0
         self.dropped = False
 
     def on_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """Have the rollouts of a prompt scored, all of which are there."""
+        """Called when all rollouts of a prompt are complete: start to score them."""
         self.calls.add_group(index, rollouts)
         self.waiting[index] = as_group(self.prompts[index], rollouts)
 
     def meanwhile(self, running: int) -> None:
-        """Between two steps of decoding: train a micro-batch, or hand what is scored to the worker."""
+        """Called between two decode steps, with the number of running sequences: train a micro-batch, or submit it."""
         self.widest = max(self.widest, running)
         if self.dropped or not (self.worker or running <= TAIL * self.widest):
             return
@@ -76,7 +76,7 @@ class OverlappedTraining:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Inside the engine samples; behind it the worker has ended, and an error has left no gradient behind."""
+        """Enclose the engine's sampling: wait for the worker on exit; drop the gradient on an error."""
         try:
             yield
         except BaseException:
@@ -85,13 +85,13 @@ class OverlappedTraining:
         self.join_worker()
 
     def join_worker(self) -> None:
-        """Wait for the worker's micro-batch; those that it has not begun are left to the update."""
+        """Wait for the worker's current micro-batch; those that it has not begun are left to the update."""
         with self.dropping_on_error():
             self.batches.extendleft([batch for batch, job in reversed(self.jobs) if job.cancel()])
             self.collect_jobs(wait=True)
 
     def has_room(self) -> bool:
-        """Return whether a micro-batch fits beside the cache, within what the larger phase is planned to take."""
+        """Return whether a micro-batch fits beside the KV cache, within the planned peak of the larger phase."""
         device = self.policy.device
         if device.type != "cuda" or self.plan is None:
             return True
@@ -120,16 +120,16 @@ class OverlappedTraining:
         self.batches += pack(self.learner.trained_groups(ready), tokens, limits.sequences, limits.spread)
 
     def nothing_yet(self, count: int) -> PartialGradient:
-        """Return nothing of a gradient, of prompts with `count` completions each; the number of tokens is guessed."""
+        """Return an empty gradient for prompts with `count` completions each; the number of tokens is a guess."""
         objective = self.learner.objective
         objective.start_update([], self.state.policy_version)
-        self.policy.differing_routes()  # those of other passes are not this step's
+        self.policy.differing_routes()  # clears the counts of earlier passes
         sequences, tokens = len(self.prompts) * count, len(self.prompts) * count * self.longest
         totals = StepTotals(sequences, tokens, tokens)
         return PartialGradient(totals, StepAccumulator(self.policy.device), objective.conditions)
 
     def train_some(self) -> None:
-        """Train one micro-batch here, or give all to the worker."""
+        """Train one micro-batch in this thread, or submit all to the worker."""
         if self.worker is not None:
             while self.batches:
                 batch = self.batches.popleft()
@@ -140,7 +140,7 @@ class OverlappedTraining:
             self.clock.moved_to_train(time.perf_counter() - began)
 
     def train(self, batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch, in the mode of training; the engine's mode comes back."""
+        """Add the gradient of a micro-batch with the model in train mode, and restore the engine's mode."""
         training = self.policy.model.training
         self.policy.model.train()
         try:
@@ -149,10 +149,10 @@ class OverlappedTraining:
             self.policy.model.train(training)
 
     def train_beside(self, batch: MicroBatch) -> None:
-        """Do the same in the worker while others are sampled, on a card in a stream of its own."""
+        """Add the gradient of a micro-batch in the worker thread, on a GPU in a separate CUDA stream."""
         began = time.perf_counter()
         if self.policy.base.is_gradient_checkpointing:
-            self.policy.model.train()  # else nothing is recomputed. The engine, vLLM, looks at no mode
+            self.policy.model.train()  # checkpointing needs train mode, and the engine, vLLM, ignores the mode
         if self.stream is None:
             self.add(batch)
         else:
@@ -168,7 +168,7 @@ class OverlappedTraining:
             self.learner.add(batch.to(self.policy.device), self.partial.totals, self.partial.sums)
 
     def collect_jobs(self, wait: bool) -> None:
-        """Forget the jobs that have ended, or wait for all that began; raises what one of them has met."""
+        """Remove the finished jobs, or wait for all that were begun; raises the error of a failed job."""
         for _, job in self.jobs:
             if not job.cancelled() and (wait or job.done()):
                 job.result()
@@ -176,18 +176,18 @@ class OverlappedTraining:
 
     @contextmanager
     def dropping_on_error(self) -> Iterator[None]:
-        """Inside, an error drops what was begun: the update trains all groups, and raises what that does not mend."""
+        """On an error inside, drop the gradient: the update then trains all groups, and raises an error that recurs."""
         try:
             yield
             return
-        except Exception as error:  # noqa: BLE001, it is raised again if it comes again
+        except Exception as error:  # noqa: BLE001, the update raises it if it recurs
             why = f"{type(error).__name__}: {error}".splitlines()[0]
         logger.warning("training while sampling failed (%s); the step is made of the completions that are held", why)
-        self.drop()  # not in the handler: the error's traceback keeps memory
+        self.drop()  # outside the handler: the error's traceback keeps memory alive
         free(self.policy.device)
 
     def drop(self) -> None:
-        """Forget what was begun, and its gradient, once the worker adds nothing more to it."""
+        """Wait for the worker's current micro-batch, then discard all micro-batches and the gradient."""
         for _, job in reversed(self.jobs):
             if not job.cancel():
                 job.exception()
@@ -199,8 +199,8 @@ class OverlappedTraining:
 
     @contextmanager
     def gradient(self, groups: list[RolloutGroup]) -> Iterator[PartialGradient | None]:
-        """Inside, the update is made with the gradient that was begun; None where nothing was trained, or where it does
-        not hold any more. An error inside leaves no gradient behind."""
+        """Yield the gradient that the update continues from; None if nothing was trained while sampling, or if that is
+        no longer valid. An error inside leaves no gradient behind."""
         try:
             self.finish(groups)
             yield self.partial
@@ -210,7 +210,7 @@ class OverlappedTraining:
                 self.partial = None
 
     def finish(self, groups: list[RolloutGroup]) -> None:
-        """Train what is left of the gradient, and divide it by the totals of the step; drop it where it is another."""
+        """Train the remaining micro-batches and rescale to the step's totals; drop a gradient that is not valid now."""
         if self.partial is None:
             return
         objective = self.learner.objective
@@ -225,14 +225,14 @@ class OverlappedTraining:
             self.partial.divide_by(self.learner.totals(groups, None), objective, self.policy.trainable)
 
     def metrics(self, partial: PartialGradient | None, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Return the share of completions that were trained before all were sampled; and whether that was dropped."""
+        """Return the share of completions that were trained while sampling, and whether a gradient was dropped."""
         total = sum(len(group.rollouts) for group in groups)
         share = 0.0 if partial is None else len(partial.rollouts) / max(total, 1)
         return {"train_while_sampling/share": share, "train_while_sampling/dropped": float(self.dropped)}
 
 
 def check_overlap(mode: bool | str, policy: Policy, engine: Engine, scorer: RewardScorer, plays: bool) -> None:
-    """Raise ValueError where groups cannot be trained while others are sampled; `plays`: they are episodes."""
+    """Raise ValueError if groups cannot be trained while others are sampled; `plays` is True for episodes."""
     late = [name for name in scorer.names if name not in scorer.early]
     beside = mode == PARALLEL
     own = beside and engine.name != "vllm"

@@ -1,5 +1,5 @@
-"""Parameters that trainers of TRL and transformers have and ours do not: an option of the settings goes there, what
-asks for nothing is accepted, and the rest is refused with what to do."""
+"""Parameters of TRL's and transformers' trainers that ours lack: names of settings go into the settings, values without
+effect are accepted, and the rest is refused with a remedy."""
 
 import inspect
 from dataclasses import replace
@@ -34,8 +34,7 @@ Settings = TypeVar("Settings", bound=TrainSettings)
 
 
 def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Settings:
-    """Return the settings with what was given beside a trainer's own parameters; ValueError or TypeError for the rest.
-    """
+    """Return the settings, with those that are among a trainer's `others`; ValueError or TypeError for the rest."""
     kind = type(settings)
     options = {}
     for name, value in others.items():
@@ -50,7 +49,7 @@ def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Setti
 
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-    """Return SFTTrainer's named parameters with those without a name, in TRL's order if settings come first there."""
+    """Return SFTTrainer's parameters, with the positional ones (`placed`), in TRL's order if settings come first."""
     order = TRLS_ORDER if placed and (placed[0] is None or is_settings(placed[0])) else OUR_ORDER
     if len(placed) > len(order):
         raise TypeError(f"SFTTrainer got {len(placed) + 1} parameters without names; name those after {order[-1]}")
@@ -62,7 +61,7 @@ def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
 
 
 def refuse(name: str, value: Any, trainer: type) -> None:
-    """ValueError unless the value asks for nothing, or for what happens anyway."""
+    """Raise ValueError unless the value asks for nothing, or for what happens anyway."""
     if value is None or value == [] or (name == "data_collator" and only_pads(value)):
         return
     what = getattr(value, "__name__", type(value).__name__)
@@ -77,14 +76,14 @@ def only_pads(collator: Any) -> bool:
 
 
 def check_model(model: Any, trainer: type) -> None:
-    """TypeError for a trainer that was given no model."""
+    """Raise TypeError if a trainer was given no model."""
     if model is None:
         raise TypeError(f"{trainer.__name__} needs model: what FastLanguageModel.get_peft_model returned, a model of "
                         'transformers or of PEFT, or a name, such as "Qwen/Qwen2.5-1.5B-Instruct" or "tiny"')
 
 
 def either(processing_class: Any, tokenizer: Any) -> Any:
-    """The one of the two names of the tokenizer that was given; TypeError for two different ones."""
+    """Return the tokenizer, which may be given under either name; TypeError if both are given and differ."""
     if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
         raise TypeError("processing_class and tokenizer are two names of the same; give one of them")
     return tokenizer if processing_class is None else processing_class

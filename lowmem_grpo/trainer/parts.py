@@ -1,5 +1,5 @@
-"""The parts of a trainer, each complete when it is made: the model that it trains, what learns with it, and for groups
-that are sampled, by the trainer or its caller, an engine and what compares with it."""
+"""The parts of a trainer, built before the trainer itself: the model, the learner with its objective and records, and
+for sampled groups (by the trainer or its caller) the engine and the parity check."""
 
 import logging
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A model with LoRA, its tokenizer, what computes its log-probabilities, and the processes that train it."""
+    """A model with LoRA, its tokenizer, its policy, which computes log-probabilities, and the ranks that train it."""
 
     model: FastPeftModel
     tokenizer: Any
@@ -50,7 +50,7 @@ class TrainedModel:
 
     @property
     def context(self) -> int:
-        """Tokens that a sequence may have."""
+        """The longest sequence that the model was loaded for, in tokens."""
         return int(self.model.loaded.max_seq_length)
 
 
@@ -58,9 +58,9 @@ def bring_model(
     model: Any, args: TrainSettings, processing_class: Any = None, peft_config: Any = None,
     quantization_config: Any = None, tokens: int = 0, takes_prompts: bool = True,
 ) -> TrainedModel:
-    """Return the model to train: ours, one of transformers, or loaded by its name. `tokens` are those that prompt and
-    completion need, and `takes_prompts` says that a step takes prompts from rows. TypeError or ValueError, with what to
-    do, where it cannot be trained as it is or as the settings say."""
+    """Return the model to train: `model` is ours, one of transformers or PEFT, or a name to load. `tokens` is the
+    context that prompt and completion need, and `takes_prompts` is False if steps take no prompts from rows. TypeError
+    or ValueError, with the remedy, if the model cannot be trained as it is or with these settings."""
     tokenizer, processes = tokenizer_of(processing_class), ranks()
     check_settings(args, processes.count, takes_prompts)
     if args.log_level != "passive":
@@ -87,7 +87,7 @@ def bring_model(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerParts(TrainedModel):
-    """A model and what it learns with, of every trainer."""
+    """The parts that every trainer has."""
 
     args: TrainSettings
     source: Any  # a PromptSource, or NoPrompts
@@ -105,11 +105,11 @@ def make_parts(
     trained: TrainedModel, args: TrainSettings, source: Any, objective: Objective, memory: RunMemory,
     peaks: PhasePeaks, optimizers: Any = (None, None),
 ) -> TrainerParts:
-    """Return what learns from `source` by this objective; `peaks` count the memory of each phase."""
+    """Return the parts of a trainer on `source` with this objective; `peaks` measures the memory of each phase."""
     policy, processes = trained.policy, trained.ranks
     rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
     state = TrainerState(max_steps=args.total_steps(rows))
-    if not processes.leads:  # what a rank that saves has of its own is read by all
+    if not processes.leads:  # the leading rank sets none: its attributes are saved, and all ranks load them
         state.is_world_process_zero, state.is_local_process_zero = False, not processes.place.local
     run_dir = Path(args.output_dir)
     records = RunRecords(run_dir) if processes.leads else NoRecords(run_dir)
@@ -124,17 +124,17 @@ def make_parts(
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyParts(TrainerParts):
-    """What a trainer of sampled groups learns with, and what it measures with."""
+    """The parts of a trainer whose groups are sampled."""
 
     args: GRPOConfig
     objective: GRPOObjective
     parity: ParityGate
-    planned_time: PlannedTime | None  # None without a plan
+    planned_time: PlannedTime | None  # None without a memory plan
 
     def metrics(
         self, engine: Engine, sampled: Sequence[RolloutGroup], groups: Sequence[RolloutGroup], updates: int
     ) -> dict[str, float]:
-        """Return the planned seconds of a step of so many updates on some of the sampled groups, and its memory."""
+        """Return the planned seconds of `updates` optimizer steps on `groups`, part of `sampled`; and its memory."""
         planned = {} if self.planned_time is None else self.planned_time.metrics(
             sampled, groups, updates, self.args.num_iterations, self.objective.needed_before(updates))
         return {**planned, "memory/kv_bytes": engine.kv_bytes, **self.memory.metrics(),
@@ -145,8 +145,8 @@ def make_policy_parts(
     trained: TrainedModel, config: GRPOConfig, source: Any, engine: Engine, context: int,
     optimizers: Any = (None, None), reward_models: Sequence[RewardModel] = (), keeps_reference: bool = False,
 ) -> PolicyParts:
-    """Return what learns from groups that `engine` samples, sequences of at most `context` tokens. `keeps_reference`
-    says that some steps may have a KL term, though the settings have none."""
+    """Return the parts of a trainer on groups that `engine` samples, in sequences of at most `context` tokens. With
+    `keeps_reference` a KL reference is kept even if beta is 0, because single steps may set another beta."""
     policy = trained.policy
     if config.kl_reference == "start" and (config.beta or keeps_reference):
         policy.keep_reference(config.sync_ref_model)
@@ -165,7 +165,7 @@ def make_policy_parts(
 
 
 def warn_of_settings(config: GRPOConfig) -> None:
-    """Log what was rounded up, what a paper says otherwise, and sampling that is not the policy's own."""
+    """Warn of a batch size that was rounded up, settings that contradict a method's paper, and truncated sampling."""
     for doubt in (config.rounding(), *config.doubts()):
         if doubt:
             logger.warning(doubt)
@@ -174,12 +174,12 @@ def warn_of_settings(config: GRPOConfig) -> None:
 
 
 def tokens_of_row(config: GRPOConfig) -> int:
-    """Return the tokens that prompt and completion need, where the settings say so."""
+    """Return the tokens that prompt and completion need; an unlimited prompt counts as long as the completion."""
     return (config.max_prompt_length or config.max_completion_length) + config.max_completion_length
 
 
 def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:
-    """Return how many tokens a prompt may have, and a prompt with its completion, of a model with this context."""
+    """Return (longest prompt, longest prompt with completion) in tokens; ValueError if settings exceed `context`."""
     if (bound := config.vllm_max_model_length or context) > context:
         raise ValueError(f"vllm_max_model_length is {bound}, and the model was loaded with a context of {context} "
                          "tokens; lower it, or load with a larger max_seq_length")
@@ -188,8 +188,8 @@ def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:
 
 
 def first_engine(trained: TrainedModel, config: GRPOConfig, own: Engine | None = None) -> Engine:
-    """Return the caller's engine, or the model's own. TypeError where the caller's lacks something, ValueError where
-    `use_vllm` asks for another."""
+    """Return the caller's engine, or the model's own. TypeError if the caller's lacks something, ValueError if the
+    `vllm` settings do not match it."""
     prompts, keeper = len(trained.ranks.place.share(config.prompts_per_generation)) or 1, trained.model.loaded.keeper
     keeper.expect(prompts * config.num_generations)
     if own is not None:

@@ -1,4 +1,4 @@
-"""Answers in several turns, where nothing is trained: to measure a model, and for `lowmem-grpo eval`."""
+"""Episodes of several turns without training: to evaluate a model, and for `lowmem-grpo eval`."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.trainer.episode_setup import EpisodeSetup
 from lowmem_grpo.types import Rollout, RolloutGroup, ToolCall, Turn
 
-TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a call of a tool as a person types it
+TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a tool call as a person types it
 
 
 @dataclass(frozen=True)
 class Play:
-    """The settings with which an episode is played."""
+    """The environment, tools and settings with which episodes are played."""
 
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
     """As `environment_factory` of the trainer."""
@@ -33,7 +33,7 @@ class Play:
         self, model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams,
         adapter: Any = None, together: int = TOGETHER, settings: Mapping[str, Any] | None = None,
     ) -> Answers:
-        """Answer in episodes as `assessment.answer` does; `settings` win over the own ones."""
+        """Answer rows by playing episodes, as `assessment.answer` does; `settings` override those of the object."""
         groups: list[RolloutGroup] = []
         player = self.player(model, params, settings or {})
         with adapter_for(model.inner, as_request(adapter)):
@@ -54,7 +54,7 @@ class Play:
         self, model: Any, row: dict[str, Any], right: Right, params: SamplingParams, tell: Tell, adapter: Any = None,
         ask: Callable[[], str] | None = None, settings: Mapping[str, Any] | None = None,
     ) -> tuple[Rollout, bool | None]:
-        """Return one episode, told turn by turn, and whether it was a success; with `ask` a person plays it."""
+        """Play one episode and return it with its verdict; `tell` gets each turn, and with `ask` a person plays."""
         player = self.player(model, params, settings or {}, typed_calls if ask else None)
         engine = Watched(HumanEngine(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
             else Watched(model.engine(), tell, "model")
@@ -67,7 +67,7 @@ class Play:
     def player(
         self, model: Any, params: SamplingParams, settings: Mapping[str, Any], parse: Callable[..., Any] | None = None
     ) -> Any:
-        """Return a player with the model's engine; `parse` as in `GRPOTrainer`."""
+        """Return a player of episodes for the model; `parse` as in `GRPOTrainer`."""
         config = GRPOConfig(**{**self.settings, **settings, "max_completion_length": params.max_tokens})
         context = model.loaded.max_seq_length
         players = EpisodeSetup(config, list(self.tools), self.environment, None, parse)
@@ -76,18 +76,18 @@ class Play:
 
 
 def episode_settings(config: GRPOConfig) -> dict[str, Any]:
-    """The settings of a run that say how episodes are played."""
+    """Return the settings of a run that concern episodes."""
     return {entry.name: getattr(config, entry.name) for entry in fields(EpisodeSettings)} | {
         "chat_template_kwargs": config.chat_template_kwargs}
 
 
 def typed_calls(text: str) -> list[ToolCall]:
-    """The calls of tools that a person typed, one a line: `name(key=value)`; anything else is an answer."""
+    """Return the tool calls in a person's text, one per line, `name(key=value)`; text without any is an answer."""
     lines = [line.strip() for line in text.splitlines()]
     return [call for line in lines if TYPED.fullmatch(line) for call in python_calls(line, {})]
 
 
 def as_text(turns: list[Turn]) -> str:
-    """An episode as people read it: what the policy said, and what it was told."""
+    """Return an episode as text for people: the policy's completions, and the replies to them."""
     lines = [(turn.text, [reply.get("content", "") for reply in turn.replies]) for turn in turns]
     return "\n".join(line for said, replies in lines for line in (f"> {said}", *replies))

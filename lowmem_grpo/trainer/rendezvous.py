@@ -1,6 +1,5 @@
-"""How the ranks of a run find each other, and `Pulse`: where they wait, and see which of them is gone. torch cannot
-tell a rank that samples for ten minutes from one that is stopped, and a call to a store whose process is stopped never
-returns."""
+"""The rendezvous of a run's ranks, and `Pulse`, a barrier that detects lost ranks. torch cannot tell a rank that is
+sampling for ten minutes from one that is stopped, and a call to a store whose process is stopped never returns."""
 
 import atexit
 import json
@@ -18,19 +17,19 @@ from torch import Tensor
 
 from lowmem_grpo.config.launcher import Place
 
-PULSE, PATIENCE = 1.0, 30.0  # seconds between two words of a rank, and without one, after which it counts as lost
-START, PAUSE = timedelta(minutes=10), 0.02  # until all have come; seconds between two looks whether they have
-LAST = 5.0  # seconds in which the others hear why a rank fails
-WIDTH, LONGEST = 8192, 500  # bytes of a word; characters of what it tells
+PULSE, PATIENCE = 1.0, 30.0  # seconds between two words of a rank; seconds without one after which it is lost
+START, PAUSE = timedelta(minutes=10), 0.02  # limit for all ranks to join; seconds between two checks
+LAST = 5.0  # seconds to tell the others why a rank fails
+WIDTH, LONGEST = 8192, 500  # bytes of a packed word; the most characters of its error
 GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
 class RankError(RuntimeError):
-    """Another process of the run has failed, is lost, or does something else; the message says which and what."""
+    """Another process of the run has failed, is lost, or has come to another meeting; the message says which."""
 
 
 class Word(NamedTuple):
-    """The position of a rank: number and name of its last meeting, the bytes it brings, why it fails."""
+    """The state of a rank: number and name of its last meeting, bytes of its data there, and why it fails."""
 
     number: int = 0
     what: str = ""
@@ -39,29 +38,29 @@ class Word(NamedTuple):
 
 
 class Pulse:
-    """Exchanges a word with each other rank every second, in a thread. So a rank that is slow is waited for, however
-    long, and one that was killed, stopped or cannot be reached is named."""
+    """Exchanges a word with each other rank every second, in a thread. So the ranks wait for a slow one, however long
+    it takes, and an error names one that was killed, was stopped or cannot be reached."""
 
     def __init__(self, group: Any, rank: int, count: int, pulse: float = PULSE, patience: float = PATIENCE) -> None:
         self.group, self.rank, self.others = group, rank, [other for other in range(count) if other != rank]
         self.pulse, self.patience = pulse, patience
-        self.word, self.words = Word(), [Word()] * count  # this rank's now, and all of the last meeting
+        self.word, self.words = Word(), [Word()] * count  # this rank's current word; all words of the last meeting
         self.broken, self.ended = "", False
-        self.waited = 0.0  # seconds for others, in all meetings
+        self.waited = 0.0  # seconds spent waiting for other ranks, in all meetings
         self.news = threading.Condition()
         self.thread = threading.Thread(target=self.run, name="pulse", daemon=True)
         self.thread.start()
-        atexit.register(self.close)  # a thread inside torch while the interpreter goes would abort the process
+        atexit.register(self.close)  # a thread inside torch at interpreter exit would abort the process
 
     def close(self) -> None:
-        """Exchange no more words."""
+        """Stop the exchange, and wait for its thread."""
         with self.news:
             self.ended = True
             self.news.notify_all()
         self.thread.join(self.patience)
 
     def run(self) -> None:
-        """Exchange words until this rank ends or a rank is missing, which the others hear from each that knows it."""
+        """Exchange words until this rank closes or one is lost; each rank that notices a loss tells the others."""
         while self.goes_on():
             self.exchange(self.patience)
         if self.broken:
@@ -69,18 +68,18 @@ class Pulse:
             self.exchange(LAST)
 
     def goes_on(self) -> bool:
-        """Pause, unless this rank has something new to tell; False where nothing is left to tell."""
+        """Wait for the next pulse, or for news of this rank; returns False once the exchange has ended or broken."""
         with self.news:
             self.news.wait_for(lambda: self.ended or self.is_waiting or bool(self.word.failed), self.pulse)
             return not self.ended and not self.broken
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this rank has come to a meeting, and others have not."""
+        """True while this rank has come to a meeting and others have not."""
         return self.word.number > self.words[self.rank].number
 
     def exchange(self, seconds: float) -> None:
-        """Tell this rank's word to the others and hear theirs, which in one round are the same for all."""
+        """Send this rank's word to the others and receive theirs; in one round all ranks get the same words."""
         word, until = self.word, time.monotonic() + seconds
         heard, lost, moving = {self.rank: word}, dict[int, str](), dict[int, tuple[Tensor, Any, Any]]()
         for other in self.others:
@@ -95,7 +94,7 @@ class Pulse:
         self.judge(heard, lost)
 
     def judge(self, heard: dict[int, Word], lost: dict[int, str]) -> None:
-        """See what the words of a round mean: a rank has failed or is lost, or all have come to a meeting."""
+        """Evaluate the words of a round: a rank has failed or is lost, or all have come to the same meeting."""
         failed = [word.failed for word in heard.values() if word.failed]
         with self.news:
             if failed or lost:
@@ -105,13 +104,13 @@ class Pulse:
             self.news.notify_all()
 
     def missing(self, rank: int, error: str) -> str:
-        """Say which rank is lost, and why. The first one is: where one does not answer, Gloo leaves the others too."""
+        """Return the message for the first lost rank: once one does not answer, Gloo drops the others too."""
         why = f"no sign of life for {self.patience:.0f} s" if "imed out" in error else "its connection has ended"
         return (f"rank {rank} is lost: {why} while rank {self.rank} waits for it. Its process was killed or hangs, or "
                 f"its machine cannot be reached. {GOOD}")
 
     def meet(self, what: str, size: int = 0) -> list[int]:
-        """Wait until all have come to `what`; returns the size that each tells. RankError where one has not."""
+        """Wait until all ranks have come to `what`; returns the `size` of each. RankError if one cannot come."""
         began = time.monotonic()
         with self.news:
             self.check()
@@ -119,7 +118,7 @@ class Pulse:
             self.news.notify_all()
             while self.is_waiting:
                 self.check()
-                self.news.wait(self.pulse)  # not longer, for Ctrl-C
+                self.news.wait(self.pulse)  # a timeout, so that Ctrl-C works
             self.waited += time.monotonic() - began
             other = next((rank for rank, word in enumerate(self.words) if word.what != self.word.what), None)
             if other is not None:
@@ -130,12 +129,12 @@ class Pulse:
             return [word.size for word in self.words]
 
     def check(self) -> None:
-        """Raise RankError where a rank has failed or is lost."""
+        """Raise RankError if a rank has failed or is lost."""
         if self.broken or not self.thread.is_alive():
             raise RankError(self.broken or "the ranks have parted already")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, unless it was they who told, that this rank fails."""
+        """Tell the others that this rank fails, unless the error came from them."""
         with self.news:
             if not isinstance(error, RankError) and not self.broken:
                 said = f"rank {self.rank} has failed: {type(error).__name__}: {error}"
@@ -144,7 +143,7 @@ class Pulse:
                 self.news.wait_for(lambda: bool(self.broken), LAST)
 
     def explain(self, what: str, error: BaseException) -> None:
-        """Raise RankError for a transfer that broke off, with the reason as far as it can be found out."""
+        """Raise RankError for a transfer that broke off, with the reason if one is known within LAST seconds."""
         with self.news:
             self.news.wait_for(lambda: bool(self.broken), LAST)
             self.check()
@@ -153,7 +152,7 @@ class Pulse:
 
 
 def packed(word: Word) -> Tensor:
-    """Return the bytes of a word, as many as of any other."""
+    """Return a word as uint8, padded to WIDTH bytes."""
     return torch.frombuffer(bytearray(json.dumps(word).encode().ljust(WIDTH)), dtype=torch.uint8)
 
 
@@ -163,7 +162,7 @@ def until_then(moment: float) -> timedelta:
 
 @contextmanager
 def noted(lost: dict[int, str], rank: int) -> Iterator[None]:
-    """Note inside that a rank cannot be reached, with the first reason."""
+    """Catch an error inside, and record it as why the rank is lost; the first one is kept."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -171,7 +170,7 @@ def noted(lost: dict[int, str], rank: int) -> Iterator[None]:
 
 
 def find_others(place: Place) -> Any:
-    """Return torch's store once all processes of this start have come; RankError where they do not."""
+    """Return torch's store once all processes of this launch have joined; RankError if they do not."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=START))
         store.set_timeout(START)
@@ -182,9 +181,9 @@ def find_others(place: Place) -> Any:
 
 
 def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
-    """Return a part of the store that only the processes of this start use: a launcher that starts them again may keep
-    its store, with what the former ones wrote. Each process gives itself a new name, and all agree on all names.
-    TimeoutError, with the ranks that are missing, where they do not all come in time."""
+    """Return a part of the store that only the processes of this launch use: a launcher that restarts them may keep its
+    store, with the former processes' keys. Each process takes a new name, and all agree on the list of names, the
+    prefix. TimeoutError, with the missing ranks, if they do not all join in time."""
     keys, end = [f"name/{each}" for each in range(count)], time.monotonic() + timeout.total_seconds()
     store.set(keys[rank], uuid4().hex)
     while True:

@@ -1,4 +1,4 @@
-"""`train_on_responses_only`: of each text only what follows a marker of the answer is trained, under Unsloth's name."""
+"""`train_on_responses_only`, as in Unsloth: only the text that follows a response marker is trained."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from lowmem_grpo.data.packing import PackEncoder
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.trainer.sft import SFTTrainer
 
-LOOKED_AT = 100  # rows in which an answer must be found
+LOOKED_AT = 100  # the first rows, in which an answer must be found
 QUESTION, ANSWER, NEXT = "\u2460q\u2460", "\u2461a\u2461", "\u2462n\u2462"  # texts that no template contains
 
 
@@ -19,11 +19,11 @@ def train_on_responses_only(
     force_match: bool = True, tokenizer: Any = None, return_function: bool = False, num_proc: int | None = None,
     last_response_only: bool = False,
 ) -> SFTTrainer:
-    """The trainer, which from now on trains only what stands between a `response_part` and the next `instruction_part`
-    (or the end), as "<|im_start|>assistant\\n" and "<|im_start|>user\\n".
+    """Return the trainer, changed to train only the text between a `response_part` and the next `instruction_part` (or
+    the end), such as "<|im_start|>assistant\\n" and "<|im_start|>user\\n".
 
     Parts that are None are read off the tokenizer's chat template. `last_response_only` trains only the last answer of
-    a text. `force_match` and `num_proc` change nothing here. ValueError for another trainer, and where none of the
+    a text. `force_match` and `num_proc` have no effect. ValueError for another kind of trainer, and if none of the
     first rows has an answer.
     """
     if not isinstance(trainer, SFTTrainer):
@@ -46,7 +46,7 @@ def train_on_responses_only(
 
 @dataclass
 class ResponsesOnly:
-    """An encoder of which only the answers are trained. Everything else is the encoder's own."""
+    """An encoder that lets only the answers be trained. All other attributes are those of the `inner` encoder."""
 
     inner: Any
     instruction: str
@@ -59,7 +59,7 @@ class ResponsesOnly:
         return getattr(self.inner, name)
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """The example, or the reason for leaving the row out."""
+        """Return the row's example (or examples), or the reason to skip the row."""
         example = self.inner.encode(row)
         if not isinstance(example, Examples):
             return example if isinstance(example, str) else self.answers_of(example)
@@ -68,7 +68,7 @@ class ResponsesOnly:
         return Examples(row, [], "", parts=parts) if parts else str(kept[0])
 
     def answers_of(self, example: Example) -> Example | str:
-        """Return an example of which only the answers are trained, or why it has none."""
+        """Return the example with only its answers trained, or the reason to skip it."""
         ids = example.input_ids
         trained = self.mask(ids)
         if trained is None:
@@ -80,7 +80,7 @@ class ResponsesOnly:
         return kept
 
     def mask(self, ids: list[int]) -> list[bool] | None:
-        """Which tokens belong to an answer; None where the text of the tokens has other tokens."""
+        """Return a flag for each token, True in answers; None if tokenizing the decoded text gives other tokens."""
         tokenizer = self.inner.tokenizer
         text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         again: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -95,7 +95,7 @@ class ResponsesOnly:
         return trained
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """(first, end) of the answers, as characters."""
+        """Return the (first, end) offsets of the answers, in characters."""
         answers, at = [], text.find(self.response)
         while at >= 0:
             begin = at + len(self.response)
@@ -107,7 +107,7 @@ class ResponsesOnly:
 
 
 def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
-    """ValueError where none of the first rows has an answer. A stream is not looked at: it would be used up."""
+    """Raise ValueError if none of the first rows has an answer. A stream is not checked: that would use it up."""
     if isinstance(dataset, Stream):
         return
     rows = [dataset[index] for index in range(min(LOOKED_AT, len(dataset)))]
@@ -120,7 +120,7 @@ def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
 
 
 def parts_of(tokenizer: Any) -> tuple[str, str]:
-    """Return what a chat template writes before a user's message and before an answer, or raise ValueError."""
+    """Return the texts that a chat template puts before a user's message and before an answer, or raise ValueError."""
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER},
             {"role": "user", "content": NEXT}]
     try:
@@ -133,7 +133,7 @@ def parts_of(tokenizer: Any) -> tuple[str, str]:
     behind = [text.partition(QUESTION)[2] for text in (asked, prompted, whole)]
     shorter = min(len(first), len(between))
     same = next((count for count in range(shorter, 0, -1) if first[-count:] == between[-count:]), 0)
-    head = shared_start(behind[1], behind[2])  # without a thought that only a prompt opens
+    head = shared_start(behind[1], behind[2])  # without a thinking block that only the generation prompt opens
     response = head.removeprefix(behind[0]) or head
     if not same or not response:
         raise ValueError("the chat template does not show what stands before a message; pass instruction_part and "

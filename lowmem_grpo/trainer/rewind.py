@@ -1,4 +1,4 @@
-"""Random states, gradients and an optimizer put back as they were, so that an attempt can be repeated."""
+"""Copies of random states, gradients and an optimizer, to restore them before an attempt is repeated."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -11,7 +11,7 @@ ALIGNED = 64  # bytes: any dtype may begin there
 
 
 class RandomStates:
-    """Torch's random states, of the CPU and of one device, at the moment this is made."""
+    """Torch's random states, of the CPU and of one device, captured at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,14 +28,14 @@ class RandomStates:
 
 
 class Gradients:
-    """The parameters' gradients at the moment this is made. Existing gradients are copied to the host, because backward
+    """The parameters' gradients, captured at construction. Existing gradients are copied to the host, because backward
     adds to them in place. At the start of a step there are none, and nothing is copied."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.held = [(p, p.grad, None if p.grad is None else p.grad.to("cpu", copy=True)) for p in parameters]
 
     def restore(self) -> None:
-        """The same tensors with the same values; what had no gradient has none."""
+        """Restore the same tensors with the same values; parameters that had no gradient have none."""
         for parameter, gradient, copy in self.held:
             if gradient is not None and copy is not None:
                 gradient.copy_(copy)
@@ -43,19 +43,19 @@ class Gradients:
 
 
 class OptimizerCopy:
-    """Copies of the parameters and their optimizer state on the host: a step that breaks off may have updated some of
-    them. It is made for one optimizer, taken before its steps, and uses one buffer again and again."""
+    """Host copies of the parameters and their optimizer state, taken before each step of one optimizer: a step that
+    breaks off may have updated some of them. All steps use the same buffer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, each_step: bool) -> None:
-        """`each_step` says that every step of the optimizer can run out of memory, not only one that makes states."""
+        """`each_step` is True if every step of the optimizer can run out of memory, not only one that makes states."""
         self.optimizer, self.each_step = optimizer, each_step
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.copied: list[tuple[Tensor, Tensor]] = []  # what may change, and its place in the buffer
+        self.copied: list[tuple[Tensor, Tensor]] = []  # each tensor, and its view of the buffer
         self.states: list[tuple[nn.Parameter, dict[str, Any]]] = []
 
     @torch.no_grad()
     def copy_state(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Keep everything as it is now. Returns False, and keeps nothing, if the next step allocates nothing."""
+        """Copy the current state. Returns False, and copies nothing, if the next step allocates nothing."""
         if not self.each_step and all(self.optimizer.state.get(parameter) for parameter in parameters):
             self.buffer, self.copied, self.states = self.buffer.new_empty(0), [], []
             return False
@@ -64,12 +64,12 @@ class OptimizerCopy:
         self.lay_out([*parameters, *held.values()])
         wait_for_paged(held.values(), parameters)
         for tensor, copy in self.copied:
-            copy.copy_(tensor, non_blocking=True)  # on the stream that the step follows on
+            copy.copy_(tensor, non_blocking=True)  # the step follows on the same stream
         return True
 
     def lay_out(self, tensors: list[Tensor]) -> None:
         """Give each tensor a place in the buffer; the same tensors as in the last step keep their places."""
-        if list(map(id, tensors)) == [id(tensor) for tensor, _ in self.copied]:  # held, so no id is another's
+        if list(map(id, tensors)) == [id(tensor) for tensor, _ in self.copied]:  # tensors are held, so no id is reused
             return
         starts = list(accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors), initial=0))
         if len(self.buffer) < starts[-1]:
@@ -80,7 +80,7 @@ class OptimizerCopy:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore in place, since a rollout engine may use the same tensors; state that was not there is removed."""
+        """Restore in place, since a rollout engine may use the same tensors; new optimizer state is removed."""
         tensors = [tensor for tensor, _ in self.copied]
         wait_for_paged(tensors, tensors)
         for tensor, copy in self.copied:

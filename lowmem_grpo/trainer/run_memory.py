@@ -1,4 +1,4 @@
-"""The memory plan of a run on its own card, and what helps where memory runs out."""
+"""The memory plan of a run on its GPU, and the settings to change if memory runs out."""
 
 import logging
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
-    """Return the planner's settings for a run. Values that the user or a default has already set stay."""
+    """Return the planner's settings for a run. Values that the user or a default has set are kept."""
     base: Any = model.get_base_model()
     tiled, checkpointing = bool(tiled_mlps(base)), bool(base.is_gradient_checkpointing)
     vocabulary = base.config.get_text_config().vocab_size
@@ -54,7 +54,7 @@ def tiled_mlps(base: Any) -> list[LeanMLP]:
 
 
 def host_bytes_to_fill(processes: int = 1) -> int | None:
-    """Return the bytes of the host's memory that one of so many processes may take; None if that is unknown."""
+    """Return the host memory, in bytes, that each of `processes` may take; None if it is unknown."""
     available = pages.available_host_bytes()
     return None if available is None else max(0, available - pages.SPARE) // processes
 
@@ -63,9 +63,9 @@ def plan_memory(
     model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
     engine: Engine | None = None, reward_models: Sequence[RewardModel] = (),
 ) -> tuple[RunMemory, PhasePeaks]:
-    """Return a run's bounds, with advice for when memory runs out, and its peaks. On a card its plan bounds
-    micro-batches. MemoryError if the host has no room for layer inputs. `length` names the setting that makes sequences
-    shorter, `engine` is None for a trainer that does not sample, and `reward_models` are loaded."""
+    """Return a run's memory bounds, with advice if memory runs out, and its phases' peaks. On a GPU the plan bounds
+    micro-batches. MemoryError if the host has no room for offloaded layer inputs. `length` names the setting that makes
+    sequences shorter, `engine` is None for a trainer that does not sample, and `reward_models` are loaded already."""
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
@@ -73,16 +73,16 @@ def plan_memory(
     on_host = sum(reward_model.weight_bytes for reward_model in reward_models)
     room = host_bytes_to_fill(ranks.here)
     own: dict[str, Any] = {
-        "ranks": ranks.count, "host_bytes": None if room is None else room + on_host,  # they are there already
+        "ranks": ranks.count, "host_bytes": None if room is None else room + on_host,  # already in host memory
         "reward_bytes": max((reward_model.scoring_bytes for reward_model in reward_models), default=0),
         "reward_host_bytes": on_host,
     }
     if engine is not None:
         memory.watch(engine)
-        own |= {  # vLLM's, but for the sequences of our own
+        own |= {  # the defaults are for an engine without the attribute
             "sleeps": getattr(engine, "sleeps", True),
             "sequences": getattr(engine, "max_num_seqs", None if name == VLLM else config.completions_per_step),
-            "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # as it samples already
+            "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # the weights that it samples with now
         }
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
@@ -97,7 +97,7 @@ def plan_training(
     memory: RunMemory, model: FastPeftModel, config: TrainSettings, policy: Policy, engine: str, context: int,
     **own: Any,
 ) -> MemoryPlan | None:
-    """Plan a run on its card and bound its micro-batches; None without a plan. `own`: settings of the engine."""
+    """Plan a run on its GPU and bound its micro-batches; None without a plan. `own` overrides RunSettings."""
     own["keeps_reference"] = bool(policy.reference_adapter)
     settings = replace(settings_of(model, config, engine, context), **own)
     if pages.on_wsl():
@@ -115,7 +115,7 @@ def plan_training(
 
 
 def bind(bound: BatchLimit, run_plan: MemoryPlan, config: TrainSettings) -> None:
-    """Let only the plan cut micro-batches, and warn where `per_device_train_batch_size` would have cut them."""
+    """Let only the plan bound micro-batches, and warn if `per_device_train_batch_size` would make them smaller."""
     bound.planned, bound.spread = run_plan.settings.max_tokens, run_plan.limits.spread
     size = config.per_device_train_batch_size
     if size < config.completions_per_step:
@@ -136,7 +136,7 @@ def check_room(policy: Policy, run_plan: MemoryPlan) -> None:
 
 
 def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:
-    """Make and log the run's plan; None, also logged, without one. Preflight reports a plan that does not fit."""
+    """Make and log the run's plan; None, also logged, if the model has none. Preflight reports a plan too large."""
     try:
         run_plan = plan(model.config, settings, device, model.loaded.name)
     except ValueError as error:
@@ -155,7 +155,7 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
 
 
 def helpful_settings(shorter: str, optim: str, loaded: Any, four_bit: bool, engine: str) -> dict[str, list[str]]:
-    """For each phase, the settings that would help and are not in use, the best first. `loaded` is the model's."""
+    """Return, for each phase, settings not yet in use that save memory, the best first. `loaded` is the model's."""
     shorter = f"{shorter} or max_seq_length (now {loaded.max_seq_length})"
     weights = [] if four_bit else ["load_in_4bit=True"]
     offload = [] if loaded.offload else ['use_gradient_checkpointing="offload"']

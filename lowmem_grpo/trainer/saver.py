@@ -1,4 +1,4 @@
-"""What a run saves and when: checkpoints, which of them is the best, and how to go on from one."""
+"""The checkpoints of a run: writing them, finding the best, and resuming from one."""
 
 import logging
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ class Saver:
         self, records: RunRecords, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
         state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
     ) -> None:
-        """`replay` and `reward_names` are those of a run that samples."""
+        """`replay` and `reward_names` are given only for runs that sample."""
         self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
         self.learner, self.source, self.state = learner, source, state
         self.memory, self.reward_names = memory, reward_names
-        self.settings = config.to_dict()  # the run's; a step may have others
+        self.settings = config.to_dict()  # the run's; a single step may have others
         self.replay = ReplayBuffer(0) if replay is None else replay
         self.random, self.saved = RandomStates(learner.policy.device), 0  # the step of the last checkpoint
         self.mark()
         self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
 
     def save(self) -> Path:
-        """Write a checkpoint, if this process writes, and delete the oldest beyond `save_total_limit`, but the best."""
+        """Write a checkpoint, if this rank writes, and delete the oldest beyond `save_total_limit`, except the best."""
         self.records.flush()
         folder = self.run_dir / f"checkpoint-{self.state.global_step}"
         self.note_best(folder)
@@ -54,12 +54,12 @@ class Saver:
         best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
         try:
             checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
-        except OSError as error:  # the new one is whole
+        except OSError as error:  # the new checkpoint is complete
             logger.warning("old checkpoints could not be deleted: %s", error)
         return folder
 
     def mark(self) -> None:
-        """Remember where a step begins: the prompts drawn, groups kept, tokens seen and random states."""
+        """Record the state before a step: prompts drawn, groups in the replay buffer, tokens seen and random states."""
         self.random.capture()
         self.marked = self.source.state(), self.replay.entries, self.state.num_tokens, self.state.epoch
         self.measured = self.learner.objective.state()
@@ -72,7 +72,7 @@ class Saver:
         self.learner.objective.restore(self.measured)
 
     def note_evaluated(self, metrics: dict[str, Any]) -> None:
-        """Remember the step of the best evaluation; ValueError where this one has no value of the metric."""
+        """Record the step if its evaluation is the best so far; ValueError if metric_for_best_model is missing."""
         name, state = self.config.best_metric, self.state
         if name is None:
             return
@@ -83,7 +83,7 @@ class Saver:
             state.best_metric, state.best_global_step = metrics[name], state.global_step
 
     def load_best(self) -> bool:
-        """Give the adapter the weights of the best checkpoint; False where none is known."""
+        """Load the weights of the best checkpoint into the adapter; returns False if there is none."""
         best = self.state.best_model_checkpoint
         if best is None:
             logger.warning("load_best_model_at_end: no checkpoint was evaluated, so the adapter stays as it is")
@@ -93,7 +93,7 @@ class Saver:
         return True
 
     def note_best(self, folder: Path) -> None:
-        """Remember the checkpoint of the best evaluation, or of the highest mean reward since the last save."""
+        """Record this checkpoint if its evaluation, or its mean reward since the last save, is the best so far."""
         if self.config.best_metric is not None:
             if self.state.best_global_step == self.state.global_step:
                 self.state.best_model_checkpoint = str(folder)
@@ -106,7 +106,7 @@ class Saver:
             self.state.best_model_checkpoint = str(folder)
 
     def begin_again(self) -> None:
-        """Everything but the weights as it was when this was made."""
+        """Reset everything except the weights to the state at construction."""
         first, optimizer, scheduler = deepcopy(self.first)
         self.learner.optimizer.load_state_dict(optimizer)
         self.learner.optimizer.zero_grad(set_to_none=True)
@@ -115,8 +115,8 @@ class Saver:
         self.state.log_history = []
 
     def resume(self, wanted: bool | str) -> Path | None:
-        """Restore from a folder, or (True) from the newest good checkpoint; broken newer ones are named and passed
-        over. Returns where from, None if there is no checkpoint yet, and raises CheckpointError if all are broken."""
+        """Restore a checkpoint folder, or (True) the newest good checkpoint; newer broken ones are logged and skipped.
+        Returns its folder, or None if there is no checkpoint yet; raises CheckpointError if all are broken."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
         newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted))]
@@ -137,7 +137,7 @@ class Saver:
         return None
 
     def load(self, folder: Path) -> None:
-        """Restore from a checkpoint. What a file of the run lacks of the lines up to there is said."""
+        """Restore a checkpoint. Logs a warning for each record file that lacks lines written before the checkpoint."""
         saved = checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler)
         with checkpoint.trusted(folder, DataError, RecordError):
             self.restore(saved)
@@ -156,13 +156,13 @@ class Saver:
                 "keeps_reference": self.learner.policy.reference_adapter is not None}
 
     def restore_reference(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Restore what the saved run compared with, unless that had no KL term; older checkpoints: the base model."""
+        """Restore the KL reference, unless the saved run had none; in older checkpoints it is the base model."""
         policy = self.learner.policy
         if policy.reference_adapter is not None and saved.get("keeps_reference", True):
             policy.reference_adapter = checkpoint.load_reference(folder, self.model)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Undo `snapshot`, and warn of settings that differ from those of the saved run."""
+        """Restore what `snapshot` saved, and warn of settings that differ from those of the saved run."""
         now = self.settings
         changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
         if changed:

@@ -1,12 +1,12 @@
-"""Supervised fine-tuning of the adapter, before GRPO: a new answer format is taught where sampling would never find it.
+"""Supervised fine-tuning of the adapter, before GRPO: it teaches an answer format that sampling would never find.
 
-It has the frozen base and the kernels of GRPO: sequences packed without padding, log-probabilities without logits,
-steps that survive a shortage of memory. The loss of an optimizer step is
+It shares GRPO's frozen base and kernels: sequences packed without padding, log-probabilities without logits, and steps
+that survive running out of memory. The loss of an optimizer step is
 
     loss = -sum(log p(trained token)) / N             N: trained tokens of the whole step, in all its micro-batches
 
-which is TRL's `nll`; in its `dft` each log p is multiplied by p, as a constant. What is trained, the columns say
-(data/shapes.py). The gradient does not depend on how the step is cut into micro-batches.
+which is TRL's `nll`; its `dft` multiplies each log p by p, as a constant. The columns of the rows decide which tokens
+are trained (data/shapes.py). The gradient does not depend on the split of the step into micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -64,8 +64,8 @@ def token_losses(logprobs: Tensor, loss_type: str) -> Tensor:
 
 
 def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
-    """Give the tokenizer the chat template and the end token of the settings, as TRL does; ValueError for a token that
-    it does not have."""
+    """Set the tokenizer's chat template and end token from the settings, as TRL does; ValueError for a token that it
+    lacks."""
     if settings.chat_template_path is not None:
         tokenizer.chat_template = Path(settings.chat_template_path).read_text(encoding="utf-8")
     if settings.eos_token is None:
@@ -77,7 +77,7 @@ def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
 
 
 def longest_row(settings: SFTConfig, context: int) -> int:
-    """Return how many tokens prompt and completion may have together; ValueError where the context has fewer."""
+    """Return the limit on prompt and completion together, in tokens; ValueError if the context is shorter."""
     if settings.max_length is not None and settings.max_length > context:
         raise ValueError(f"max_length is {settings.max_length} and the context has {context} tokens; lower it, or load "
                          "with a larger max_seq_length")
@@ -85,9 +85,10 @@ def longest_row(settings: SFTConfig, context: int) -> int:
 
 
 class SFTTrainer(Trainer):
-    """Fine-tuning with TRL's constructor; `train()` loops over `step()`, records, saves checkpoints and the adapter.
+    """Fine-tuning with TRL's constructor; `train()` loops over `next_groups()` and `update(groups)`, records and saves.
 
-    The model goes on into GRPOTrainer as it is. GRPO's reference for the KL term stays the base model without adapter.
+    The model can be passed to GRPOTrainer as it is. GRPO's KL reference is then this fine-tuned model (kl_reference
+    "start"), or with kl_reference "base" the base model without adapter.
     """
 
     args: SFTConfig
@@ -102,9 +103,9 @@ class SFTTrainer(Trainer):
         tokenizer: Any = None, data_collator: Any = None, compute_metrics: Callable[..., Any] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, **others: Any,
     ) -> None:
-        """TRL's parameters. Without names they are (rows, args, processing_class, eval_dataset), or in TRL's order if
-        settings come second. `tokenizer` is an older name of `processing_class`; `others` are refused, or options of
-        the settings, which older versions of TRL took here."""
+        """The parameters are TRL's. Positional ones are (model, rows, args, processing_class, eval_dataset), or in
+        TRL's order if settings come second. `tokenizer` is an older name of `processing_class`; `others` may be
+        settings, which older versions of TRL took here, and are refused otherwise."""
         train_dataset, args, processing_class, eval_dataset, others["data_collator"] = with_names(
             placed, train_dataset=train_dataset, args=args, processing_class=processing_class,
             eval_dataset=eval_dataset, data_collator=data_collator,
@@ -116,7 +117,7 @@ class SFTTrainer(Trainer):
         trained = bring_model(model, config, tokenizer, peft_config, quantization_config, config.max_length or 0)
         set_chat(trained.tokenizer, config)
         longest, ends = longest_row(config, trained.context), trained.policy.eos_token_ids(trained.tokenizer)
-        self.shown: dict[str, Any] = {}  # datasets as they are trained
+        self.shown: dict[str, Any] = {}  # tokenised datasets by name
         if preprocess_logits_for_metrics is not None and compute_metrics is None:
             raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics, which would read what it "
                              "makes, is not; pass both or neither")
@@ -139,7 +140,7 @@ class SFTTrainer(Trainer):
 
     @property
     def eval_dataset(self) -> Any:
-        """The evaluation rows as `train_dataset` shows its own; of several datasets a dict."""
+        """The evaluation rows, tokenised as in `train_dataset`; a dict by name for several datasets."""
         dataset = self.given_eval_rows
         several = dataset if isinstance(dataset, Mapping) else {"eval": dataset}
         shown = {name: self.tokenised(f"eval {name}", rows, partial(self.shapes.read, rows, "eval_dataset"))
@@ -147,13 +148,13 @@ class SFTTrainer(Trainer):
         return shown if several is dataset else shown["eval"]
 
     def tokenised(self, name: str, rows: Any, read: Callable[[], tuple[Any, Any]]) -> Any:
-        """Return the dataset of given rows as they are trained, which is made once; None for no rows."""
+        """Return the rows as a tokenised dataset, made once for each name; None for no rows."""
         if name not in self.shown and rows is not None:
             self.shown[name] = tokenised(rows, *read())
         return self.shown.get(name)
 
     def train_only(self, wrap: Callable[[Any], Any]) -> None:
-        """Let `wrap` make another encoder of each dataset's own; datasets already read are read anew."""
+        """Replace the encoder of each dataset by `wrap(encoder)`; datasets already read are read again."""
         self.shapes = replace(self.shapes, wrap=wrap)
         encoder: Any = self.source.encoder
         if isinstance(encoder, PackEncoder):
@@ -164,7 +165,7 @@ class SFTTrainer(Trainer):
         self.shown.clear()
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
-        """Every usable row of an evaluation dataset; DataError where there is none."""
+        """Return every usable row of an evaluation dataset as a group; DataError if there is none."""
         rows, encoder = self.shapes.read(super().evaluation_rows(dataset, parameter), parameter)
         source = PromptSource(rows, encoder, self.args.seed, shuffle=False)
         encoded = [encoder.encode(rows[index]) for index in range(len(rows))]
@@ -177,11 +178,11 @@ class SFTTrainer(Trainer):
         return groups
 
     def next_groups(self) -> list[RolloutGroup]:
-        """The rows of the next optimizer step, each as a prompt with one completion."""
+        """Return the rows of the next optimizer step, each as a prompt with one completion."""
         return as_groups(self.source.take(self.args.batch_size), self.state.policy_version)
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """One optimizer step on these rows; returns its metrics."""
+        """Run one optimizer step on these rows; returns its metrics."""
         metrics = super().update(groups, at_most)
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
         self.state.epoch = self.source.epoch
@@ -192,20 +193,20 @@ class SFTTrainer(Trainer):
         return self.update(self.next_groups())
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Speed, tokens so far, rows that were left out, and how often memory ran out."""
+        """Return speed, tokens so far, the number of skipped rows, and how often memory ran out."""
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
         return {"step_time": timing["step_time"], "tokens_per_second": completions / timing["step_time"],
                 "memory/oom_train": self.memory.train.failures, "num_tokens": self.state.num_tokens,
                 "data/skipped_rows": sum(self.source.skipped.values())}
 
     def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
-        """Loss, entropy and accuracy of each trained token of these rows, dropout off."""
+        """Return loss, entropy and accuracy over these rows' trained tokens, dropout off, and the user's metrics."""
         metrics = self.learner.measure(rows)
         own = {} if self.predictions is None else self.predictions.metrics(self.model, rows)
         return {name: metrics[name] for name in OF_LOSS if name in metrics} | own
 
     def may_measure(self, name: str) -> bool:
-        """Return whether an evaluation may have a metric of this name: any, where the user computes some."""
+        """Return whether an evaluation may have a metric of this name; any, if the user gave compute_metrics."""
         return self.predictions is not None or super().may_measure(name)
 
     def evaluation_names(self) -> set[str]:
@@ -213,7 +214,7 @@ class SFTTrainer(Trainer):
 
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
-    """Return each row of the examples as a prompt with one completion, as packing and learner take them."""
+    """Return each row of the examples as a prompt with one completion, as packing and the learner expect it."""
     return [
         RolloutGroup(example.row, example.ids, [Rollout(
             example.completion_ids, [0.0] * len(example.completion_ids), "stop", policy_version=policy_version,
@@ -225,15 +226,15 @@ def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[Rollo
 
 @dataclass(frozen=True)
 class Predictions:
-    """The two functions that a user gave: `compute(EvalPrediction)` makes metrics of the logits of all evaluation rows,
-    the only logits that a trainer holds whole ((T, V) of a row on the device, all rows on the host), and
-    `preprocess(logits, labels)`, or None, makes fewer of them before."""
+    """The user's two functions: `compute(EvalPrediction)` returns metrics from the logits of all evaluation rows, the
+    only full logits that a trainer holds ((T, V) of a row on the device, all rows on the host), and
+    `preprocess(logits, labels)`, or None, reduces the logits of a row first."""
 
     compute: Callable[[EvalPrediction], Mapping[str, float]]
     preprocess: Callable[[Tensor, Tensor], Any] | None = None
 
     def metrics(self, model: Any, groups: Iterable[RolloutGroup], prefix: str = "eval_") -> dict[str, float]:
-        """Return what the function makes of the model's predictions for these rows, under names without the prefix.
+        """Return the user's metrics of the model's predictions for these rows, under names without the prefix.
         Predictions are (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
         training, predictions, labels = model.training, None, None
         model.eval()
@@ -251,14 +252,14 @@ class Predictions:
 
     @torch.no_grad()
     def predicted(self, model: Any, ids: Tensor, labels: Tensor) -> Any:
-        """Return the logits (1, T, V) of a row's ids (1, T), or what is made of them, on the host."""
+        """Return the logits (1, T, V) of a row's ids (1, T), or what `preprocess` returns for them, on the host."""
         logits = model(input_ids=ids).logits
         outputs = logits if self.preprocess is None else self.preprocess(logits, labels)
         return move_to_host(nested_detach(outputs))
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
-    """Return what compute_metrics returned; TypeError, with what it is, for anything but numbers by name."""
+    """Return compute_metrics's result as floats; TypeError, which shows it, for anything but numbers by name."""
     wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
     if not isinstance(metrics, Mapping):
         raise TypeError(f"{wanted}; it returned {metrics!r:.80}")
@@ -274,7 +275,7 @@ def numbers_of(metrics: Any) -> dict[str, float]:
 
 
 def move_to_host(tensors: Any) -> Any:
-    """Return tensors, in tuples or lists too, on the host, in float32 where numpy has no such dtype."""
+    """Return tensors, also in tuples or lists, on the host; bfloat16, which numpy lacks, becomes float32."""
     if isinstance(tensors, (tuple, list)):
         return type(tensors)(move_to_host(part) for part in tensors)
     return tensors.float().cpu() if tensors.dtype == torch.bfloat16 else tensors.cpu()

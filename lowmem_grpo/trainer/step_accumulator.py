@@ -1,4 +1,4 @@
-"""What the micro-batches of an optimizer step add up to, beside the gradient; and the part that was trained early."""
+"""The sums over an optimizer step's micro-batches, beside the gradient; and the gradient begun while sampling."""
 
 import copy
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 
 class StepAccumulator:
-    """The loss so far, its metrics, what was not finite, and the number of micro-batches."""
+    """The running loss of a step, its metrics, flags of values that are not finite, and the number of micro-batches."""
 
     def __init__(self, device: torch.device) -> None:
         self.reducer, self.flags, self.count = Reducer(), Flags(), 0
         self.totals: dict[str, Tensor] = {"loss": torch.zeros((), device=device)}
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
-        """Take in a micro-batch whose gradient was added."""
+        """Add the loss and metrics of a micro-batch whose gradient was added."""
         self.totals["loss"] = self.totals["loss"] + out.loss.detach()
         if out.policy_loss is not None:
             self.totals["policy_loss"] = self.totals.get("policy_loss", 0) + out.policy_loss
@@ -30,7 +30,7 @@ class StepAccumulator:
         self.count += 1
 
     def copied(self) -> "StepAccumulator":
-        """The same sums, to which more can be added without a change of these. Tensors are never changed in place."""
+        """Return a copy that can grow without a change of this one. Tensors are never changed in place."""
         copied = copy.copy(self)
         copied.totals, copied.flags, copied.reducer = dict(self.totals), Flags(), Reducer()
         copied.flags.rollouts, copied.flags.tables = list(self.flags.rollouts), list(self.flags.tables)
@@ -39,7 +39,7 @@ class StepAccumulator:
         return copied
 
     def sent(self, rollouts: list[Rollout]) -> dict[str, Any]:
-        """Return what `together` needs of one rank, on the host; bad rollouts by their places in all `rollouts`."""
+        """Return this rank's sums for `together`, on the host; bad rollouts as indices into `rollouts`."""
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
         return {"totals": {name: total.cpu() for name, total in self.totals.items()}, "count": self.count,
                 "sums": {name: value.cpu() for name, value in self.reducer.sums.items()},
@@ -49,7 +49,7 @@ class StepAccumulator:
 
     @classmethod
     def together(cls, sent: list[dict[str, Any]], rollouts: list[Rollout]) -> "StepAccumulator":
-        """The sums of all ranks, which are the same in each of them."""
+        """Return the sums over all ranks, from what each `sent`; the result is the same in every rank."""
         made = cls(torch.device("cpu"))
         for part in sent:
             for name, total in part["totals"].items():
@@ -66,30 +66,30 @@ class StepAccumulator:
 
 @dataclass
 class PartialGradient:
-    """The part of a step's gradient that was trained early, and under which conditions. The loss was divided by
-    `totals`, some of which were guessed, because nobody knows how many tokens a step has before all are sampled."""
+    """The gradient of the groups that were trained while others were sampled, and the conditions for its use. The loss
+    was divided by `totals`, partly a guess: the tokens of a step are known only when all groups are sampled."""
 
     totals: StepTotals
     sums: StepAccumulator
-    conditions: tuple[Any, ...]  # the objective's own
-    groups: dict[int, list[Any]] = field(default_factory=dict)  # `facts_of` them, by the id of their first rollout
+    conditions: tuple[Any, ...]  # `Objective.conditions` when the gradient was begun
+    groups: dict[int, list[Any]] = field(default_factory=dict)  # `facts_of` each, by the id of its first rollout
 
     @property
     def rollouts(self) -> set[int]:
         return {each for facts in self.groups.values() for each, *_ in facts}
 
     def holds(self, group: RolloutGroup) -> bool:
-        """Return whether the group was trained early. Of a group only the rollouts with gradient may be given."""
+        """Return whether the group was trained early. The group may hold only its rollouts with gradient."""
         return any(id(rollout) in self.rollouts for rollout in group.rollouts)
 
     def agrees(self, groups: list[RolloutGroup], conditions: tuple[Any, ...]) -> bool:
-        """Return whether what is known now, with all groups sampled, is what the groups were trained with."""
+        """Return whether the groups' facts and the conditions, once all groups are sampled, are those trained with."""
         now = {id(group.rollouts[0]): facts_of(group) for group in groups}
         return conditions == self.conditions and all(now.get(key) == facts for key, facts in self.groups.items())
 
     @torch.no_grad()
     def divide_by(self, totals: StepTotals, objective: Objective, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the loss and the gradient by the totals of the whole step, in which both are linear."""
+        """Rescale the loss and the gradient from the guessed totals to the whole step's; both scale by one factor."""
         factor = objective.rescaled(self.totals, totals) if self.sums.count else 1.0
         if factor != 1.0:
             self.sums.totals = {name: total * factor for name, total in self.sums.totals.items()}
@@ -98,6 +98,6 @@ class PartialGradient:
 
 
 def facts_of(group: RolloutGroup) -> list[Any]:
-    """Return what a group's gradient depends on beside tokens, of each rollout; it begins with the rollout's id."""
+    """Return for each rollout its id, then all that its gradient depends on besides its tokens."""
     return [(id(rollout), group.unjudged, rollout.advantage, tuple(rollout.invalid_rewards))
             for rollout in group.rollouts]

@@ -1,4 +1,4 @@
-"""The settings of a run on given groups, and which of them may be others for a single step."""
+"""The settings of a run on the caller's groups, and changes of some of them for a single step."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,14 +31,14 @@ REFUSED = {  # settings of a trainer that samples, and what to do
 
 
 class StepSettings:
-    """The one object with a run's settings, at which all its parts look in a step."""
+    """The settings object that all parts of a run share, with changes for a single step."""
 
     def __init__(self, config: GRPOConfig, scheduler: LRScheduler) -> None:
         self.config, self.scheduler = config, scheduler
 
     @contextmanager
     def changed(self, changes: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, the run has other settings. ValueError for those that cannot change from step to step."""
+        """Apply changes to the settings inside the context. ValueError for those that cannot change between steps."""
         if wrong := [name for name in changes if name not in PER_STEP]:
             raise ValueError(f"{', '.join(wrong)} cannot change from step to step; set it when the trainer is made. "
                              f"What can change: {', '.join(PER_STEP)}")
@@ -58,14 +58,14 @@ class StepSettings:
 
 
 def options_of_another_loss(changes: Mapping[str, Any]) -> dict[str, None]:
-    """Return the options of the run's loss type that the step's own does not have, as unset."""
+    """Return None for each loss option that the step's loss type does not have, to unset the run's."""
     of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
     return {} if of_step is None else {
         name: None for name in OF_TYPES if name not in of_step.options and name not in changes}
 
 
 def check_given(config: GRPOConfig) -> None:
-    """ValueError, by name, for a setting that has no meaning where the caller samples."""
+    """Raise ValueError, with its name, for a setting that has no meaning if the caller samples."""
     usual = GRPOConfig()
     check_weights(config.reward_weights, [REWARD])
     if config.reward_weights == [0]:

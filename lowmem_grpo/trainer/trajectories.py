@@ -1,11 +1,11 @@
-"""Training on groups that the caller sampled: an agent in plain Python plays, and each call of `step` is one update.
+"""Training on groups that the caller sampled: agents in plain Python make them, and each `step` call is one update.
 
     with trainer.running():
         while ...:
             groups = ...                    # rollouts made of turns (rollout/rollout_func.py), each with its `reward`
             metrics = trainer.step(groups)
 
-Everything else is as in every run: records, checkpoints, alarms, the check of the sampler, the report at the end.
+All else is as in every run: records, checkpoints, alarms, the parity check of the sampler, the report at the end.
 """
 
 import math
@@ -33,9 +33,9 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 
 class TrajectoryTrainer(Trainer):
-    """GRPO on given groups. `max_steps` -1 is a run whose end only the caller knows; its schedule must be constant.
+    """GRPO on groups that the caller passes. `max_steps` -1 is an open-ended run; its schedule must be constant.
 
-    Of several ranks each gives the groups that it has sampled, perhaps none, and a step trains on all of them.
+    With several ranks each passes the groups that it has sampled, perhaps none, and a step trains on all of them.
     """
 
     args: GRPOConfig
@@ -48,12 +48,12 @@ class TrajectoryTrainer(Trainer):
         self, model: Any, args: Any = None, processing_class: Any = None, callbacks: list[Any] | None = None,
         optimizers: Any = (None, None),
     ) -> None:
-        """ValueError for settings that have a meaning only where the trainer samples."""
-        config = replace(settings_of(args, GRPOConfig))  # all parts look at this object, which a step may change
+        """Raise ValueError for settings that apply only if the trainer samples."""
+        config = replace(settings_of(args, GRPOConfig))  # shared by all parts; a step may change it
         check_given(config)
         trained = bring_model(model, config, processing_class, tokens=tokens_of_row(config), takes_prompts=False)
         self.turns = Turns(replies=True, begins=True)
-        self.engine: Any = first_engine(trained, config)  # the model's own, which measures its pace
+        self.engine: Any = first_engine(trained, config)  # the model's engine, which measures its pace
         super().__init__(
             make_policy_parts(trained, config, NoPrompts(), self.engine, trained.context, optimizers,
                               keeps_reference=True),
@@ -62,13 +62,14 @@ class TrajectoryTrainer(Trainer):
         self.open_end = config.max_steps < 1
         self.state.max_steps = 0 if self.open_end else config.max_steps
         self.ended = time.perf_counter()
-        self.taken: dict[str, float] = {}  # what was measured of the groups of the step in progress
-        self.extra: dict[str, float] = {}  # what the caller measured in it
+        self.taken: dict[str, float] = {}  # metrics of the groups of the step in progress
+        self.extra: dict[str, float] = {}  # the caller's metrics of that step
 
     @contextmanager
     def running(self, resume: bool | str | None = None) -> Iterator[None]:
-        """Inside, `step` can be called. None goes on from the newest checkpoint in output_dir, if there is one; a new
-        run begins with a checkpoint of step 0. Afterwards the run is `finished`, or `failed` after an error."""
+        """Start a run, inside which `step` can be called. `resume=None` continues from the newest checkpoint in
+        output_dir, if there is one; a new run begins with a checkpoint of step 0. Afterwards the run is `finished`, or
+        `failed` after an error."""
         with self.ranks.together():
             self.check_before()
             kept = self.ranks.first("the checkpoints", lambda: bool(list_checkpoints(self.run_dir)))
@@ -82,9 +83,9 @@ class TrajectoryTrainer(Trainer):
     def step(
         self, groups: list[RolloutGroup], metrics: Mapping[str, float] | None = None, **changes: Any
     ) -> dict[str, Any]:
-        """One update on these groups, whose rollouts have their `reward`; returns the line that was logged. `metrics`
-        go into that line as they are, those of the first rank. `changes` are settings for this step only, of PER_STEP,
-        the same in all ranks. ValueError for other settings, for no groups, and where all `max_steps` are made."""
+        """Run one update on these groups, whose rollouts have a `reward`; returns the line that was logged. `metrics`
+        of the first rank are added to that line. `changes` are settings for this step only, from PER_STEP, the same in
+        all ranks. ValueError for other settings, for no groups, and after `max_steps` steps."""
         together = self.of_all(groups, changes)
         if not together or not all(group.rollouts for group in together):
             raise ValueError("there is nothing to train on: a step needs groups, each with its rollouts")
@@ -103,7 +104,7 @@ class TrajectoryTrainer(Trainer):
         return dict(self.state.log_history[-1])
 
     def of_all(self, groups: list[RolloutGroup], changes: Mapping[str, Any]) -> list[RolloutGroup]:
-        """The groups of all ranks, in their order. ValueError where a rank has other changes of settings."""
+        """Return the groups of all ranks, in rank order. ValueError if the ranks' `changes` differ."""
         told = self.ranks.gather("the groups of a step", (groups, repr(sorted(changes.items()))))
         if different := [rank for rank, (_, words) in enumerate(told) if words != told[0][1]]:
             raise ValueError(f"the ranks train a step with different settings: rank 0 with {told[0][1]}, rank "
@@ -111,14 +112,14 @@ class TrajectoryTrainer(Trainer):
         return [group for own, _ in told for group in own]
 
     def note(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Write the caller's own line into the records of a step, by default the last, and tell the listeners."""
+        """Record the caller's values for a step, by default the last, and notify the listeners."""
         line = {"step": self.state.global_step if step is None else step, **values}
         self.records.metrics(line)
         self.log(line)
 
     def take_in(self, groups: list[RolloutGroup], own: list[RolloutGroup]) -> dict[str, float]:
-        """Set the advantages of a step's groups, and compare those of this process with the trainer; returns metrics.
-        The time since the last step was the caller's sampling."""
+        """Set the advantages of a step's groups, and run the parity check on this rank's `own`; returns metrics. The
+        time since the last step counts as sampling."""
         began, now = min(self.ended, self.clock.started), time.perf_counter()
         self.clock.started, self.clock.seconds["generate"] = began, now - began
         rollouts = members(groups)
@@ -129,14 +130,14 @@ class TrajectoryTrainer(Trainer):
         pace, tokens = self.engine.pace.pop_measured(), sum(rollout.num_trained for rollout in rollouts)
         self.state.num_tokens += tokens + sum(len(group.prompt_ids) * len(group.rollouts) for group in groups)
         watched = self.ranks.gather("the parity check", self.parts.parity.watch(self.to_check(own)))
-        agreed: dict[str, float] = next(filter(None, watched), {})  # all ranks go by the same
+        agreed: dict[str, float] = next(filter(None, watched), {})  # all ranks use the same result
         self.parts.parity.take_in(agreed)
         return {**rollout_metrics(groups, []), **agreed, **pace.metrics(), **waiting_share(groups, now - began),
                 "data/skipped_rows": 0, "num_tokens": self.state.num_tokens,
                 "tokens_per_second": tokens / max(now - began, 1e-9)}
 
     def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return what the policy as it is now drew at its own temperature: only for this can the trainer agree."""
+        """Return the rollouts that the current policy drew at its own temperature: only these can match the trainer."""
         version = self.state.policy_version
         return [replace(group, rollouts=[rollout for rollout in group.rollouts if all(
             turn.exact and turn.policy_version == version for turn in rollout.turns)]) for group in groups]
@@ -145,7 +146,7 @@ class TrajectoryTrainer(Trainer):
         self.engine.on_policy_update(self.state.policy_version)
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Also how old the policy was that drew the rollouts, and what the caller measured."""
+        """Return the step's metrics, with the age of the policy that drew the rollouts, and the caller's metrics."""
         updates = self.state.global_step - before
         ages = [self.state.policy_version - updates - rollout.policy_version for rollout in members(groups)]
         return {**self.taken, **timing, **self.parts.metrics(self.engine, groups, groups, updates),
@@ -153,7 +154,7 @@ class TrajectoryTrainer(Trainer):
 
 
 def pay(rollout: Rollout) -> None:
-    """The caller's reward as that of a reward function. NaN and infinities keep a step from being made, as in GRPO."""
+    """Store the caller's reward as that of a reward function. A step with NaN or infinity is skipped, as in GRPO."""
     value = rollout.reward
     finite = value is not None and math.isfinite(value)
     rollout.rewards = {REWARD: value if finite else None}

@@ -1,5 +1,5 @@
-"""What TRL's and transformers' trainers offer beside `train`, under their names. `NOT_HERE` lists what ours do not,
-with what to use instead; a subclass that defines a method of `NEVER_CALLED` is refused."""
+"""The attributes and methods of TRL's and transformers' trainers, beside `train`. `NOT_HERE` lists those that ours
+lack, with what to use instead; a subclass that defines a method of `NEVER_CALLED` is refused."""
 
 import json
 import logging
@@ -67,7 +67,7 @@ NOT_HERE = NEVER_CALLED | {
     **dict.fromkeys(("llm", "vllm_generation", "vllm_client"), "the engine that samples is trainer.engine; a "
                     "rollout_func samples with lowmem_grpo.generate_rollout_completions(trainer, prompts)"),
 }
-SETTINGS = (  # that a trainer of TRL has as attributes, and a `rollout_func` reads
+SETTINGS = (  # attributes of TRL's trainers, which a `rollout_func` reads
     "num_generations", "num_generations_eval", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
     "chat_template_kwargs", "use_vllm", "beta", "num_iterations", "loss_type", "scale_rewards",
     "max_tool_calling_iterations", "mask_truncated_completions",
@@ -75,11 +75,11 @@ SETTINGS = (  # that a trainer of TRL has as attributes, and a `rollout_func` re
 
 
 class NotHereError(AttributeError, UnsupportedError):
-    """Other trainers have this and ours do not; the message says what to use instead."""
+    """An attribute that other trainers have and ours lack; the message says what to use instead."""
 
 
 class Processes:
-    """The attributes of `trainer.accelerator` that people read."""
+    """The `trainer.accelerator`, reduced to the attributes that people read."""
 
     def __init__(self, device: Any, ranks: Any) -> None:
         self.device, self.ranks = device, ranks
@@ -96,7 +96,7 @@ class Processes:
         self.ranks.meet("wait_for_everyone()")
 
     def unwrap_model(self, model: Any, **_: Any) -> Any:
-        """The model: nothing is wrapped around it."""
+        """Return the model itself, which is never wrapped."""
         return model
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +104,7 @@ class Processes:
 
 
 class TrlApi:
-    """Names of TRL's and transformers' trainers; `evaluate` is in evaluator.py."""
+    """The names of TRL's and transformers' trainers; `evaluate` is in evaluator.py."""
 
     model: FastPeftModel
     args: TrainSettings
@@ -119,7 +119,7 @@ class TrlApi:
     given_eval_rows: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raise TypeError for a subclass that defines what TRL's or transformers' loop calls and ours does not."""
+        """Raise TypeError if a subclass defines a method that TRL's or transformers' loop calls and ours does not."""
         super().__init_subclass__(**options)
         if useless := [name for name in NEVER_CALLED if hasattr(cls, name)]:
             raise TypeError("; ".join(f"{cls.__name__} defines {name}, which is never called here: {NOT_HERE[name]}"
@@ -138,7 +138,7 @@ class TrlApi:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def notify(self, event: str, **details: Any) -> None:
-        """Tell the listeners; the loop defines how."""
+        """Notify the listeners; loop.py defines it."""
         raise NotImplementedError
 
     processing_class = property(attrgetter("tokenizer"))
@@ -158,12 +158,12 @@ class TrlApi:
 
     @property
     def accelerator(self) -> Processes:
-        """The facts about the run's processes that can be asked for."""
+        """An object like accelerate's Accelerator, with facts about the run's processes."""
         return Processes(self.learner.policy.device, self.ranks)
 
     @property
     def hub_model_id(self) -> str:
-        """The repository of `push_to_hub`: of the settings, or the name of output_dir."""
+        """The repository that `push_to_hub` uploads to, from the settings, or else the name of output_dir."""
         return self.args.hub_model_id or self.run_dir.resolve().name
 
     def is_world_process_zero(self) -> bool:
@@ -182,11 +182,11 @@ class TrlApi:
         return self.args.completions_per_step
 
     def add_callback(self, callback: Any) -> None:
-        """A listener, or a class of which one is made."""
+        """Add a listener; a class is instantiated first."""
         self.callbacks.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove and return a listener, given as it is or by its class; None where there is none."""
+        """Remove and return a listener, given as an object or by its class; None if it was not added."""
         return self.callbacks.pop(callback)
 
     remove_callback = pop_callback
@@ -212,7 +212,7 @@ class TrlApi:
                     revision: str | None = None, private: bool = True, dataset_name: str | None = None,
                     **card: Any) -> str:
         """Upload the adapter, the tokenizer and a card to `hub_model_id`; returns the address of the commit. The files
-        stay in output_dir/adapter. HubError where the hub refuses. It always waits for the upload."""
+        stay in output_dir/adapter. HubError if the hub refuses. The call always waits for the upload."""
         if revision is not None:
             raise ValueError(f"revision is {revision!r}; only the main branch is written, leave it out")
         folder = self.run_dir / "adapter"
@@ -223,20 +223,20 @@ class TrlApi:
         return hub.push(folder, hub.full_name(self.hub_model_id, token), private, hub.client(token), commit_message)
 
     def upload(self) -> None:
-        """Push the adapter of a run; where the hub refuses, that is logged: the run itself is finished and saved."""
+        """Push the adapter of a run; a refusal of the hub is only logged, as the run itself is finished and saved."""
         try:
             logger.info("uploaded to %s", self.push_to_hub())
         except hub.HubError as error:
             logger.error("push_to_hub: %s", error)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add a line to the history, and tell the listeners; a subclass may add to every line here."""
+        """Add a line to the history, and notify the listeners; a subclass may override this to add to every line."""
         line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
         self.state.log_history.append(line)
         self.notify("on_log", logs=line)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The metrics as people read them: seconds in words, numbers with four places."""
+        """Return the metrics for display: seconds in words, floats with four places."""
         return {name: time_text(value) if name.endswith(("_runtime", "_time")) else round(value, 4)
                 if isinstance(value, float) else value for name, value in metrics.items()}
 
@@ -246,7 +246,7 @@ class TrlApi:
             print(f"  {name} = {value}")
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write them to output_dir/SPLIT_results.json, and add them to all_results.json unless `combined` is False."""
+        """Write metrics to output_dir/SPLIT_results.json, and add them to all_results.json if `combined`."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         path = self.run_dir / "all_results.json"
         known = json.loads(path.read_text("utf-8")) if combined and path.is_file() else {}

@@ -78,7 +78,8 @@ class Call:
         shared = {"trainer_state": state, "log_extra": self.recorder.log_extra, "log_metric": self.recorder.log_metric}
         self.func = bind(name, func, {**lists, **shared})
         self.lists = lists.keys() - {"environments"}  # arguments to copy; environments are passed themselves
-        self.lacks_some = any(made is None for made in lists.get("environments") or ())  # environments that could not be made
+        # None in `environments` stands for one that could not be made
+        self.lacks_some = any(made is None for made in lists.get("environments") or ())
         self.future: Future[Any] = Future()
         self.groups = groups
         self.began = self.ended = 0.0

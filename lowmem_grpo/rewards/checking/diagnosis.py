@@ -248,7 +248,7 @@ def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = 
 
 
 def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float]) -> list[Finding]:
-    """Return findings about the rewards of a step's completions, as in `rewards.check`; `weights` are the functions', by
+    """Return findings about the rewards of a step's completions, as in `rewards.check`; `weights` are by function
     name. With fewer than ENOUGH_GROUPS groups, it reports only that no group has signal, that rewards are not numbers,
     or that no function paid anything. If no group has signal, functions that pay the same for all are not listed one by
     one."""

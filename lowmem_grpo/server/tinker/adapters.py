@@ -1,8 +1,8 @@
-"""`Adapters`: several LoRA models on one base, each with factors, gradients and moments of its own.
+"""`Adapters`: several LoRA models on one base, each with its own factors, gradients and moments.
 
-Each is an adapter of PEFT under a name of its own, of which one computes at a time. PEFT takes the others' parameters
-out of the graph (`requires_grad` is False), so that no call can reach the gradients of a model that it does not name.
-Swapping the factors of a single adapter would need copies at each change of model, and one rank for all."""
+Each is a PEFT adapter with its own name, and one is active at a time. PEFT sets `requires_grad` of the others'
+parameters to False, so that no call can change the gradients of a model that it does not name. Swapping the factors of
+a single adapter would need copies at each change of model, and the same rank for all."""
 
 import itertools
 import secrets
@@ -30,7 +30,7 @@ from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
 from lowmem_grpo.trainer.rewind import Gradients
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
-ALPHA = 32  # as the protocol's own service has it, for every rank: learning rates of its programs fit
+ALPHA = 32  # as in the protocol's own service, for every rank, so that its programs' learning rates fit
 MOST_RANK = 512
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=True)
 AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else seed)
@@ -41,7 +41,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 @checked(frozen=True, config=STRICT)
 class LoraSettings:
-    """The LoRA that a client asks for."""
+    """The LoRA settings that a client requests."""
 
     rank: Annotated[int, Field(ge=1, le=MOST_RANK)]
     seed: Seed = Field(None, validate_default=True)
@@ -56,7 +56,7 @@ class LoraSettings:
 
 @checked(frozen=True, config=STRICT)
 class Adam:
-    """The settings of one step, under the protocol's names."""
+    """Adam's settings for one optimizer step, under the protocol's names."""
 
     learning_rate: NotNegative = 1e-4
     beta1: Share = 0.9
@@ -67,23 +67,23 @@ class Adam:
 
 
 class DroppedError(ValueError):
-    """A step was not made, and the gradient for it is gone."""
+    """A step was not made, and its gradient was dropped."""
 
 
 @dataclass
 class ClientModel:
     """A model of a client."""
 
-    adapter: str  # PEFT's name of it
-    parameters: dict[str, nn.Parameter]  # by their names, without that of the adapter
+    adapter: str  # the adapter's name in PEFT
+    parameters: dict[str, nn.Parameter]  # by name, without the adapter's name
     optimizer: torch.optim.AdamW
 
 
 class Adapters:
-    """Trains models by their ids. One thread uses it. KeyError for an id that was not created."""
+    """Trains models by their ids. Not thread-safe. KeyError for an id that was not created."""
 
     def __init__(self, policy: Policy, packer: Packer, limits: Limits, offload: bool = False) -> None:
-        """`policy` computes with a PEFT model, whose own adapter is never trained here."""
+        """`policy` holds a PEFT model, whose own adapter is never trained here."""
         if not isinstance(policy.model, PeftModel):
             raise TypeError(f"the model is a {type(policy.model).__name__}; several adapters need a PEFT model")
         self.policy, self.packer, self.limits = policy, packer, limits
@@ -96,7 +96,7 @@ class Adapters:
             parameter.requires_grad_(False)
 
     def create(self, model_id: str, settings: LoraSettings) -> None:
-        """A new model, in place of one of its id: A drawn from the seed, B zero."""
+        """Create a model, in place of any of the same id: A is drawn from the seed, B is zero."""
         self.delete(model_id)
         name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
         scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)
@@ -113,20 +113,20 @@ class Adapters:
         self.rest()
 
     def delete(self, model_id: str) -> None:
-        """Free a model, if it is there."""
+        """Free a model, if it exists."""
         if (held := self.held.pop(model_id, None)) is not None:
             self.model.delete_adapter(held.adapter)
             self.rest()
 
     def rest(self) -> None:
-        """No client's model computes, and none is trained."""
+        """Activate the PEFT model's own adapter, with no parameter trainable."""
         self.model.set_adapter(self.own)
         for parameter in self.policy.trainable:
             parameter.requires_grad_(False)
 
     @contextmanager
     def active(self, model_id: str) -> Iterator[ClientModel]:
-        """Inside, this model computes and gets gradients; the others do not."""
+        """Make this model the active one, which alone gets gradients, inside the context."""
         held = self.held[model_id]
         self.model.set_adapter(held.adapter)
         try:
@@ -136,8 +136,9 @@ class Adapters:
 
     def run(self, model_id: str, asked: Pass) -> tuple[list[Tensor], dict[str, float]]:
         """Return the log-probabilities (T,) of each datum's targets, and metrics. Unless it is forward only, the
-        gradient of the loss, a sum over tokens, is added. ValueError, without a trace, where either is not finite."""
-        # the targets need not be the next tokens, and are put in afterwards
+        gradient of the loss, a sum over tokens, is added. ValueError, with no gradient added, if either is not finite.
+        """
+        # targets may differ from the next tokens, so they replace them after packing
         groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
         datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
         with self.active(model_id), torch.set_grad_enabled(not asked.forward_only):
@@ -154,7 +155,7 @@ class Adapters:
 
     def passes(self, batches: Iterator[MicroBatch], datums: dict[int, Datum], asked: Pass
                ) -> tuple[dict[int, Tensor], float]:
-        """The log-probabilities of each rollout, by its id, and the loss, over all micro-batches."""
+        """Run all micro-batches; return the log-probabilities of each rollout, by its id, and the total loss."""
         logprobs: dict[int, Tensor] = {}
         total = 0.0
         for packed in batches:
@@ -170,7 +171,7 @@ class Adapters:
         return logprobs, total
 
     def plain(self, batch: MicroBatch, data: list[Datum], asked: Pass) -> tuple[Tensor, list[Tensor]]:
-        """(the loss, log-probabilities (T,) of each datum), with a target for each token."""
+        """Return (the loss, log-probabilities (T,) of each datum), with one target for each token."""
         logprobs, _ = self.policy.logprobs(batch, 1.0)
         values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
         loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
@@ -178,7 +179,7 @@ class Adapters:
         return loss, unpack(logprobs.detach().float().cpu(), batch)
 
     def wide(self, batch: MicroBatch, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
-        """The same with several targets for a token: cross entropy, and (T, K) log-probabilities."""
+        """Return the same with several targets for a token: cross entropy, and (T, K) log-probabilities."""
         begins = [0, *itertools.accumulate(len(datum.ids) for datum in data)]
         cells = [datum.cells or one_each(datum) for datum in data]
         places = torch.cat([each.rows + begin for each, begin in zip(cells, begins, strict=False)])
@@ -190,7 +191,7 @@ class Adapters:
                       for datum, each, part in zip(data, cells, parts, strict=True)]
 
     def not_finite(self, logprobs: dict[int, Tensor]) -> str | None:
-        """Return which values are not finite after a pass, in words."""
+        """Return a message if the log-probabilities or gradients of a pass are not finite, else None."""
         if not all(bool(values.isfinite().all()) for values in logprobs.values()):
             return "a log-probability is NaN or infinite: the model diverged; go back to saved weights"
         gradients = [parameter.grad for parameter in self.policy.trainable if parameter.grad is not None]
@@ -200,8 +201,8 @@ class Adapters:
         return None
 
     def optim_step(self, model_id: str, adam: Adam) -> dict[str, float]:
-        """Make a step of AdamW with the gradients since the last one, and clear them. ValueError without any,
-        DroppedError where their norm is not finite."""
+        """Run a step of AdamW on the gradients since the last step, and clear them. ValueError if there are none,
+        DroppedError if their norm is not finite."""
         held = self.held[model_id]
         with_gradient = [parameter for parameter in held.parameters.values() if parameter.grad is not None]
         if not with_gradient:
@@ -221,12 +222,12 @@ class Adapters:
         return {"grad_norm": norm.item(), "learning_rate": adam.learning_rate}
 
     def size(self, model_id: str, moments: bool = False) -> int:
-        """Bytes of a model's factors, with room for Adam's moments on demand."""
+        """Return the bytes of a model's factors, with `moments` also those of Adam's moments."""
         size = sum(parameter.nbytes for parameter in self.held[model_id].parameters.values())
         return size * 3 if moments else size
 
     def state(self, model_id: str) -> dict[str, Tensor]:
-        """Factors and moments of a model, on the host, as `restore` takes them."""
+        """Return the factors and moments of a model, on the host, as `restore` takes them."""
         held, tensors = self.held[model_id], {}
         for name, parameter in held.parameters.items():
             tensors[name] = parameter.detach().cpu().clone()
@@ -235,7 +236,7 @@ class Adapters:
         return tensors
 
     def snapshot(self, model_id: str, folder: Path) -> None:
-        """Write a copy of the factors, as PEFT stores an adapter, on the disk when this returns."""
+        """Write the factors in PEFT's format, flushed to the disk before this returns."""
         name, aside = self.held[model_id].adapter, folder.with_name(f"{folder.name}.new")
         with removed_after(aside):
             self.model.save_pretrained(str(aside), selected_adapters=[name])
@@ -246,8 +247,8 @@ class Adapters:
         flush(folder.parent)
 
     def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
-        """Set factors and moments as `state` returned them, new moments without any, and drop gradients. ValueError
-        where the state is that of another kind of model."""
+        """Set factors and moments from a `state`, fresh moments if it has none, and drop gradients. ValueError if the
+        state does not fit the model's rank and layers."""
         held = self.held[model_id]
         shapes = {name: parameter.shape for name, parameter in held.parameters.items()}
         if {name: factor.shape for name, factor in state.items() if "/" not in name} != shapes:
@@ -257,17 +258,17 @@ class Adapters:
         for name, parameter in held.parameters.items():
             parameter.data.copy_(state[name])
             moments = {key.partition("/")[2]: value for key, value in state.items() if key.startswith(f"{name}/")}
-            if moments:  # torch keeps the count of steps on the host
+            if moments:  # torch keeps the step count on the host
                 held.optimizer.state[parameter] = {part: value.clone().to("cpu" if part == "step" else parameter.device)
                                              for part, value in moments.items()}
 
 
 def one_each(datum: Datum) -> Cells:
-    """The targets of a datum that has one for each token, as those of one that has several."""
+    """Return the targets of a datum with one target for each token as Cells of width 1."""
     rows = torch.arange(len(datum.ids))
     return Cells(rows, torch.zeros_like(rows), datum.targets, datum.values["weights"], len(rows), 1)
 
 
 def group_of(ids: list[int]) -> RolloutGroup:
-    """Return a sequence as the packer takes it: its first token is a prompt, and all that follows is trained."""
+    """Return a sequence in the packer's form: the first token is the prompt, and all others are trained."""
     return RolloutGroup({}, ids[:1], [Rollout(ids[1:], [0.0] * (len(ids) - 1), "length")])

@@ -1,5 +1,5 @@
-"""The JSON bodies of the Tinker protocol, as pydantic checks them; ValueError names the field that is wrong. The two
-messages that are protobuf have a form in JSON too, for programs without the protocol's client."""
+"""The JSON bodies of the Tinker protocol, checked by pydantic; ValueError names the field that is wrong. The two
+protobuf messages also have a JSON form, for programs without the protocol's client."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from lowmem_grpo.server.tinker.request_store import JSON, ModelReply
 B = TypeVar("B", bound=Body)
 Tokens = Annotated[list[Natural], Field(fail_fast=True)]
 MOST_SAMPLES = 1024
-MOST_TOP = 128  # likeliest tokens at each place of a prompt
+MOST_TOP = 128  # the largest k of top-k tokens at each place of a prompt
 MOST = torch.finfo(torch.float32).max
 REASONS = {wire.STOP: "stop", wire.LENGTH: "length"}
 Number = Annotated[float, Field(ge=-MOST, le=MOST)]
@@ -26,7 +26,7 @@ Numbers = Annotated[list[Number], Field(fail_fast=True)]
 
 
 def read(kind: type[B], body: bytes | dict[str, str]) -> B:
-    """Return a body in JSON, or the texts of a query, as an object of this class."""
+    """Parse a JSON body, or a query's parameters, as an object of this class. ValueError names a wrong field."""
     try:
         return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate_strings(body)
     except ValidationError as error:
@@ -34,7 +34,7 @@ def read(kind: type[B], body: bytes | dict[str, str]) -> B:
 
 
 def refused(advice: str) -> AfterValidator:
-    """Refuse a field, unless it says nothing."""
+    """Return a validator that refuses a field unless it is empty."""
     def check(value: Any) -> None:
         if value:
             raise ValueError(f"is {shown(value)}, which is not offered; {advice}")
@@ -43,7 +43,7 @@ def refused(advice: str) -> AfterValidator:
 
 
 def known(kind: Any, *dropped: str) -> BeforeValidator:
-    """Refuse the names that are no fields of a dataclass, and take out those of no meaning here."""
+    """Return a validator that refuses names that a dataclass has no field for, and drops `dropped` ones."""
     names = [field.alias or name for name, field in kind.__pydantic_fields__.items()]
 
     def check(settings: Any) -> Any:
@@ -66,21 +66,21 @@ OnlyAdam = Annotated[Any, AfterValidator(only_adam)]
 
 
 class ModelCall(Body):
-    """A numbered request to a model."""
+    """The model and the number of a request."""
 
     model_id: Any = None
     seq_id: Positive
 
 
 class OptimStep(Body):
-    """The settings of a step."""
+    """The body of optim_step."""
 
     adam_params: Annotated[Adam, known(Adam, "type")]
     optimizer_params: Annotated[Any, refused("only Adam is: pass types.AdamParams(...)")] = None
 
 
 class CreateModel(Body):
-    """A model to be made. `train_unembed` is told to every client as what is not done here."""
+    """The body of create_model. `train_unembed` is ignored: create_session tells clients that it is not offered."""
 
     model_seq_id: Natural
     optimizer_config: OnlyAdam = None
@@ -88,7 +88,7 @@ class CreateModel(Body):
 
 
 class CreateSampler(Body):
-    """A sampling session to be made, of the base model or of saved weights."""
+    """The body of create_sampling_session, of the base model or of saved weights."""
 
     sampling_session_seq_id: Natural
     base_model: str | None = None
@@ -96,46 +96,46 @@ class CreateSampler(Body):
 
 
 class SaveWeights(Body):
-    """A save_weights, or a save_weights_for_sampler."""
+    """The body of save_weights or save_weights_for_sampler."""
 
-    path: str | None = None  # the name to save under; None is a snapshot of no name
-    sampling_session_seq_id: Natural | None = None  # names the sampling session that a snapshot gets
+    path: str | None = None  # the name to save under; None for an unnamed snapshot
+    sampling_session_seq_id: Natural | None = None  # the number of the snapshot's sampling session
     overwrite: bool = False
-    ttl_seconds: Positive | None = None  # None is for ever
+    ttl_seconds: Positive | None = None  # None keeps the weights
     kind: Literal["snapshot"] = "snapshot"
 
 
 class LoadWeights(Body):
-    """A load_weights into a model."""
+    """The body of load_weights into an existing model."""
 
     path: str
-    optimizer: bool  # Adam's moments come along
+    optimizer: bool  # loads Adam's moments too
     optimizer_config: OnlyAdam = None
     weights_access_token: Annotated[Any, refused("only weights of your own key can be loaded")] = None
 
 
 class LoadIntoNew(LoadWeights):
-    """The same into a model that is made for it."""
+    """The body of load_weights into a new model."""
 
     model_seq_id: Natural
     base_model: str | None = None
 
 
 class KeepFor(Body):
-    """For how long weights are kept from now on."""
+    """The time for which weights are kept from now on."""
 
-    ttl_seconds: Positive | None  # None is for ever
+    ttl_seconds: Positive | None  # None keeps them
 
 
 class ListPage(Body):
-    """The part of a list that is asked for."""
+    """The requested part of a list."""
 
     offset: Natural = 0
     limit: Positive = 20
 
 
 def chunks_of(prompt: Any) -> Any:
-    """Return the chunks of a prompt, which may be a plain list of ids."""
+    """Return the token ids of each chunk of a prompt, which may also be a plain list of ids."""
     if isinstance(prompt, list):
         return [prompt]
     chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
@@ -159,7 +159,7 @@ class SamplingSettings(Body):
 
 
 class SampleRequest(Body):
-    """Samples of a prompt, and what is to be known of the prompt itself."""
+    """The body of asample: a prompt, its sampling options, and the requested log-probabilities of the prompt."""
 
     sampling_session_id: str = ""
     seq_id: Natural
@@ -185,7 +185,7 @@ class SampleRequest(Body):
 
 
 class PlainDatum(Body, extra="allow"):
-    """Tokens, and a value for each of them under the name of each input of the loss."""
+    """Tokens, and under the name of each loss input one value for each token."""
 
     __pydantic_extra__: dict[str, Numbers]
     tokens: Tokens
@@ -193,7 +193,7 @@ class PlainDatum(Body, extra="allow"):
 
 
 class PlainPass(Body, extra="forbid"):
-    """A forward_backward."""
+    """The JSON body of forward_backward."""
 
     model_id: str
     seq_id: Positive
@@ -208,7 +208,7 @@ def wants_json(accept: str) -> bool:
 
 
 def request_of(body: bytes) -> bytes:
-    """Return a forward_backward as the protocol has it. ValueError names the field that is wrong."""
+    """Return a JSON forward_backward as the protocol's protobuf. ValueError names the field that is wrong."""
     call = read(PlainPass, body)
     plain = call.model_dump(include={"model_id", "seq_id", "loss_fn", "loss_fn_config", "forward_only"})
     message = wire.ForwardBackwardRequest(**plain)
@@ -228,14 +228,14 @@ def put(datum: Any, name: str, values: list[Any] | None, kind: int, dtype: torch
 
 
 def in_json(answer: ModelReply, sampled: bool) -> ModelReply:
-    """An answer in protobuf, of a sample or of a forward_backward; others are in JSON already."""
+    """Return a protobuf answer, of a sample or a forward_backward, in JSON; other answers are in JSON already."""
     if answer.media != wire.PROTOBUF:
         return answer
     return ModelReply(json.dumps((sample_of if sampled else output_of)(answer.body)).encode())
 
 
 def sample_of(body: bytes) -> dict[str, Any]:
-    """The sequences of a sample, and the log-probabilities of the prompt, where they were asked for."""
+    """Return the sequences of a sample, and the log-probabilities of the prompt, if they were requested."""
     message = wire.parsed(wire.SampleResponse, body)
     sample: dict[str, Any] = {"sequences": [
         {"tokens": from_bytes(sequence.tokens, torch.int32, "tokens").tolist(), "logprobs": floats(sequence.logprobs),
@@ -244,7 +244,7 @@ def sample_of(body: bytes) -> dict[str, Any]:
 
 
 def output_of(body: bytes) -> dict[str, Any]:
-    """The metrics of a forward_backward, and for each datum the log-probabilities of its targets."""
+    """Return the metrics of a forward_backward, and for each datum the log-probabilities of its targets."""
     message = wire.parsed(wire.ForwardBackwardOutput, body)
     outputs: list[dict[str, Any]] = []
     for record in message.loss_fn_outputs:
@@ -258,5 +258,5 @@ def output_of(body: bytes) -> dict[str, Any]:
 
 
 def floats(data: bytes) -> list[float | None]:
-    """Values of 32 bits; what JSON has no number for is null, as the log-probability of a prompt's first token."""
+    """Return float32 values, None if not finite (null in JSON), as for the log-prob of a prompt's first token."""
     return [value if math.isfinite(value) else None for value in from_bytes(data, torch.float32, "values").tolist()]

@@ -1,4 +1,4 @@
-"""`CheckpointStore`: weights that clients saved under a name, to train on from and to sample with."""
+"""`CheckpointStore`: weights that clients saved under a name, to continue training from or to sample with."""
 
 import json
 import re
@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 @dataclass(frozen=True)
 class Saved:
-    """Weights under a name. Times are seconds since 1970."""
+    """Named weights. Times are seconds since 1970."""
 
     path: str  # tinker://MODEL/weights/NAME, or tinker://MODEL/sampler_weights/NAME
     owner: str
@@ -43,14 +43,14 @@ class Saved:
 
 
 def path_of(model: str, kind: str, name: str) -> str:
-    """Return the protocol's path of weights under a name. ValueError for a name that is no plain one."""
+    """Return the protocol's path of named weights. ValueError for a name with other characters, or too long."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"path is {name!r}; give a name of letters, digits and _.-, at most 128")
     return f"tinker://{model}/{kind}/{name}"
 
 
 class CheckpointStore:
-    """Any thread may use it. What is on the shelf is in the database; a file without a row is what a kill left."""
+    """The store of named weights; thread-safe. Each has a row in the database; a kill may leave files without one."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         database.add([TABLE])
@@ -59,7 +59,7 @@ class CheckpointStore:
         self.sweep()
 
     def find(self, path: object, owner: str, kind: str | None = None) -> Saved:
-        """The weights of a path. UnknownError where this user has none there, ValueError for those of another kind."""
+        """Return the weights of a path. UnknownError if this user has none there, ValueError if of another kind."""
         row = self.database.row("SELECT * FROM tinker_saved WHERE path = ? AND (expires IS NULL OR expires > ?)",
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
@@ -73,38 +73,38 @@ class CheckpointStore:
         return saved
 
     def all(self, owner: str, model: str | None = None) -> list[Saved]:
-        """This user's weights, the newest first; of one model, or of all."""
+        """Return this user's weights, the newest first, of one model or of all."""
         rows = self.database.rows("SELECT * FROM tinker_saved WHERE owner = ? AND (expires IS NULL OR expires > ?) "
                                   "ORDER BY made DESC, path", (owner, time.time()))
         return [saved for saved in map(Saved.from_row, rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return the file for a request's weights, no other's: an older one of the name stays until it is whole."""
+        """Return the file for a request's weights, unique to it: older weights stay until it is complete."""
         suffix = ".safetensors" if kind == TRAINING else ""
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 
     def check_free(self, path: str, owner: str, overwrite: bool) -> None:
-        """ValueError where there are weights of this name already, which are not to be replaced."""
+        """Raise ValueError if weights of this name exist and are not to be overwritten."""
         if not overwrite:
             with suppress(UnknownError):
                 self.find(path, owner)
                 raise ValueError(f"{path} is there already: give another name, or overwrite=True")
 
     def put(self, saved: Saved, connection: sqlite3.Connection) -> None:
-        """Add a row, in the transaction of whoever answers the request."""
+        """Add a row, in the transaction that stores the request's answer."""
         values = asdict(saved) | {"settings": json.dumps(asdict(saved.settings))}
         marks = ", ".join("?" * len(values))
         connection.execute(f"INSERT OR REPLACE INTO tinker_saved ({', '.join(values)}) VALUES ({marks})",
                            tuple(values.values()))
 
     def delete(self, path: str, owner: str) -> None:
-        """Forget weights, and delete them. UnknownError where this user has none there."""
+        """Delete weights, their row and their files. UnknownError if this user has none there."""
         saved = self.find(path, owner)
         self.database.change("DELETE FROM tinker_saved WHERE path = ?", (saved.path,))
         remove(self.folder / saved.file)
 
     def keep_for(self, path: str, owner: str, seconds: int | None) -> None:
-        """Let weights go so many seconds from now; None keeps them. UnknownError where this user has none there."""
+        """Let weights expire in `seconds` from now; None keeps them. UnknownError if this user has none there."""
         saved = self.find(path, owner)
         self.database.change("UPDATE tinker_saved SET expires = ? WHERE path = ?",
                              (None if seconds is None else time.time() + seconds, saved.path))
@@ -113,7 +113,7 @@ class CheckpointStore:
         return bool(self.database.rows("SELECT 1 FROM tinker_saved WHERE expires <= ? LIMIT 1", (time.time(),)))
 
     def sweep(self) -> None:
-        """Delete what expired, what was replaced, and what a kill left behind."""
+        """Delete expired weights, and files that were replaced or left by a kill."""
         self.database.change("DELETE FROM tinker_saved WHERE expires <= ?", (time.time(),))
         known = {row["file"] for row in self.database.rows("SELECT file FROM tinker_saved")}
         for path in self.folder.iterdir():
@@ -122,5 +122,5 @@ class CheckpointStore:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder; 0 where it is gone."""
+    """Return the bytes of a file, or of all files in a folder; 0 if it does not exist."""
     return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())

@@ -1,4 +1,4 @@
-"""`Datum`: a sequence to train on, as a client sent it, checked."""
+"""`Datum`: a sequence to train on, parsed from a client's request and checked."""
 
 import math
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, loss_named
 from lowmem_grpo.server.tinker import wire
 
 DTYPES = {wire.FLOAT32: torch.float32, wire.INT64: torch.int64, wire.INT32: torch.int32, wire.BFLOAT16: torch.bfloat16}
-MOST_WIDTH = 128  # targets of a token
+MOST_WIDTH = 128  # targets per token
 TARGETS = "target_tokens"
-MOST_CELLS = 2**24  # targets of a request, where tokens have several
+MOST_CELLS = 2**24  # targets per request, if tokens have several
 KNOWN = {TARGETS, *(name for loss in LOSSES.values() for name in loss.needs)}
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The E cells of a (T, K) matrix that are not left out, row by row."""
+    """The E cells that are present in a sparse (T, K) matrix, row by row."""
 
     rows: Tensor  # (E,) int64, of T
     columns: Tensor  # (E,) int64, of K
@@ -31,7 +31,7 @@ class Cells:
     width: int  # K
 
     def matrix(self, values: Tensor) -> Tensor:
-        """Values (E,) in their places of (T, K); 0 where a cell was left out."""
+        """Return values (E,) as a (T, K) matrix, with 0 in the absent cells."""
         return values.new_zeros(self.length, self.width).index_put((self.rows, self.columns), values)
 
 
@@ -41,8 +41,8 @@ def is_wide(tensor: Any) -> bool:
 
 
 def cells_of(targets: Any, weights: Any, where: str, length: int) -> Cells:
-    """The targets and weights of a datum of `length` tokens. What both leave out is left out; what one of them leaves
-    out is 0 there. ValueError names the field that is wrong."""
+    """Return the targets and weights of a datum of `length` tokens. A cell is absent if both lack it; if only one lacks
+    it, its value there is 0. ValueError names the field that is wrong."""
     names = [f"{where}['target_tokens']", f"{where}['weights']"]
     tokens = listed(targets, names[0], length, torch.int64)
     factors = listed(weights, names[1], length, torch.float32)
@@ -85,7 +85,7 @@ def csr_cells(matrix: Any, where: str, shape: list[int]) -> Tensor:
 
 
 def values_of(tensor: Any, data: bytes, where: str, dtype: torch.dtype) -> Tensor:
-    """Return the values (N,) of a Tensor message in these bytes: whole numbers or finite floats, as `dtype` says."""
+    """Return the values (N,) of a Tensor message from its bytes: integers or finite floats, as `dtype` says."""
     floats = dtype.is_floating_point
     if tensor.dtype not in DTYPES or DTYPES[tensor.dtype].is_floating_point != floats:
         raise ValueError(f"{where} has the dtype {tensor.dtype}; it must be "
@@ -97,38 +97,38 @@ def values_of(tensor: Any, data: bytes, where: str, dtype: torch.dtype) -> Tenso
 
 
 def from_bytes(data: bytes, dtype: torch.dtype, where: str) -> Tensor:
-    """Return the values (N,) of bytes, little-endian."""
+    """Return the values (N,) in little-endian bytes."""
     if len(data) % dtype.itemsize:
         raise ValueError(f"{where} has {len(data)} bytes; it must be a multiple of {dtype.itemsize}")
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def as_bytes(values: Tensor) -> bytes:
-    """Return the bytes of values on the host, little-endian."""
+    """Return host values as little-endian bytes."""
     return values.contiguous().numpy().tobytes()
 
 
 @dataclass(frozen=True)
 class Datum:
-    """T tokens, a target for each, and what the loss needs of each."""
+    """T tokens, a target for each, and the loss's inputs for each."""
 
     ids: list[int]  # (T,)
-    targets: Tensor  # (T,) int64; where there are several of each, the first
-    values: dict[str, Tensor]  # (T,) float32 each; empty where there are several targets
-    cells: Cells | None = None  # several targets of each token
+    targets: Tensor  # (T,) int64; placeholders if tokens have several targets
+    values: dict[str, Tensor]  # (T,) float32 each; empty if tokens have several targets
+    cells: Cells | None = None  # the targets if tokens have several
 
 
 @dataclass(frozen=True)
 class ModelBounds:
     """The limits of a model."""
 
-    vocabulary: int  # ids are below it
-    context: int  # tokens of a sequence
+    vocabulary: int  # token ids are below it
+    context: int  # the most tokens of a sequence
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A call of forward or forward_backward."""
+    """A checked call of forward or forward_backward."""
 
     data: list[Datum]
     loss: str
@@ -137,7 +137,7 @@ class Pass:
 
 
 def pass_of(request: Any, bounds: ModelBounds) -> Pass:
-    """A ForwardBackwardRequest, checked. ValueError names the field that is wrong."""
+    """Check a ForwardBackwardRequest, and return its Pass. ValueError names the field that is wrong."""
     newer = {key: getattr(value, value.WhichOneof("kind") or "text")
              for key, value in request.loss_fn_config_v2.items()}
     settings = checked_settings(request.loss_fn, newer or dict(request.loss_fn_config))
@@ -153,7 +153,7 @@ def pass_of(request: Any, bounds: ModelBounds) -> Pass:
 
 
 def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: ModelBounds, loss: str) -> Datum:
-    """A Datum message, checked. What another loss would need may be there, and is left out."""
+    """Check a Datum message, and return its Datum. Inputs that only other losses need are ignored."""
     ids = ids_of(datum.model_input, f"{where}.model_input", bounds)
     if len(ids) > bounds.context:
         raise ValueError(f"{where}.model_input has {len(ids)} tokens; the server takes at most {bounds.context}")
@@ -198,7 +198,7 @@ def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
 
 
 def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
-    """Raise ValueError for an id that is none of the model's."""
+    """Raise ValueError for an id outside the model's vocabulary."""
     wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
     if len(wrong):
         place = int(wrong[0])
@@ -207,7 +207,7 @@ def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
 
 
 def tensor_of(tensor: Any, where: str, length: int, dtype: torch.dtype) -> Tensor:
-    """A Tensor message of (length,) values, whole numbers or floats as `dtype` says."""
+    """Return the values (length,) of a Tensor message: integers or floats, as `dtype` says."""
     if is_wide(tensor):
         raise ValueError(f"{where} has the shape {list(tensor.shape)}, and may be sparse; it must be [{length}], as "
                          "the targets are: several values for a token go with several targets only")
@@ -220,7 +220,7 @@ def tensor_of(tensor: Any, where: str, length: int, dtype: torch.dtype) -> Tenso
 
 
 def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput: `logprobs` (T,) or (T, K) float32 of each datum, in the request's order."""
+    """Return a ForwardBackwardOutput: `logprobs` (T,) or (T, K) float32 of each datum, in the request's order."""
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics.update(metrics)
     for shape, alike in groupby(logprobs, lambda part: part.shape[1:]):
@@ -229,7 +229,7 @@ def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:
 
 
 def add_record(message: Any, shape: list[int], logprobs: list[Tensor]) -> None:
-    """Datums whose tokens have as many targets each."""
+    """Add one record for datums whose tokens all have the same number of targets."""
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
     field = record.fields["logprobs"]
     field.dtype, field.data = wire.FLOAT32, as_bytes(torch.cat(logprobs).float())

@@ -1,4 +1,4 @@
-"""The routes of saved weights, and of a user's models, as the protocol calls them training runs."""
+"""The routes of saved weights, and of a user's models, which the protocol calls training runs."""
 
 from datetime import UTC, datetime
 
@@ -14,7 +14,7 @@ TYPES = {TRAINING: "training", SAMPLING: "sampler"}
 
 
 class ListRoutes:
-    """Routes that list, show and delete what belongs to a user."""
+    """Routes that list, show and delete a user's models and saved weights."""
 
     def __init__(self, training: Training, served: Served) -> None:
         self.training, self.shelf, self.served = training, training.shelf, served
@@ -62,7 +62,7 @@ class ListRoutes:
                 "corrupted": False, "last_checkpoint": newest[TRAINING], "last_sampler_checkpoint": newest[SAMPLING]}
 
     def unload_model(self, asked: ApiRequest) -> Json:
-        """Return the promise that a model is gone, kept already. It may be asked for again."""
+        """Unload a model, and return a promise that is already fulfilled. A repeated call returns it again."""
         model = asked.json.get("model_id")
         try:
             self.training.unload(self.training.ledger.model(model, asked.owner))

@@ -1,11 +1,11 @@
-"""`RequestStore`: what clients asked of their models and what they were answered, in the server's database.
+"""`RequestStore`: clients' requests to their models and the answers, in the server's database.
 
-Every request is kept before its promise is given, every answer before it is told: a kill of the server loses neither. A
-model's state is written with each optimizer step, and named in the same transaction as the step's answer: a step whose
-answer is there is in the state, and one whose answer is missing is not.
+Every request is stored before its promise is returned, and every answer before it is sent: a kill of the server loses
+neither. A model's state is written with each optimizer step, and its file is named in the same transaction as the
+step's answer: the state contains exactly the steps that are answered.
 
-Answers are on the disk before they are told, so that they outlive the machine's power too. A request that was not
-answered when that went may be gone: its promise is then not known any more."""
+Answers are flushed to the disk before they are sent, so they also survive a power failure. A request that was not
+answered by then may be lost: its promise is unknown afterwards."""
 
 import contextlib
 import json
@@ -35,27 +35,27 @@ TABLES = [
 ]
 MODELS = ("SELECT tinker_models.*, COALESCE((SELECT asked FROM tinker_times WHERE model = id), 0.0) AS asked "
           "FROM tinker_models")
-KEPT = 4096  # answers of a model, the newest; a client asks for them within seconds
-AHEAD = 4096  # requests of a model that wait
+KEPT = 4096  # the newest answers kept for each model; clients fetch them within seconds
+AHEAD = 4096  # the most requests of a model that may wait
 JSON = "application/json"
 PASS = "forward_backward"  # the kind of a request that may add gradients
 MISSING = "missing"  # the kind of a request that never came
-REFUSED = "refused"  # the kind of a request that went beyond a limit; its body says which
-Effect = Literal["", "added", "changed"]  # what an answered request did: to gradients, or to the model's state
-NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # as promises are named
+REFUSED = "refused"  # the kind of a request that exceeded a limit; its body says which
+Effect = Literal["", "added", "changed"]  # of a request: it added gradients, or changed the model's state
+NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # the seq in a promise's id
 
 
 class UnknownError(LookupError):
-    """There is no such thing, or it is another user's."""
+    """A session, model, promise or saved weight does not exist, or is another user's."""
 
 
 class FinishedError(LookupError):
-    """It is over."""
+    """A session has ended."""
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A request for a model. They are done in the order of `seq`, from 1 on without a gap."""
+    """A request to a model. A model's requests run in the order of `seq`, from 1 on without a gap."""
 
     model: str
     seq: int
@@ -64,16 +64,16 @@ class ModelRequest:
 
     @property
     def id(self) -> str:
-        """The id of its promise: the same request has the same one."""
+        """The id of the request's promise; a repeated request has the same one."""
         return f"{self.model}:{self.seq}"
 
     def agrees_with(self, later: "ModelRequest") -> bool:
-        """Return whether a later request of its number asks for the same; true without a body to compare."""
+        """Return whether a later request with the same number is the same; True if there is no body to compare."""
         if self.kind in (MISSING, REFUSED):
             return True
         if self.kind != later.kind or not self.body or self.body == later.body:
             return self.kind == later.kind
-        if self.kind == PASS:  # a message has several forms in bytes
+        if self.kind == PASS:  # a message can be serialized in several ways
             first, second = (wire.parsed(wire.ForwardBackwardRequest, body) for body in (self.body, later.body))
             return bool(first == second)
         return json_of(self.body) == json_of(later.body)
@@ -81,12 +81,12 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class ModelReply:
-    """The reply that fulfils a promise."""
+    """The answer that fulfils a promise."""
 
     body: bytes
     media: str = JSON
     effect: Effect = ""
-    also: Callable[[sqlite3.Connection], None] | None = None  # what is written with it
+    also: Callable[[sqlite3.Connection], None] | None = None  # writes more in the same transaction
 
     @classmethod
     def from_json(cls, value: dict[str, Any], effect: Effect = "") -> "ModelReply":
@@ -94,21 +94,21 @@ class ModelReply:
 
     @classmethod
     def failed(cls, message: str, category: str = "user", effect: Effect = "") -> "ModelReply":
-        """The reply to a request that failed; `category` says by whom: user or server."""
+        """Return the reply to a failed request; `category` says whose fault it is: "user" or "server"."""
         return cls.from_json({"error": message, "category": category}, effect)
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model as the database has it."""
+    """A model's row in the database."""
 
     id: str
     owner: str
     settings: LoraSettings
     state: str | None  # the file of its state; None before the first step
     stepped: int  # the seq of the last optimizer step
-    done: int  # the seq that was answered last
-    asked: float  # when something was asked of it last, in seconds since 1970; 0 where nothing was
+    done: int  # the seq of the last answered request
+    asked: float  # the time of the last request, in seconds since 1970; 0 if there was none
 
     @classmethod
     def from_row(cls, row: Row) -> "StoredModel":
@@ -116,15 +116,16 @@ class StoredModel:
 
 
 class RequestStore:
-    """Any thread may use it; what a method did outlives a kill when it returns."""
+    """The store of sessions, models, requests and answers. Thread-safe; when a method returns, its changes survive a
+    kill."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
         database.add(TABLES)
 
     def open_of(self, owner: str) -> tuple[int, int, bool]:
-        """Return a user's number of unanswered requests, the bytes kept of them, and whether one is the next of its
-        model, and so will be answered."""
+        """Return a user's number of unanswered requests, the bytes of all stored bodies, and whether one of these
+        requests is the next of its model, and so will be answered."""
         totals = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
@@ -132,7 +133,7 @@ class RequestStore:
         return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
     def asked(self, model: str, seq: int) -> ModelRequest | None:
-        """The request of a number, without its body, once that is no longer needed; None where there is none."""
+        """Return the request of a number, without its body once that was deleted; None if there is no request."""
         row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
         return None if row is None else ModelRequest(model, seq, row["kind"], row["body"] or b"")
 
@@ -140,7 +141,7 @@ class RequestStore:
         self.database.change("INSERT INTO tinker_sessions (id, owner) VALUES (?, ?)", (session, owner))
 
     def check_session(self, session: Any, owner: str) -> None:
-        """UnknownError unless it is a session of this user, FinishedError where its client has ended it."""
+        """Raise UnknownError unless it is a session of this user, FinishedError if its client has ended it."""
         row = self.database.row("SELECT owner, finished FROM tinker_sessions WHERE id = ?", (str(session),))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"session_id is {session!r}; there is no such session of yours: make a ServiceClient")
@@ -149,14 +150,14 @@ class RequestStore:
                                 "ServiceClient")
 
     def finish_session(self, session: str, owner: str, reason: str) -> None:
-        """Keep why a client ended its session; the first reason stays. Its models and weights stay too."""
+        """Mark a session as ended, with the client's reason; the first reason stays. Its models and weights stay."""
         with contextlib.suppress(FinishedError):
             self.check_session(session, owner)
         self.database.change("UPDATE tinker_sessions SET finished = ? WHERE id = ? AND finished IS NULL",
                              (reason, session))
 
     def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None) -> None:
-        """A model, with the promise of it: its first request. One that is there stays as it is."""
+        """Add a model with its first request. A model that exists stays as it is."""
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_models VALUES (?, ?, ?, NULL, 0, -1)",
                                (model, owner, json.dumps(asdict(settings))))
@@ -164,19 +165,19 @@ class RequestStore:
                                (model, kind, body))
 
     def model(self, model: Any, owner: str | None = None) -> StoredModel:
-        """A model; with `owner`, only one of theirs, else UnknownError."""
+        """Return a model. UnknownError if it does not exist, or with `owner` if it is another user's."""
         row = self.database.row(f"{MODELS} WHERE id = ?", (str(model),))
         if row is None or (owner is not None and row["owner"] != owner):
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
         return StoredModel.from_row(row)
 
     def models(self, owner: str | None = None) -> list[StoredModel]:
-        """All models, or a user's, the oldest first."""
+        """Return all models, or those of a user, the oldest first."""
         rows = self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid", (owner, owner))
         return list(map(StoredModel.from_row, rows))
 
     def ask(self, asked: ModelRequest) -> ModelRequest | None:
-        """Keep a request, or return the one of its number. ValueError for a number too far ahead, or forgotten."""
+        """Store a request, or return the earlier one of its number. ValueError for a number too high or too old."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
@@ -187,7 +188,7 @@ class RequestStore:
         return None if made else self.asked(asked.model, asked.seq)
 
     def gap(self, model: str) -> int | None:
-        """The number of the request to do next, where it has not come and later ones have."""
+        """Return the number of the next request, if it has not come and later ones have; else None."""
         row = self.database.row(
             "SELECT done + 1 AS seq FROM tinker_models WHERE id = ? AND EXISTS (SELECT 1 FROM tinker_promises WHERE "
             "model = id AND seq > done + 1) AND NOT EXISTS (SELECT 1 FROM tinker_promises WHERE model = id AND "
@@ -195,7 +196,7 @@ class RequestStore:
         return None if row is None else int(row["seq"])
 
     def step_over(self, model: str, seq: int, answer: ModelReply) -> None:
-        """Answer a request that never came, unless it has come meanwhile."""
+        """Answer a request that never came, unless it has come in the meantime."""
         with self.database.write() as connection:
             made = connection.execute(
                 "INSERT OR IGNORE INTO tinker_promises (model, seq, kind, answer, media) VALUES (?, ?, ?, ?, ?)",
@@ -204,22 +205,22 @@ class RequestStore:
                 connection.execute("UPDATE tinker_models SET done = ? WHERE id = ? AND done = ?", (seq, model, seq - 1))
 
     def next(self, model: str) -> ModelRequest | None:
-        """The request to do next; None where it has not come."""
+        """Return the next request to run; None if it has not come."""
         row = self.database.row(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq = "
             "(SELECT done + 1 FROM tinker_models WHERE id = ?)", (model, model))
         return None if row is None else ModelRequest(row["model"], row["seq"], row["kind"], row["body"] or b"")
 
     def since_step(self, model: StoredModel) -> list[ModelRequest]:
-        """The requests that were answered after the last optimizer step, in order: gradients are made of them. One that
-        failed added nothing then, and may not now; its answer is JSON."""
+        """Return the requests that were answered after the last optimizer step, in order, to recompute the gradients.
+        Those that failed are left out, by their JSON answers: they added nothing."""
         rows = self.database.rows(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
             "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))
         return [ModelRequest(**row) for row in rows]
 
     def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
-        """Write a request's answer, and the file of the state that it left; its body stays if it added gradients."""
+        """Store a request's answer, and the state file if it wrote one; its body stays if it added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)
@@ -241,13 +242,13 @@ class RequestStore:
         self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
 
     def snapshots(self, owner: str) -> list[str]:
-        """The folders that this user's samplers sample from, as they were added."""
+        """Return the snapshot folders that this user's samplers use, as they were added."""
         rows = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
                                    "NULL", (owner,))
         return [row["snapshot"] for row in rows]
 
     def snapshot_of(self, sampler: Any, owner: str) -> str | None:
-        """Return the snapshot that a sampler samples from; UnknownError for one that is not this user's."""
+        """Return the snapshot folder that a sampler uses, None for the base model; UnknownError if not this user's."""
         row = self.database.row("SELECT * FROM tinker_samplers WHERE id = ?", (str(sampler),))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
@@ -257,7 +258,7 @@ class RequestStore:
         return snapshot
 
     def answer(self, promise: str, owner: str) -> ModelReply | None:
-        """Return the reply that fulfils a promise; None before it. UnknownError for a promise of another user."""
+        """Return the answer that fulfils a promise; None if there is none yet. UnknownError if not this user's."""
         model, _, seq = promise.rpartition(":")
         number = int(seq) if NUMBER.fullmatch(seq) else -1
         unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")

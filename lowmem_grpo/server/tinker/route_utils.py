@@ -1,4 +1,4 @@
-"""What the routes of the Tinker protocol share: a request that was read, what is wrong with it, its reply."""
+"""The parts that routes of the Tinker protocol share: requests, errors, and replies."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,15 +18,15 @@ from lowmem_grpo.server.tinker.usage import BusyError
 
 T = TypeVar("T")
 Json = dict[str, Any]
-SMALL = 64 * 1024  # bytes of a body that is read in a few milliseconds
+SMALL = 64 * 1024  # the most bytes of a body that is parsed in a few milliseconds
 
 
 @dataclass(frozen=True)
 class Served:
-    """The facts about the served model that clients ask for."""
+    """The facts about the served model that clients request."""
 
-    name: str  # under which clients ask for it, and find its tokenizer
-    loaded_as: str  # the name with which the server was started, which is taken too
+    name: str  # the name that clients use, also to load its tokenizer
+    loaded_as: str  # the name with which the server was started, also accepted
     tokenizer: str  # a name on the hub, or a folder
     architecture: str
     context: int
@@ -39,12 +39,12 @@ class Served:
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request that was read."""
+    """A request with its body read."""
 
-    owner: str  # whose key it has
+    owner: str  # the user of its key
     body: bytes
     headers: Headers
-    path: dict[str, str]  # what its path names
+    path: dict[str, str]  # the path's parameters
     query: dict[str, str]
 
     @classmethod
@@ -61,8 +61,8 @@ Answers = Callable[[ApiRequest], Json | None]
 
 
 def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Callable[[Request], Any]:
-    """Return a route that answers in a thread. `refuse` is told whose request was refused for good: its number may be
-    missed, and others wait for it no longer than needed."""
+    """Return a route that answers in a thread. `refuse` is called with the user of a request that was refused for good:
+    its number may be missing now, and later requests should not wait long for it."""
     async def endpoint(request: Request) -> Response:
         asked = await ApiRequest.read(request)
         try:
@@ -77,15 +77,15 @@ def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Call
 
 
 async def checked(call: Callable[[], T], here: bool = False) -> T:
-    """Return what a call returns, in a thread. With `here` it is done at once, as a call that waits for nothing: going
-    to a thread and back takes longer while another one computes. What is wrong is the client's."""
+    """Run a call in a thread and return its result. With `here` it runs in this thread, for calls that do not block: a
+    change of threads takes longer while another one computes. Errors become the client's (`client_errors`)."""
     with client_errors():
         return call() if here else await run_in_threadpool(call)
 
 
 @contextmanager
 def client_errors() -> Iterator[None]:
-    """Inside, what is wrong is the client's, who is not to send it again unless it is told to."""
+    """Turn errors inside into ChatErrors of the client, with statuses that only for BusyError ask for a retry."""
     try:
         yield
     except UnknownError as error:

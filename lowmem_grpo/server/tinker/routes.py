@@ -1,4 +1,4 @@
-"""The routes of the Tinker protocol below /api/v1, as the client's version 0.38.0 asks for them."""
+"""The routes of the Tinker protocol below /api/v1, as the client's version 0.38.0 calls them."""
 
 import asyncio
 import secrets
@@ -21,15 +21,15 @@ from lowmem_grpo.server.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, S
 from lowmem_grpo.server.tinker.usage import SOON, UNLOAD
 
 MISSING = "no such folder"  # below the folder of the models
-FEW = 16  # parts of a promise whose answer is put together at once
-POLL = 35.0  # seconds that a poll is held open: each one more costs as much as a request; clients give up after 45
+FEW = 16  # the most parts of a promise whose answer is built without a thread
+POLL = 35.0  # seconds that a poll is held open: each further poll costs a request; clients give up after 45
 REASONS = ("success", "errored", "interrupted")
 HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
         "Pass train_unembed=False to say so yourself.")
 
 
 def tinker_router(training: Training, sampling: SampleService, served: Served) -> APIRouter:
-    """Return the routes. Those that are not here are answered as unknown, with the list of what there is."""
+    """Return the router of the protocol's routes; the app answers other paths as unknown, with a list of its routes."""
     router = APIRouter(redirect_slashes=False)
     models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
     answers = models.answers() | ListRoutes(training, served).answers() | {
@@ -45,7 +45,7 @@ def tinker_router(training: Training, sampling: SampleService, served: Served) -
 
 
 class ModelRoutes:
-    """Sessions of clients, their models, and what is asked of these."""
+    """The routes of client sessions, their models, and requests to the models."""
 
     def __init__(self, training: Training, served: Served) -> None:
         self.training, self.ledger, self.served = training, training.ledger, served
@@ -67,7 +67,7 @@ class ModelRoutes:
         }
 
     def promises(self) -> dict[str, Answers]:
-        """Return what answers with a promise of a model, by its kind."""
+        """Return the handlers of model requests, which answer with a promise, by kind of request."""
         return {PASS: self.forward_backward, LOAD: self.load_weights, **{
             kind: partial(self.promise, kind) for kind in (OPTIM_STEP, SNAPSHOT, SAVE)}}
 
@@ -107,14 +107,14 @@ class ModelRoutes:
                 "lora_rank": model.settings.rank, "model_name": served.name}
 
     def promise(self, kind: str, asked: ApiRequest) -> Json:
-        """Return the promise of a request whose body is JSON."""
+        """Store a model request with a JSON body, and return its promise."""
         call = calls.read(calls.ModelCall, asked.body)
         model = self.ledger.model(call.model_id, asked.owner)
         promise = self.training.ask(ModelRequest(model.id, call.seq_id, kind, asked.body))
         return {"request_id": promise, "model_id": model.id}
 
     def forward_backward(self, asked: ApiRequest) -> Json:
-        """Return the promise of a pass; what is wrong in its data is told by the promise."""
+        """Store a forward_backward request, and return its promise; errors in its data are in the promise's answer."""
         body = wire.plain(asked.body, asked.headers.get("content-encoding", ""))
         if asked.headers.get("content-type", "").partition(";")[0].strip() == JSON:
             body = calls.request_of(body)
@@ -126,7 +126,7 @@ class ModelRoutes:
         return {"request_id": promise, "model_id": model.id}
 
     def load_weights(self, asked: ApiRequest) -> Json:
-        """Return the promise of a load into a model that is there, or of a new model of saved weights."""
+        """Store a load_weights request, and return its promise: into an existing model, or into a new one."""
         session = asked.json.get("session_id")
         if session is None:
             return self.promise(LOAD, asked)
@@ -140,13 +140,13 @@ class ModelRoutes:
 
 
 class PromiseRoutes:
-    """Sampling sessions, samples of them, and the answers of promises."""
+    """The routes of sampling sessions, their samples, and the answers of promises."""
 
     def __init__(self, training: Training, sampling: SampleService, served: Served) -> None:
         self.training, self.ledger, self.sampling, self.served = training, training.ledger, sampling, served
 
     def create_sampler(self, asked: ApiRequest) -> Json:
-        """Make a sampling session of the base model, or of weights under a name."""
+        """Create a sampling session of the base model, or of named weights."""
         session, snapshot, training = asked.json.get("session_id"), None, self.training
         self.ledger.check_session(session, asked.owner)
         made = calls.read(calls.CreateSampler, asked.body)
@@ -164,7 +164,7 @@ class PromiseRoutes:
         return {"sampler_id": asked.path["sampler"], "base_model": self.served.name, "model_path": None}
 
     async def asample(self, request: Request) -> Response:
-        """Answer with the promise of a sample. Thousands come at once, so that a small body is read here."""
+        """Answer with the promise of a sample. Thousands come at once, so small bodies are read without a thread."""
         asked = await ApiRequest.read(request)
         here = len(asked.body) <= SMALL
         sample = await checked(lambda: calls.read(calls.SampleRequest, asked.body), here)
@@ -172,14 +172,14 @@ class PromiseRoutes:
         return JSONResponse(await checked(lambda: self.sampling.ask(sample, adapter, asked.owner), here))
 
     async def adapter_of(self, sampler: str, owner: str) -> Path | None:
-        """Return what a sampling session samples from, which was looked up before in most cases."""
+        """Return the adapter folder of a sampling session, usually cached; None is the base model."""
         known = self.sampling.adapters.get((sampler, owner), self.training.folder / MISSING)
         if known is None or known.is_dir():
             return known
         return await checked(lambda: self.sampling.remember(sampler, owner, self.folder_of(sampler, owner)))
 
     def folder_of(self, sampler: str, owner: str) -> Path | None:
-        """Return the folder of a sampling session's weights; None is the base model. UnknownError where it is gone."""
+        """Return the adapter folder of a sampling session; None is the base model. UnknownError if it was deleted."""
         snapshot = self.ledger.snapshot_of(sampler, owner)
         folder = None if snapshot is None else self.training.folder / snapshot
         if folder is not None and not folder.is_dir():
@@ -188,7 +188,7 @@ class PromiseRoutes:
         return folder
 
     async def retrieve_future(self, request: Request) -> Response:
-        """Answer with what a promise was kept with, or that it is not kept yet."""
+        """Answer with a promise's reply, or with try_again if there is none yet."""
         asked = await ApiRequest.read(request)
         promise = str((await checked(lambda: json_of(asked.body), len(asked.body) <= SMALL)).get("request_id"))
         answer = await self.answer(promise, asked.owner)
@@ -200,7 +200,7 @@ class PromiseRoutes:
         return Response(answer.body, media_type=answer.media)
 
     async def answer(self, promise: str, owner: str) -> ModelReply | None:
-        """Return what a promise was kept with; None where it is not kept in the time of a poll."""
+        """Return the reply of a promise; None if there is none within the time of a poll."""
         if promise.endswith(f":{UNLOAD}"):
             return await checked(lambda: self.training.runs.gone(promise.rpartition(":")[0], owner))
         if ":sample:" in promise:
@@ -208,7 +208,7 @@ class PromiseRoutes:
         return await checked(lambda: self.ledger.answer(promise, owner)) or await self.waited(promise, owner)
 
     async def waited(self, promise: str, owner: str) -> ModelReply | None:
-        """Return the answer of a promise after a poll, which is short where an earlier request is missing."""
+        """Wait for the reply of a promise for the time of a poll, which is short if an earlier request is missing."""
         kept = self.training.kept(promise)
         answer = await checked(lambda: self.ledger.answer(promise, owner))
         if answer is not None:
@@ -219,7 +219,7 @@ class PromiseRoutes:
         return await checked(lambda: self.ledger.answer(promise, owner))
 
     async def sampled(self, name: str, owner: str) -> ModelReply | None:
-        """Return the answer of a sample. 410, for one of an earlier server, makes a client ask for it again."""
+        """Return the reply of a sample. ChatError (410), if an earlier server had it, makes a client send it again."""
         try:
             promise = self.sampling.find(name, owner)
         except UnknownError as error:

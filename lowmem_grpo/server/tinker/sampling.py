@@ -1,5 +1,5 @@
-"""`SampleService`: completions of prompts, from the base model or a snapshot of an adapter; and `PromptScoring`, the
-log-probabilities of prompts: those that wait for one adapter are computed together, packed."""
+"""`SampleService`: completions of prompts by the base model or a snapshot of an adapter; and `PromptScoring`: the
+log-probabilities of prompts, computed in packed batches of the prompts that wait for the same adapter."""
 
 import itertools
 import logging
@@ -31,15 +31,15 @@ from lowmem_grpo.types import MicroBatch, Turn
 
 logger = logging.getLogger(__name__)
 KEPT = 8192  # promises
-TOGETHER = 8192  # tokens that are computed at a time
-AT_ONCE = 32 * TOGETHER  # tokens until others have their turn at the worker
-ROWS = 256  # tokens whose logits are in memory at a time, where the likeliest ones are asked for
-NONE = -99999.0  # in place of a log-probability that was not computed, as the protocol has it
+TOGETHER = 8192  # tokens in a micro-batch
+AT_ONCE = 32 * TOGETHER  # tokens in one job of the worker, before other jobs have their turn
+ROWS = 256  # tokens whose logits are in memory at a time, for top-k requests
+NONE = -99999.0  # the protocol's value for a log-probability that was not computed
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities and likely tokens of P prompt tokens; NaN, or the token 0 with NONE, where not computed."""
+    """Log-probabilities and top-k tokens of P prompt tokens; if not computed, NaN, or the token 0 with NONE."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order
@@ -48,16 +48,16 @@ class Scored:
 
 @dataclass(eq=False)
 class WaitingPrompt:
-    """A prompt that waits."""
+    """A prompt that waits to be scored."""
 
     ids: list[int]  # (P,)
     adapter: Path | None
-    top: int  # how many of the likeliest tokens are asked for
-    last: int  # how many of the last tokens are scored
+    top: int  # the k of the top-k tokens
+    last: int  # the number of last tokens to score
     future: "Future[Scored]" = field(default_factory=Future)
 
     def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
-        """Add the first token's place to log-probs (P - 1,) and top-k ids and log-probs (P - 1, k) of the others."""
+        """Prepend the first token to log-probs (P - 1,), top-k ids and log-probs (P - 1, k); mask all but `last`."""
         scored = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
                         torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
                         torch.cat([torch.full((1, self.top), NONE), values]))
@@ -67,14 +67,14 @@ class WaitingPrompt:
 
 
 class PromptScoring:
-    """Any thread may ask it; the worker's computes."""
+    """Scores prompts in the worker's thread. `ask` may be called from any thread."""
 
     def __init__(self, worker: EngineWorker) -> None:
         self.worker, self.lock, self.waiting = worker, threading.Lock(), list[WaitingPrompt]()
         self.packer = Packer(worker.policy.device, worker.memory.train)
 
     def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
-        """Ask for the log-probabilities of a prompt by the base model, or by a saved adapter."""
+        """Return a future of a prompt's log-probabilities under the base model, or under a saved adapter."""
         prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last)
         with self.lock:
             self.waiting.append(prompt)
@@ -82,22 +82,22 @@ class PromptScoring:
         return prompt.future
 
     def tell(self, prompt: WaitingPrompt, done: "Future[None]") -> None:
-        """A prompt whose job was not run, as the worker was closed, fails."""
+        """Fail a prompt whose job did not run because the worker was closed."""
         error = done.exception()
         if error is not None and not prompt.future.done():
             prompt.future.set_exception(error)
 
     def work(self) -> None:
-        """Score all that wait for the adapter of the first one; there is nothing to do where an earlier job did it."""
+        """Score the prompts that wait for the first one's adapter; none are left if an earlier job scored them."""
         taken = self.next_prompts()
         try:
             self.score(taken)
-        except Exception as error:  # noqa: BLE001, told to whom asked for it
+        except Exception as error:  # noqa: BLE001, raised to the callers by their futures
             for prompt in taken:
                 prompt.future.set_exception(error)
 
     def next_prompts(self) -> list[WaitingPrompt]:
-        """Those that wait for the adapter of the first one, up to AT_ONCE tokens."""
+        """Take the prompts that wait for the same adapter as the first one, up to AT_ONCE tokens."""
         with self.lock:
             taken, left, tokens = list[WaitingPrompt](), list[WaitingPrompt](), 0
             for prompt in self.waiting:
@@ -136,7 +136,7 @@ class PromptScoring:
         return results
 
     def likeliest(self, batch: MicroBatch, count: int) -> tuple[Tensor, Tensor]:
-        """(ids (N, k), log-probabilities (N, k)) of the likeliest tokens at each of the N places."""
+        """Return (ids (N, k), log-probabilities (N, k)) of the likeliest tokens at each of the N trained tokens."""
         head = self.worker.policy.head
         if count == 0:
             return torch.empty(len(batch.trained), 0), torch.empty(len(batch.trained), 0)
@@ -149,7 +149,7 @@ class PromptScoring:
 
 @dataclass
 class Promise:
-    """The promise of a sample; kept in memory only, since a client asks again where it is unknown."""
+    """The promise of a sample, kept in memory only: a client repeats its request if the promise is unknown."""
 
     owner: str
     turns: "list[Future[Turn]]"
@@ -191,7 +191,7 @@ def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
 
 
 def failed(error: BaseException, adapter: Path | None) -> ModelReply:
-    """Return what a client is told of an error: the fault of its request, and nothing of what is inside the server."""
+    """Return the reply for an error: the fault in the client's request, but no details of the server's own errors."""
     if isinstance(error, WorkerClosedError):
         return ModelReply.failed("the server ends; ask the next one", "server")
     if adapter is None or adapter.is_dir():
@@ -208,16 +208,16 @@ def int32(ids: list[int]) -> bytes:
 
 
 class SampleService:
-    """Answers samples by the worker, which decodes calls from one snapshot together."""
+    """Answers sample requests through the worker, which decodes calls for the same snapshot together."""
 
     def __init__(self, worker: EngineWorker, bounds: ModelBounds, usage: Usage) -> None:
         self.worker, self.bounds, self.usage, self.scoring = worker, bounds, usage, PromptScoring(worker)
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
-        self.adapters: dict[tuple[str, str], Path | None] = {}  # by sampler and owner: what was looked up
+        self.adapters: dict[tuple[str, str], Path | None] = {}  # looked-up folders, by sampler and owner
 
     def ask(self, asked: SampleRequest, adapter: Path | None, owner: str) -> dict[str, Any]:
-        """Return the promise of a sample from a snapshot's folder, or the base model. A number has only one promise."""
+        """Return the promise of a sample from a snapshot's folder, or the base model; one promise for each `seq_id`."""
         name = f"{asked.sampling_session_id}:{asked.seq_id}"
         with self.lock:
             if name not in self.promises:
@@ -226,14 +226,14 @@ class SampleService:
             return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
 
     def remember(self, sampler: str, owner: str, adapter: Path | None) -> Path | None:
-        """Remember the adapter of a user's sampling session, so that it is not looked up for each request."""
+        """Cache the adapter of a user's sampling session, so that requests need no look-up; returns it."""
         self.adapters[sampler, owner] = adapter
         for oldest in list(self.adapters)[:max(0, len(self.adapters) - KEPT)]:
             self.adapters.pop(oldest, None)
         return adapter
 
     def begun(self, asked: SampleRequest, adapter: Path | None, owner: str) -> Promise:
-        """A promise whose parts wait for the worker. BusyError where its user waits for too many."""
+        """Submit a sample to the worker, and return its promise. BusyError if its user has too many waiting."""
         params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
         self.usage.begin_sample(owner)
         seeds = [None if seed is None else seed + number for number in range(asked.num_samples)]
@@ -245,13 +245,13 @@ class SampleService:
         return promise
 
     def tidy(self) -> None:
-        """Forget the oldest promises that are kept, above those that clients may still ask for."""
+        """Delete the oldest promises beyond KEPT whose parts are done."""
         for name in list(self.promises)[:max(0, len(self.promises) - KEPT)]:
             if all(part.done() for part in self.promises[name].parts):
                 del self.promises[name]
 
     def find(self, name: str, owner: str) -> Promise:
-        """UnknownError for a promise that is not this user's, or of an earlier server."""
+        """Return a promise. UnknownError if it is not this user's, or is one of an earlier server."""
         promise = self.promises.get(name)
         if promise is None or promise.owner != owner:
             raise UnknownError(f"request_id is {name!r}; there is no such promise of yours")
@@ -259,7 +259,7 @@ class SampleService:
 
 
 def params_of(asked: SampleRequest, bounds: ModelBounds) -> SamplingParams:
-    """Return how a prompt's completions are drawn, by default to the context's end. ValueError names a wrong field."""
+    """Return the sampling parameters, by default up to the context's end. ValueError names a wrong field."""
     if not 0 < len(asked.ids) < bounds.context:
         raise ValueError(f"prompt has {len(asked.ids)} tokens; it must have 1 to {bounds.context - 1}")
     check_ids(torch.tensor(asked.ids), "prompt", bounds)
@@ -276,7 +276,7 @@ def params_of(asked: SampleRequest, bounds: ModelBounds) -> SamplingParams:
 
 
 def stop_of(stop: Any) -> dict[str, Any]:
-    """Return where completions end beside the end token: texts or token ids. An empty list drops the end token."""
+    """Return the stop options beside the end token: texts or token ids. An empty list ignores the end token."""
     if stop is None:
         return {}
     if stop == []:

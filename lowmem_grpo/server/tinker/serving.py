@@ -1,4 +1,4 @@
-"""A model in a server: loaded, with a worker that owns it, the routes of the Tinker protocol, and OpenAI's."""
+"""A served model: the worker that owns it, the routes of the Tinker protocol, and OpenAI's routes."""
 
 import asyncio
 import itertools
@@ -36,19 +36,19 @@ from lowmem_grpo.server.tinker.usage import Usage
 from lowmem_grpo.server.users import Allowances, User
 
 SCHEME = "tinker://"
-MICRO_BATCH = 8192  # tokens that are computed at a time, of several sequences
-AT_A_TIME = 2048  # requests over OpenAI's routes that are answered at a time; the worker decodes them together
+MICRO_BATCH = 8192  # the most tokens of a micro-batch
+AT_A_TIME = 2048  # concurrent requests over OpenAI's routes; the worker decodes them together
 
 
 class SavedModels(Mapping[str, Path | str | None]):
-    """The models of a user by name: the base model, and RUN@NAME, or tinker://RUN/sampler_weights/NAME, of what was
-    saved to sample with. The shelf is read at each call."""
+    """The models of a user by name: the base model, and weights saved for sampling as RUN@NAME or
+    tinker://RUN/sampler_weights/NAME. Each call reads the shelf."""
 
     def __init__(self, base: str, shelf: CheckpointStore, owner: str) -> None:
         self.base, self.shelf, self.owner = base, shelf, owner
 
     def __getitem__(self, name: str) -> Path | None:
-        """The folder of an adapter; None is the base model. ChatError for weights that were saved to train on."""
+        """Return the folder of an adapter; None is the base model. ChatError for weights saved for training."""
         if name == self.base:
             return None
         for kind in (SAMPLING, TRAINING):
@@ -73,7 +73,7 @@ class SavedModels(Mapping[str, Path | str | None]):
 
 
 class Chats:
-    """A ChatHandler for each user, over one worker: nothing that one of them said is known to another."""
+    """A ChatHandler for each user, over one worker: users share no cached conversations."""
 
     def __init__(self, worker: EngineWorker, shelf: CheckpointStore, base: str) -> None:
         self.worker, self.shelf, self.base = worker, shelf, base
@@ -90,7 +90,7 @@ class Chats:
 
 
 def path_of(name: str, kind: str) -> str:
-    """Return the protocol's path of the weights behind a model's name."""
+    """Return the protocol's path of the weights that a model name stands for."""
     if name.startswith(SCHEME):
         return name
     run, _, saved = name.rpartition("@")
@@ -99,7 +99,7 @@ def path_of(name: str, kind: str) -> str:
 
 @dataclass
 class ServedModel:
-    """A model with all that answers for it."""
+    """A loaded model with its worker, training and routes."""
 
     worker: EngineWorker
     training: Training
@@ -110,7 +110,7 @@ class ServedModel:
         return {"/api/v1": self.router, "/v1": openai_router(self.completions)}
 
     def close(self) -> None:
-        """Finish what is being done, and begin no more; the next server goes on."""
+        """Finish the request in progress, and start no more; the next server runs the rest."""
         self.training.close()
         self.worker.close()
 
@@ -118,10 +118,10 @@ class ServedModel:
 def serve_model(
     name: str, database: Database, folder: Path, allowances: Allowances | None = None, **loading: Any
 ) -> ServedModel:
-    """Load a model by its name, and take up what clients had trained. `folder` is for its clients' states; `allowances`
-    are what each may have; `loading` are options of FastLanguageModel.from_pretrained."""
+    """Load a model by its name, and resume its clients' models. `folder` holds the clients' states, `allowances` are
+    the users' limits, and `loading` are options of FastLanguageModel.from_pretrained."""
     model, _ = FastLanguageModel.from_pretrained(name, **loading)
-    lora = FastLanguageModel.get_peft_model(model, r=1)  # holds the place of an adapter while no client's computes
+    lora = FastLanguageModel.get_peft_model(model, r=1)  # the active adapter while no client's is
     policy = Policy(lora.inner)
     worker = EngineWorker(lora, policy=policy)
     cut = Cut(MICRO_BATCH)
@@ -139,7 +139,7 @@ def serve_model(
 
 @contextmanager
 def counted(usage: Usage, user: User) -> Iterator[None]:
-    """Inside, a request over OpenAI's routes is among those of its user. ChatError (429) where no more may wait."""
+    """Count a request over OpenAI's routes as one of its user's. ChatError (429) if the user's limit is reached."""
     with client_errors():
         usage.begin_sample(user.name)
     try:

@@ -1,6 +1,6 @@
-"""`Training`: does what clients ask of their models, in the thread that owns the model, and survives a kill.
+"""`Training`: runs clients' requests to their models in the thread that owns the base model, and survives a kill.
 
-    a request is kept -> its turn comes -> it is done -> its answer, with the state of a step, is kept -> it is told"""
+    request stored -> its turn comes -> it runs -> its answer, and after a step the state, stored -> answer sent"""
 
 import logging
 import threading
@@ -39,22 +39,22 @@ logger = logging.getLogger(__name__)
 
 CREATE, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
     "create_model", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
-SNAPSHOTS = 8  # a model's newest ones, which can be sampled from without a name
-HELD = 16  # models in the card's memory; what was asked longest ago is read from the disk again when it is asked
+SNAPSHOTS = 8  # unnamed snapshots kept for each model, the newest
+HELD = 16  # models in GPU memory; the least recently used are dropped, and loaded from the disk when needed
 
 
 class Training:
-    """One queue for each model, ordered by `seq_id`; models take turns request by request."""
+    """Runs one queue of requests for each model, in order of `seq_id`; models take turns request by request."""
 
     def __init__(
         self, worker: EngineWorker, adapters: Adapters, ledger: RequestStore, folder: Path, bounds: ModelBounds,
         allowances: Allowances | None = None,
     ) -> None:
-        """`folder` gets each model's state; what an earlier server left is taken up. `allowances` are the users'."""
+        """`folder` holds the models' states; requests that an earlier server left are run. `allowances` limit users."""
         self.worker, self.adapters, self.ledger, self.folder, self.bounds = worker, adapters, ledger, folder, bounds
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the worker
-        # by promise, while somebody waits for it: done as soon as it is kept
+        # by promise, while a client polls for it: a future that is done once the promise is fulfilled
         self.told: WeakValueDictionary[str, Future[None]] = WeakValueDictionary()
         self.gaps = Gaps()
         self.snapshots = folder / "snapshots"
@@ -65,10 +65,11 @@ class Training:
         for model in ledger.models():
             self.pump(model.id)
 
-    # For any thread
+    # Called from any thread
 
     def ask(self, asked: ModelRequest) -> str:
-        """Keep a request; return its promise's id. ValueError where its number is taken, BusyError to come again."""
+        """Store a request and return its promise's id. ValueError if another request has its number, BusyError if it
+        may be sent again later."""
         earlier = self.ledger.asked(asked.model, asked.seq)
         if earlier is None:
             earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
@@ -80,14 +81,14 @@ class Training:
         return asked.id
 
     def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
-        """Make a model by its first request; return its promise's id. ValueError where its user may have no more."""
+        """Add a model with its first request; return the promise's id. ValueError if the user is at the limit."""
         self.make_room(model, owner)
         self.ledger.add_model(model, owner, settings, kind, body)
         self.pump(model)
         return f"{model}:0"
 
     def make_room(self, model: str, owner: str) -> None:
-        """Unload a model whose client left, where a user has as many as they may. ValueError where there is none."""
+        """If a user is at the limit of models, unload one whose client left. ValueError if there is no such model."""
         try:
             self.usage.check_model(model, owner)
         except ValueError:
@@ -97,7 +98,7 @@ class Training:
             self.unload(left[0])
 
     def unload(self, model: StoredModel) -> None:
-        """Forget a model: at once in the database, in the memory and on the disk as soon as the worker is free."""
+        """Delete a model: at once from the database, from memory and disk as soon as the worker is free."""
         self.runs.remove(model)
         self.worker.run(lambda: self.clear(model.id), sleep=False)
 
@@ -106,8 +107,8 @@ class Training:
             self.worker.run(self.shelf.sweep, sleep=False)
 
     def look_for_gap(self, model: StoredModel) -> bool:
-        """Return whether others wait for a request that has not come. It has some time to come, and is then answered,
-        so that the others are done: it was refused before it had a promise, or lost."""
+        """Return whether later requests wait for a missing one. After a time limit it is answered with a failure, so
+        that the others can run: it was refused before it had a promise, or lost."""
         missing = self.ledger.gap(model.id)
         if not self.gaps.is_over(model.id, model.owner, missing):
             return missing is not None
@@ -126,7 +127,7 @@ class Training:
         self.worker.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
 
     def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
-        """A request left the worker, with or without its answer."""
+        """Called when a request leaves the worker, with or without an answer."""
         with self.lock:
             self.busy.discard(asked.model)
             told = self.told.pop(asked.id, None)
@@ -134,23 +135,25 @@ class Training:
             told.set_result(None)
         error = done.exception()
         if error is None:
-            self.clerk.submit(self.pump, asked.model)  # the worker's own thread asks nothing of it
+            self.clerk.submit(self.pump, asked.model)  # not from the worker's own thread
         elif not isinstance(error, WorkerClosedError):
             logger.error("%s was not answered: %s", asked.id, error)
 
     def kept(self, promise: str) -> "Future[None]":
-        """Done as soon as a promise is kept. Ask for it, then the ledger, which may have the answer."""
+        """Return a future that is done once a promise is fulfilled. Get it before looking into the ledger, which may
+        have the answer already."""
         with self.lock:
             return self.told.setdefault(promise, Future())
 
     def close(self) -> None:
-        """Take no more requests; those that wait are done by the next server. The worker stays open."""
+        """Start no more requests; those that wait are run by the next server. The worker stays open."""
         self.clerk.shutdown(cancel_futures=True)
 
     # In the worker's thread
 
     def do(self, asked: ModelRequest) -> None:
-        """Do a request and keep its answer. After an OSError the model is as on the disk, and none is given."""
+        """Run a request and store its answer. After an OSError the model is reloaded from the disk, without an answer.
+        """
         state = None
         try:
             answer = self.answer(asked)
@@ -176,7 +179,7 @@ class Training:
             remove(path)
 
     def answer(self, asked: ModelRequest) -> ModelReply:
-        """Return the reply to a request; a failure names the field that is wrong, and nothing of what is inside."""
+        """Return the reply to a request; a failure names the wrong field, and no details of the server's own errors."""
         try:
             if asked.kind == REFUSED:
                 return ModelReply.failed(asked.body.decode())
@@ -208,7 +211,7 @@ class Training:
         return ModelReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, "changed")
 
     def save(self, asked: ModelRequest) -> ModelReply:
-        """A copy of a model under a name; or without one, and a sampling session that samples from it."""
+        """Save a copy of a model under a name, or an unnamed snapshot with a sampling session that uses it."""
         call, model = read(SaveWeights, asked.body), self.ledger.model(asked.model)
         if call.path is None:
             if asked.kind == SAVE or call.sampling_session_seq_id is None:
@@ -228,7 +231,7 @@ class Training:
         return replace(ModelReply.from_json({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
 
     def save_snapshot(self, number: int, model: StoredModel) -> ModelReply:
-        """A copy of a model without a name, and the sampling session of this number, which samples from it."""
+        """Save an unnamed snapshot of a model, and add the sampling session of this number, which uses it."""
         sampler = f"{model.id}:sample:{number}"
         folder = self.snapshots / sampler.replace(":", "_")
         self.usage.check_storage(model.owner, self.adapters.size(model.id))
@@ -237,7 +240,7 @@ class Training:
         return ModelReply.from_json({"type": SNAPSHOT, "sampling_session_id": sampler})
 
     def load_saved(self, asked: ModelRequest) -> ModelReply:
-        """Put saved weights into a model, which is made where this is its first request."""
+        """Load saved weights into a model, which is created if this is its first request."""
         call, model = read(LoadWeights, asked.body), self.ledger.model(asked.model)
         saved = self.shelf.find(call.path, model.owner, TRAINING)
         if model.state is None:
@@ -250,7 +253,7 @@ class Training:
         return ModelReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, "changed")
 
     def write_state(self, model: str, path: Path) -> None:
-        """A model's factors and moments, which are on the disk when this returns."""
+        """Write a model's LoRA factors and moments, flushed to the disk before this returns."""
         save_file(self.adapters.state(model), path)
         flush(path)
         flush(path.parent)
@@ -261,17 +264,17 @@ class Training:
                 path.unlink(missing_ok=True)
 
     def hold(self, asked: ModelRequest) -> None:
-        """Have the model of a request in memory, and at most HELD."""
+        """Bring the model of a request into memory, and keep at most HELD models there."""
         held = self.adapters.held
         if asked.model in held:
-            held[asked.model] = held.pop(asked.model)  # the last to be let go
+            held[asked.model] = held.pop(asked.model)  # now the most recently used
         elif asked.seq > 0:
             self.load(self.ledger.model(asked.model))
         while len(held) > HELD:
             self.adapters.delete(next(iter(held)))
 
     def load(self, model: StoredModel) -> None:
-        """Make a model as the disk has it: its state, and the gradients of the requests since its last step."""
+        """Rebuild a model from the disk: its state, and the gradients of the passes since its last step, run again."""
         self.adapters.create(model.id, model.settings)
         if model.state is not None:
             self.adapters.restore(model.id, load_file(self.folder / model.state))

@@ -1,4 +1,5 @@
-"""`Usage`: what each user has, against what their key may have; `Runs`: how their models end; `Gaps`: lost requests."""
+"""`Usage`: each user's requests, models and storage against the limits of their key; `Runs`: unloading of models;
+`Gaps`: lost requests."""
 
 import threading
 import time
@@ -19,31 +20,31 @@ from lowmem_grpo.server.tinker.request_store import (
 from lowmem_grpo.server.users import Allowance, Allowances
 from lowmem_grpo.utils import size_text
 
-SMALL = 16 * 1024  # bytes of a step or a save, which is taken where bodies are at their limit: it may make room
+SMALL = 16 * 1024  # bytes of a step or a save, accepted even at the limit of bodies, because it may free them
 TABLE = "CREATE TABLE IF NOT EXISTS tinker_gone (id TEXT PRIMARY KEY, owner TEXT NOT NULL)"
 UNLOAD = "unload_model"
-GONE = 3600.0  # seconds without a sign of a client, after which its models may make room for others
-GAP = 60.0  # seconds in which a request may come after later ones
-SOON = 2.0  # the same where its user was refused a body that could not be read: it was that request, most likely
+GONE = 3600.0  # seconds without a heartbeat or request, after which a client's models may be unloaded
+GAP = 60.0  # seconds that a missing request may come late
+SOON = 2.0  # the same if the user just sent an unreadable body: most likely it was the missing request
 
 
 class BusyError(Exception):
-    """Too much waits for its answer; the same request is taken later."""
+    """Too many requests are unanswered; the same request may be accepted later."""
 
 
 class Usage:
-    """Any thread may use it."""
+    """Checks each user's requests, models and storage against their allowance. Thread-safe."""
 
     def __init__(
         self, allowances: Allowances | None, ledger: RequestStore, shelf: CheckpointStore, folder: Path
     ) -> None:
-        """`folder` has the models' states, and the snapshots that samplers name."""
+        """`folder` holds the models' states, and the snapshots that samplers name."""
         self.ledger, self.shelf, self.folder = ledger, shelf, folder
         self.allowances = defaultdict(Allowance) if allowances is None else allowances
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
     def taken(self, asked: ModelRequest, model: StoredModel) -> ModelRequest:
-        """Return a request as it is kept: above a limit it fails in its turn, or BusyError if room is to come."""
+        """Return the request, or above a limit a refused one that fails in its turn; BusyError if room will come."""
         (requests, bodies, is_next), may = self.ledger.open_of(model.owner), self.allowances[model.owner]
         requests += self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:
@@ -59,7 +60,7 @@ class Usage:
         return ModelRequest(asked.model, asked.seq, REFUSED, told.encode())
 
     def begin_sample(self, owner: str) -> None:
-        """BusyError where no more may wait. Each is to be ended."""
+        """Count a sample that waits, until `end_sample`. BusyError if the user's limit is reached."""
         may = self.allowances[owner].requests
         with self.lock:
             requests = self.ledger.open_of(owner)[0] + self.samples[owner]
@@ -72,7 +73,7 @@ class Usage:
             self.samples[owner] -= 1
 
     def check_model(self, model: str, owner: str) -> None:
-        """ValueError where a user has as many models as they may, and this is another one."""
+        """Raise ValueError if this is a new model and its user has reached the limit of models."""
         have, may = {each.id for each in self.ledger.models(owner)}, self.allowances[owner].models
         if model not in have and len(have) >= may:
             raise ValueError(f"models: this key has {len(have)}, and may have {may}: unload those that are done "
@@ -80,7 +81,7 @@ class Usage:
                              "clients, and they make room by themselves")
 
     def check_storage(self, owner: str, more: int) -> None:
-        """ValueError where so many bytes more are not to be written for a user."""
+        """Raise ValueError if `more` bytes on the disk would exceed the user's storage."""
         have, may = self.stored(owner), self.allowances[owner].storage
         if have + more > may:
             raise ValueError(f"storage: this key has {size_text(have)} on the disk, this takes {size_text(more)} more, "
@@ -100,12 +101,12 @@ def too_many(requests: int, most: int) -> str:
 
 
 class Runs:
-    """Any thread may use it."""
+    """Records signs of life of clients, and unloads models. Thread-safe."""
 
     def __init__(self, database: Database, ledger: RequestStore) -> None:
         database.add([TABLE])
         self.database, self.ledger = database, ledger
-        self.began, self.beats = time.time(), dict[str, float]()  # by session: its last sign of life
+        self.began, self.beats = time.time(), dict[str, float]()  # the last heartbeat of each session
 
     def beat(self, session: str) -> None:
         self.beats[session] = time.time()
@@ -114,7 +115,7 @@ class Runs:
         self.database.change("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()), waits=False)
 
     def left(self, owner: str) -> list[StoredModel]:
-        """This user's models whose client ended its session, or gave no sign for an hour; the oldest first."""
+        """Return this user's models whose session ended, or was silent for GONE seconds; the oldest first."""
         ended = {row["id"] for row in self.database.rows("SELECT id FROM tinker_sessions WHERE finished IS NOT NULL")}
         now, left = time.time(), []
         for model in self.ledger.models(owner):
@@ -125,7 +126,7 @@ class Runs:
         return left
 
     def remove(self, model: StoredModel) -> None:
-        """Forget a model, with what was asked of it and its snapshots. What was saved of it under a name stays."""
+        """Delete a model from the database, with its requests and snapshots. Its named weights stay."""
         between = (f"{model.id}:sample:", f"{model.id}:sample;")  # the ids of its snapshots
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_gone VALUES (?, ?)", (model.id, model.owner))
@@ -134,14 +135,15 @@ class Runs:
                 connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (model.id,))
 
     def gone(self, model: str, owner: str) -> ModelReply:
-        """The answer to whom asked for a model to be unloaded. UnknownError where it was none of theirs."""
+        """Return the reply for a model that was unloaded. UnknownError if it was not this user's."""
         row = self.database.row("SELECT owner FROM tinker_gone WHERE id = ?", (model,))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
         return ModelReply.from_json({"type": UNLOAD, "model_id": model})
 
     def older_snapshots(self, model: str, kept: int) -> list[str]:
-        """Forget the snapshots of a model but so many newest ones; their folders."""
+        """Delete a model's snapshots from the database, except the `kept` newest; returns the folders of those deleted.
+        """
         rows = self.database.rows(
             "SELECT id, snapshot FROM tinker_samplers WHERE id >= ? AND id < ? ORDER BY rowid DESC",
             (f"{model}:sample:", f"{model}:sample;"))[kept:]
@@ -152,19 +154,19 @@ class Runs:
 
 
 class Gaps:
-    """Numbers of requests that never came, while later ones wait for them. Any thread may use it."""
+    """Missing requests, for which later ones wait. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.since: dict[str, tuple[int, float]] = {}  # by model: the request that is missing, and since when it is
-        self.refused: dict[str, float] = {}  # by user: when a request was refused that is not known to be whose
+        self.since: dict[str, tuple[int, float]] = {}  # by model: the missing request, and since when
+        self.refused: dict[str, float] = {}  # by user: the time of the last refused request of unknown model
 
     def refuse(self, owner: str) -> None:
-        """A body of this user could not be read, so that its model and number are not known."""
+        """Record that a body of this user was refused, so that its model and number are not known."""
         self.refused[owner] = time.monotonic()
 
     def is_over(self, model: str, owner: str, missing: int | None) -> bool:
-        """Return whether a missing request had its time to come; None is missing where all that should be there is."""
+        """Return whether the time for a missing request is over; `missing` is None if no request is missing."""
         now = time.monotonic()
         with self.lock:
             if missing is None:

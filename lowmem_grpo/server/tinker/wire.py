@@ -1,5 +1,5 @@
-"""The protobuf messages of the Tinker protocol by the numbers of their fields, as classes that are made from a table,
-and the bodies that carry them. Fields that are not named are skipped, so that a newer client can be read."""
+"""The protobuf messages of the Tinker protocol, as classes that are made from a table of field numbers, and the bodies
+that carry them. Fields that the table lacks are skipped, so that newer clients' messages can be read."""
 
 import io
 import re
@@ -16,10 +16,10 @@ from lowmem_grpo.utils import MIB
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # DType
 STOP, LENGTH = 0, 1  # StopReason
 PROTOBUF = "application/x-protobuf"
-BODY_BYTES = 64 * MIB  # that a compressed body may grow to
-WINDOW = 8 * MIB  # that zstd may look back, whatever a body says
-PACKAGE = "lowmem_grpo_wire"  # the classes' own; it is not sent
-# NAME: number field type; `*` is a list, `<X>` a map from text to X, `|` one of several of which one is there
+BODY_BYTES = 64 * MIB  # the most bytes of a decompressed body
+WINDOW = 8 * MIB  # the largest zstd window, whatever a body says
+PACKAGE = "lowmem_grpo_wire"  # of the classes; it is not sent
+# NAME: number field type; `*` is a list, `<X>` a map from text to X, `|` a member of the message's oneof
 TABLE = """
 SampleResponse: 1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs,
     4 prompt_cache_hit_tokens int32
@@ -43,7 +43,7 @@ FIELD = re.compile(r"(\d+) (\w+) (<?)(\w+)>?([*|]?)")
 
 
 class BodyError(ValueError):
-    """A body cannot be read at all, so that it is not known whose it is."""
+    """A body cannot be read at all, so that its model and number are unknown."""
 
 
 def file_of(table: str) -> FileDescriptorProto:
@@ -59,7 +59,7 @@ def file_of(table: str) -> FileDescriptorProto:
 
 
 def add_field(message: DescriptorProto, number: int, name: str, kind: str, mark: str = "") -> None:
-    """A field of a message; one marked `|` belongs to the message's one choice."""
+    """Add a field to a message; one marked `|` belongs to the message's single oneof."""
     field = message.field.add(name=name, number=number)
     field.label = FieldDescriptorProto.LABEL_REPEATED if mark == "*" else FieldDescriptorProto.LABEL_OPTIONAL
     if kind[0].isupper():
@@ -95,7 +95,7 @@ SampleResponse: Any = message("SampleResponse")
 
 
 def parsed(kind: Any, body: bytes) -> Any:
-    """A body as a message; BodyError where it is none."""
+    """Return a body as a message; BodyError if it is none."""
     try:
         return kind.FromString(body)
     except (DecodeError, UnicodeDecodeError) as error:
@@ -104,8 +104,8 @@ def parsed(kind: Any, body: bytes) -> Any:
 
 
 def plain(body: bytes, encoding: str, most: int = BODY_BYTES) -> bytes:
-    """A body without its compression. BodyError where it would be larger than `most` bytes, of which no more are made,
-    where it was cut off, or where the encoding is not known."""
+    """Return a decompressed body. BodyError if it would exceed `most` bytes (decompression stops there), if it was cut
+    off, or if the encoding is unknown."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
@@ -119,7 +119,7 @@ def plain(body: bytes, encoding: str, most: int = BODY_BYTES) -> bytes:
     if len(grown) > most:
         raise BodyError(f"the body grows to more than {most} bytes, which is the most that is taken: send fewer datums "
                         "in a call")
-    if told != len(grown):  # -1 where the frame does not tell: a reader cannot see then that it was cut off
+    if told != len(grown):  # -1 if the frame has no size: a reader would not notice then that it was cut off
         raise BodyError(f"the body grew to {len(grown)} bytes, and its zstd frame tells {told}: it was cut off, or "
                         "written without its size; compress it in one piece")
     return grown
