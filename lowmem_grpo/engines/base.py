@@ -8,7 +8,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
 OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
-Meanwhile = Callable[[int], None]  # (sequences that are still decoded)
+Meanwhile = Callable[[int], None]  # (number of unfinished sequences)
 # Optional capabilities beyond `generate(prompts, params)`: two keyword arguments of `generate`, and a method
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
 EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})

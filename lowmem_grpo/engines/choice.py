@@ -139,6 +139,7 @@ class EngineKeeper:
         return self.engine(policy, tokenizer)
 
     def expect(self, sampled: int) -> None:
+        """Set how many completions a run samples per call, which sizes the engine."""
         self.sampled = sampled
         if self.kept is not None:
             self.kept.expect(sampled)
@@ -163,6 +164,7 @@ class EngineKeeper:
             raise EngineUnavailableError("an engine of vLLM that was made by hand is open here; close() it first")
 
     def start(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
+        """Make a vLLM engine, and keep it."""
         import_from_a_thread()
         with collectable():
             self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, bound=self.bound, sampled=self.sampled,

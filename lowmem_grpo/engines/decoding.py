@@ -37,6 +37,7 @@ def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
 
 
 def cut_at_stop(text: str, params: SamplingParams) -> str:
+    """Return the text up to the first stop string, which is kept if `params` says so."""
     matches = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
     if not matches:
         return text
@@ -127,6 +128,7 @@ def converse(engine: Any, conversation: Conversation, params: SamplingParams,
 
 def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams,
               tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Decode turns with `generate`, in rounds of all turns that are ready."""
     while requests := conversation.next_requests(busy=False):
         decode_round(engine, requests, conversation, params, tokenizer)
 

@@ -253,7 +253,7 @@ class GenerationState:
             own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
             rollout.routes = Routes((*self.prompt_routes[row].parts, *own))
 
-    # Rows that are done
+    # Finished rows
 
     def finish_rows(self, rows: set[int]) -> list[int]:
         """Count rows as finished; returns the prompts all of whose rows are now finished."""

@@ -25,6 +25,7 @@ class GrowingLayer(DynamicLayer):
 
     @classmethod
     def holding(cls, storage: Tensor, length: int) -> "GrowingLayer":
+        """Return a layer on this storage, of which the first `length` places are filled."""
         layer = cls()
         layer.lazy_initialization(storage[0], storage[1])
         layer.storage = storage
@@ -72,6 +73,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reserve(self, capacity: int) -> None:
+        """Grow the storage to `capacity` places."""
         length = self.get_seq_length()
         grown = self.storage.new_empty(*self.storage.shape[:3], capacity, self.storage.shape[4])
         grown[:, :, :, :length] = self.storage[:, :, :, :length]
@@ -169,6 +171,7 @@ class LastingStorage:
         return self.layers[place][:, self.first : self.first + rows]
 
     def move(self, place: int, layer: GrowingLayer) -> None:
+        """Copy the keys and values of layer `place` into this storage, and let the layer use it."""
         length, here = layer.get_seq_length(), self.show(place, layer.storage.shape[1], layer.storage[0])
         here[:, :, :, :length] = layer.storage[:, :, :, :length]
         layer.storage = here
@@ -228,6 +231,7 @@ class GrowingCache(Cache):
                 self.lasting.move(place, layer)
 
     def cut(self, length: int) -> None:
+        """Show only the first `length` places of every layer; the storage stays."""
         for layer in self.growing:
             layer.view(length)
 

@@ -22,7 +22,7 @@ class KeptPrefix:
     cache: GrowingCache
     row: int
     end: int
-    routes: Routes | None = None  # where the model has experts
+    routes: Routes | None = None  # None if the model has no experts
 
     def shared(self, ids: list[int]) -> int:
         """Return the number of leading prompt tokens that are cached, at most all but the last, which must be fed."""
@@ -34,6 +34,7 @@ class KeptPrefix:
         return next(place for place in range(most) if self.ids[place] != ids[place])
 
     def piece(self, length: int) -> CacheSlice:
+        """Return the cache slice of the first `length` tokens."""
         start = self.end - len(self.ids)
         return CacheSlice(self.cache, slice(self.row, self.row + 1), start, start + length)
 

@@ -128,6 +128,7 @@ class Pace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Leave the time spent inside out of the measurements."""
         began = time.perf_counter()
         try:
             yield

@@ -27,6 +27,7 @@ def encoded(tokenizer: Any, prompts: Any) -> list[Encoded]:
 
 
 def as_list(prompts: Any) -> list[Any]:
+    """Return a list of prompts from one prompt, several, or a tokenizer's output. TypeError for anything else."""
     if is_encoding(prompts):
         return without_padding(plain(prompts["input_ids"]), plain(prompts.get("attention_mask")))
     prompts = plain(prompts)
@@ -49,6 +50,7 @@ def is_message(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
+    """Return an array or tensor as lists; other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -117,7 +119,7 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
                  [with_functions(message, with_text) for message in unsaid]):
         try:
             text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
-        except Exception:  # noqa: BLE001 - templates raise what they like; the caller meets it where no form is taken
+        except Exception:  # noqa: BLE001 - templates may raise anything; rendering raises it again if no form works
             continue
         lost = next((name for name in names if name not in text), "")
         if not lost:

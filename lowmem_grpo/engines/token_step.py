@@ -173,9 +173,11 @@ class TokenStep:
         return state.real.shape[1] + 1
 
     def release(self) -> None:
+        """Let go of the current rows; the lasting buffers stay."""
         self.state, self.buffers = None, self.empty
 
     def drop(self) -> None:
+        """Let go of the current rows, and free the lasting buffers with their graphs."""
         self.release()
         self.lasting = None
 

@@ -102,6 +102,7 @@ class TransformersEngine:
         self.step.drop()
 
     def forget(self) -> None:
+        """Drop the cached turns and the buffers of the current rows."""
         self.kept.rows.clear()
         self.step.release()
         self.widest = 0
@@ -213,6 +214,7 @@ class TransformersEngine:
                 self.note_bytes(batch)
 
     def have_room(self, batch: Batch, waiting: deque[PartialRows], size: int) -> bool:
+        """Return True if rows wait and at least 1/ENTER_TOGETHER of `size` rows are free."""
         return bool(waiting) and size - batch.running >= max(1, size // ENTER_TOGETHER)
 
     def check_rows(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
@@ -230,6 +232,7 @@ class TransformersEngine:
                     generation.finished.between(sum(generation.unfinished))
 
     def pays(self, batch: Batch) -> bool:
+        """Return True if dropping the finished rows now makes decode steps cheaper."""
         rows, left = len(batch.state.rows), batch.running
         if self.step.lasting is not None:
             return graph_rows(left) < graph_rows(rows)

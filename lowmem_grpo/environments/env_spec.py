@@ -70,6 +70,7 @@ class Factories:
 
     @property
     def paying(self) -> list[type]:
+        """The environment classes that give rewards, by `step` or `get_reward`."""
         return list({type(environment): None for environment in self.samples.values() if any(
             callable(getattr(environment, name, None)) for name in ("step", "get_reward"))})
 
@@ -147,6 +148,7 @@ class EnvSpecs:
         return self.by_name["" if self.factories is None else self.factories.name_of(row)]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
+        """Return a row's toolbox, with the functions of its environment `made`."""
         spec = self.spec_for(row)
         if spec.toolbox is None or made is None:
             return spec.toolbox

@@ -98,6 +98,7 @@ class Episode:
         return self.within(answer) if self.turns else answer
 
     def bound(self, job: WorkerJob) -> EnvHandle:
+        """Return the environment's handle, whose calls this job makes."""
         assert self.handle is not None
         self.handle.run = job.call
         return self.handle
@@ -189,6 +190,7 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
+        """Make the next prompt from the replies, or end the episode if it does not fit."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
             ids = self.first(replies)
@@ -205,6 +207,7 @@ class Episode:
             self.split(ids)
 
     def split(self, ids: list[int]) -> None:
+        """Begin a new sequence with these prompt ids, which do not extend the current one."""
         begins = len(self.prompt) > 0 and ids[: len(self.prompt)] == self.prompt
         self.splits.append(Split(len(self.after), None if begins else ids))
         self.ids = list(self.prompt) if begins else ids

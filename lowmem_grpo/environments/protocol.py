@@ -172,6 +172,7 @@ class EnvHandle:
 
 
 def tools_of(made: Any) -> list[Callable[..., Any]]:
+    """Return an environment's tools: those in `tools` if it has `step`, else its public methods."""
     if callable(getattr(made, "step", None)):
         tools = getattr(made, "tools", None) or []
         return list(tools() if callable(tools) else tools)
@@ -180,6 +181,7 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
 
 
 def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that the function's parameters accept."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(row)

@@ -128,7 +128,7 @@ class ChatTemplate:
         template refuses them."""
         try:
             return chat_text(self.tokenizer, list(messages), self.kwargs | ({} if generation else CLOSED))
-        except Exception as error:  # templates raise what they like: TemplateError, TypeError, KeyError
+        except Exception as error:  # templates may raise anything: TemplateError, TypeError, KeyError
             raise refusal(messages, f"{type(error).__name__}: {error}") from error
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:

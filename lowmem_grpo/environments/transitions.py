@@ -1,4 +1,4 @@
-"""Checks, before a run, of whether the chat template appends new messages between turns or rewrites earlier ones.
+"""A check before a run: does the chat template append new messages between turns, or rewrite earlier ones?
 
 `history="append"` never renders a turn again, so any template is safe. With `history="template"`, wherever the template
 rewrites sampled text, the episode's sequence ends and another begins.

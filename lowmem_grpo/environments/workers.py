@@ -124,7 +124,7 @@ class Workers:
         late = [job for job in self.running if now > job.deadline]
         for job in late:
             job.dropped, job.error = True, job.too_late()
-        self.threads -= len(late)  # their threads are lost
+        self.threads -= len(late)  # their threads hang
         self.running.difference_update(late)
         self.start_threads()
         return late

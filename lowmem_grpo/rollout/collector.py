@@ -132,6 +132,7 @@ class Collector:
         return [place for place, group in enumerate(places) if not self.has_signal(group)]
 
     def fill(self, places: list[RolloutGroup], empty: list[int], groups: list[RolloutGroup]) -> None:
+        """Put groups into the `empty` places, and recompute all advantages."""
         for place, group in zip(empty, groups, strict=False):
             places[place] = group
         self.scoring.assign(places)

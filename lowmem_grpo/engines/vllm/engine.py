@@ -127,6 +127,7 @@ class VLLMEngine:
         return False
 
     def start(self) -> None:
+        """Start vLLM on the trainer's tensors. If it fails, stop sharing them and add advice to the error."""
         if not PROCESS.clean:
             vllm_pool.reset()
         vllm_settings.check_room(self.policy.device, self.capacity.cache)

@@ -49,6 +49,7 @@ LENT: list[WeightSharing] = []  # the last entry serves vLLM's registries, which
 
 @contextmanager
 def lending(loan: WeightSharing) -> Iterator[None]:
+    """Inside, vLLM's registries take the trainer's tensors from this object."""
     LENT.append(loan)
     try:
         yield
@@ -172,6 +173,7 @@ class BorrowedConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """Return a layer's method on the trainer's tensors; None leaves it to vLLM. BorrowError on a mismatch."""
         loan = current()
         if isinstance(layer, VocabParallelEmbedding):  # includes output heads
             module = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
@@ -242,6 +244,7 @@ class BorrowedLoader(BaseModelLoader):
         """Fetch nothing."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Point the model's parameters and shared buffers at the trainer's; BorrowError if one does not match."""
         loan = current()
         for name, parameter in model.named_parameters():
             layer, _, last = name.rpartition(".")

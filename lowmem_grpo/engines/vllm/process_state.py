@@ -68,6 +68,7 @@ def collectable() -> Iterator[None]:
 
 @dataclass
 class Process:
+    """The vLLM state of this process."""
     engine: "weakref.ref[Any] | None" = None  # the open VLLMEngine
     clean: bool = True  # False if vLLM's memory pool must be reset before another engine uses it
 
@@ -76,6 +77,7 @@ PROCESS = Process()
 
 
 def living() -> Any:
+    """Return the open vLLM engine of this process; None if there is none."""
     engine = None if PROCESS.engine is None else PROCESS.engine()
     return engine if engine is not None and engine.llm is not None else None
 
@@ -95,7 +97,7 @@ def end(llm: Any, loan: WeightSharing) -> None:
     try:
         PROCESS.clean = vllm_pool.wake_if_room(llm)
         llm.llm_engine.engine_core.shutdown()
-    except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
+    except Exception as error:  # noqa: BLE001 - a dead engine may raise anything, and is dropped in any case
         PROCESS.clean = False
         logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
     vllm_pool.drop_workspaces()

@@ -199,6 +199,7 @@ class OpenTurns(Calls):
             raise
 
     def more(self, steps: Steps) -> bool:
+        """Queue the conversation's next requests; returns False once no turn is left."""
         with self.outside_the_engine():
             asked = self.conversation.next_requests(busy=bool(self.open))
             new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []

@@ -256,6 +256,7 @@ def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> No
 
 
 def linear_by_name(x: Tensor, out_features: int, layer: str) -> Tensor:
+    """Compute the engine layer of that name on x (..., in): the body of the custom op."""
     with torch.no_grad():
         return LAYERS[layer].forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], out_features)
 

@@ -87,6 +87,7 @@ class WeightSharing:
                               f"for. {OTHER_ENGINE}") from error
 
     def embedding(self, prefix: str, head: bool) -> nn.Module:
+        """Return the trainer's embedding, or head, behind the engine's `prefix`; BorrowError if it has an adapter."""
         module: Any = self.base.get_output_embeddings() if head else self.base.get_input_embeddings()
         other = None if head or not prefix or self.lacks(prefix) else self.base.get_submodule(prefix)
         module = other if isinstance(other, nn.Embedding) else module  # some families have a second embedding
@@ -174,7 +175,7 @@ class WeightSharing:
         if active.name == self.adapter:
             return self.copy.use_adapter(self.loras(active.name))
         self.copy.substitute(self.loras(active.name), active.name)
-        return object()  # equal to nothing else, because we do not track these values
+        return object()  # equal to no other identity, because these values are not tracked
 
     def modules(self) -> dict[str, nn.Module]:
         return {path: module for linear in self.linears.values() for path, module in linear.modules.items()}

@@ -36,6 +36,7 @@ def loads(text: str) -> Any:
 
 
 def writable(value: Any, depth: int = 0) -> Any:
+    """Return the value; ValueError if it is not valid JSON, nested too deeply, or has too long an integer."""
     if depth > DEPTH:
         raise ValueError("it is nested too deeply")
     if isinstance(value, float) and not math.isfinite(value):

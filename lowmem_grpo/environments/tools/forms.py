@@ -49,7 +49,7 @@ class TemplateParser:
         try:
             fields = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
             calls = [call_of(writable(call["function"])) for call in fields.pop("tool_calls", None) or []]
-        except Exception as error:  # noqa: BLE001, of several kinds, as templates are data
+        except Exception as error:  # noqa: BLE001, response templates may raise anything
             return self.failed(text, f"{(str(error) or type(error).__name__).strip().splitlines()[0][:SHOWN]}")
         if not calls and any(sign in whole for sign in self.signs):
             return self.failed(text, "it is not in the form of the chat template")
