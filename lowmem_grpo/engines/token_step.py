@@ -132,8 +132,8 @@ class TokenStep:
         return storage.behind(running) if running else storage
 
     def factors(self) -> Kept | None:
-        """Return the cache of cast adapters that the graphs read, emptied with the graphs if the adapters have changed;
-        None without lasting buffers."""
+        """Return the cache of cast adapters that the graphs read, emptied with the graphs if another adapter is active
+        or parameters have moved in memory; None without lasting buffers."""
         if self.lasting is None:
             return None
         model = self.passes.policy.model
