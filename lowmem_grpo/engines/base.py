@@ -1,4 +1,4 @@
-"""What the trainer asks of a rollout engine."""
+"""The interface between the trainer and a rollout engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,67 +8,67 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.types import Rollout
 
 OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
-Meanwhile = Callable[[int], None]  # (sequences that are still decoded)
-# What an engine may be able to do beside `generate(prompts, params)`: the names of arguments, and of a method
+Meanwhile = Callable[[int], None]  # (number of unfinished sequences)
+# Optional capabilities beyond `generate(prompts, params)`: two keyword arguments of `generate`, and a method
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
 EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
-NEEDED = ("name", "kv_bytes", "generate", "on_policy_update", "sleep")  # what every run uses of a caller's engine
+NEEDED = ("name", "kv_bytes", "generate", "on_policy_update", "sleep")  # attributes a user-supplied engine must have
 
 
 @dataclass(frozen=True)
 class Request:
-    """One turn that is asked for."""
+    """A request to sample one turn of an episode."""
 
-    key: int  # names the episode, which has at most one turn in the engine at a time
-    ids: list[int]  # (P,) the prompt; they begin with those of its last turn, unless the history was rewritten
-    max_tokens: int  # that may be drawn
-    seed: int  # for its random numbers
+    key: int  # identifies the episode, which has at most one turn in the engine at a time
+    ids: list[int]  # (P,) the prompt; it extends the tokens of the episode's last turn unless the history was rewritten
+    max_tokens: int  # the most tokens to sample
+    seed: int  # of this turn's random numbers
 
 
 class Conversation(Protocol):
-    """The source from which an engine gets turns to draw, and to which it gives them back."""
+    """The source of an engine's requests for turns, to which it returns the sampled turns."""
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """Return what can be decoded now. A `busy` engine has other turns to decode and gets what is there at once;
-        another waits for the next, and an empty list tells it that there are no more."""
+        """Return the requests that are ready. For a `busy` engine, which has other turns to decode, return at once,
+        even if none is ready; otherwise block until one is, and return an empty list when there are no more."""
         ...
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """The turn of an episode is drawn. Called in the engine's thread; it may make the next turn ready."""
+        """Receive the sampled turn of an episode. Called in the engine's thread; it may make the next turn ready."""
         ...
 
 
 class Engine(Protocol):
-    """Samples completions with the trainer's own weights. The trainer is given one and imports none."""
+    """A sampler of completions that uses the trainer's own weights. It is passed to the trainer, which imports none."""
 
     name: str
-    capabilities: frozenset[str]  # a part of EVERYTHING; an engine without this attribute has none
+    capabilities: frozenset[str]  # a subset of EVERYTHING; an engine without this attribute has none
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
                  meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
-        A sleeping engine wakes itself; if that runs out of memory, it reacts as it does in sampling. The engine calls
-        `on_group` in this thread, once for each prompt, as soon as all rollouts of the prompt are finished. It passes
-        the same objects that it returns in the end. It calls `meanwhile` in this thread, too, between two steps of
-        decoding, with the number of sequences that are not finished. An error raised by either ends the call.
+        A sleeping engine wakes itself; running out of memory then is handled as it is during sampling. The engine calls
+        `on_group` in this thread, once per prompt, as soon as all its rollouts are finished, with the same objects that
+        it returns at the end. It also calls `meanwhile` in this thread, between decode steps, with the number of
+        unfinished sequences. An error raised by either callback ends the call.
         """
         ...
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns until the conversation has no more. Of `params`, n, max_tokens and seed are not used: each
-        request has its own.
+        """Decode turns until the conversation has no more. `n`, `max_tokens` and `seed` of `params` are ignored: each
+        request samples one turn with its own limit and seed.
 
-        Errors and memory are handled as in `generate`: turns that were lost with an engine are decoded again, since a
-        turn depends on nothing but its request. An error raised by the conversation ends the call. What was computed of
-        a prompt that continues the last turn of its key is not computed again, where memory allows. A conversation with
-        a true attribute `goes_on` may be taken up by the next one: its keys stand for the same episodes and the same
-        weights there, so what was computed may be kept until the policy changes or the engine sleeps.
+        Errors and memory are handled as in `generate`: turns lost when an engine dies are decoded again, since a turn
+        depends only on its request. An error raised by the conversation ends the call. If a prompt extends the last
+        turn of its key, that turn's KV cache is reused where memory allows. If the conversation has a true attribute
+        `goes_on`, the next conversation uses the same keys for the same episodes and weights, so the KV cache may be
+        kept until the policy changes or the engine sleeps.
         """
         ...
 
     def on_policy_update(self, policy_version: int) -> None:
-        """The weights changed in place: forget what was computed with the old ones."""
+        """Drop everything computed with the old weights; called after they have changed in place."""
         ...
 
     def sleep(self) -> None:
@@ -76,19 +76,19 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Get ready to generate; `generate` would do it as well."""
+        """Get ready to generate; `generate` does this itself if needed."""
         ...
 
-    # An engine may have an attribute `pace` (`engines/progress.py`), from which a step's log takes where its time went.
+    # An engine may have an attribute `pace` (`engines/progress.py`), whose timings go into the step's log.
 
     @property
     def slots(self) -> int | None:
-        """Sequences that are decoded together at most; None is no bound."""
+        """The most sequences decoded together; None for no limit."""
         ...
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of key-value cache: those held now, or the peak of the last generation."""
+        """Bytes of KV cache: those held now, or the peak of the last call."""
         ...
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Engine(Protocol):
 
 
 def check_own_engine(engine: Any) -> None:
-    """Raise TypeError where a caller's own engine lacks what every run uses."""
+    """Raise TypeError if a user-supplied engine lacks an attribute that every run uses."""
     if lacking := [name for name in NEEDED if not hasattr(engine, name)]:
         raise TypeError(f"engine is a {type(engine).__name__} without {', '.join(lacking)}; an engine has "
                         f"{', '.join(NEEDED)} (see lowmem_grpo/engines/base.py), and says in `capabilities` what "
@@ -105,11 +105,11 @@ def check_own_engine(engine: Any) -> None:
 
 
 def capabilities_of(engine: Any) -> frozenset[str]:
-    """Return what an engine says that it can do; nothing for a caller's own that does not say."""
+    """Return the engine's declared capabilities; none for a user-supplied engine that declares nothing."""
     return frozenset(getattr(engine, "capabilities", ()))
 
 
 def slots_of(engine: Any) -> int | None:
-    """Return how many sequences an engine decodes together; None, no bound, for a caller's own that does not say."""
+    """Return the engine's `slots`; None (no limit) for a user-supplied engine without that attribute."""
     slots: int | None = getattr(engine, "slots", None)
     return slots

@@ -1,6 +1,6 @@
-"""The rows that the transformers engine decodes together, and passes of the trainer's model over them.
+"""The sequences that the transformers engine decodes together, and forward passes of the trainer's model over them.
 
-Where memory has room for fewer rows than were asked for, others enter as rows are done.
+If memory has room for only some of a call's sequences (rows), the others enter the batch as rows finish.
 """
 
 from collections import deque
@@ -18,28 +18,28 @@ from lowmem_grpo.kernels.frozen import WIDE, WideWeights
 from lowmem_grpo.kernels.lora_factors import Kept, kept_factors
 from lowmem_grpo.models.policy import Policy, evaluating
 
-AHEAD = 64  # places of each row whose random numbers are looked up at once
-FED = 256  # tokens fed at once to rows that are resumed or go on
+AHEAD = 64  # upcoming positions of each row whose random numbers are looked up at once
+FED = 256  # tokens per forward pass when a prompt is continued or an interrupted row is recomputed
 
 
 class Batch:
-    """Some rows of a call, and what is known of them on the device (`state`)."""
+    """The rows of a call that are being decoded, with their state on the device (`state`)."""
 
     state: DecodeState
 
     def __init__(self, generation: GenerationState, stops: StopCriteria) -> None:
         self.generation, self.stops = generation, stops
-        self.parts: list[PartialRows] = []  # the unfinished rows; after an error, what is to be resumed
-        self.since = 0  # tokens that each row has drawn since it was asked which are done
-        self.uniforms = torch.empty(0, 0)  # (B, A) fp64: random numbers of the places to come
-        self.used = 0  # how many places of these are drawn
+        self.parts: list[PartialRows] = []  # the unfinished rows; after an error, the rows to resume
+        self.since = 0  # tokens that each row has drawn since `find_done` last asked the device
+        self.uniforms = torch.empty(0, 0)  # (B, A) fp64: random numbers of the next A positions
+        self.used = 0  # columns of `uniforms` used so far
 
     @property
     def running(self) -> int:
         return sum(len(part.rows) for part in self.parts)
 
     def take_part(self, waiting: deque[PartialRows], room: int) -> PartialRows:
-        """Take at most so many of the rows that wait into the batch; they enter it next."""
+        """Move at most `room` waiting rows into the batch and return them; the caller passes their state to `enter`."""
         first = waiting.popleft()
         part = PartialRows(first.rows[:room], first.start)
         if len(first.rows) > room:
@@ -49,19 +49,20 @@ class Batch:
         return part
 
     def enter(self, state: DecodeState) -> None:
-        """Let rows enter; all others of the batch, if there are any, are unfinished."""
+        """Join the state of new rows to the batch. Every row that is already in it must be unfinished."""
         states = [state] if len(self.parts) == 1 else [self.state, state]
         self.state = DecodeState.joined(states)
         self.uniforms, self.used, self.seen = self.uniforms[:0, :0], 0, self.state.counts
 
     def draw(self, logits: Tensor) -> None:
-        """Draw the next tokens from logits (B, V); only stop strings and new random numbers wait for the device."""
+        """Draw the next tokens from logits (B, V). Only stop strings and new random numbers synchronize with the
+        device."""
         state, generation, drew = self.state, self.generation, self.state.alive
         state.tokens, logprobs = draw(logits, generation.params, self.next_uniforms())
         rows, places = state.rows, state.counts
         generation.ids[rows, places], generation.logprobs[rows, places] = state.tokens, logprobs.float()
         ended, lengths = drew & self.stops.ends(state.tokens, self.last_tokens), generation.lengths[rows]
-        state.counts = places + drew  # a row that is done stays at its end, where nothing is read
+        state.counts = places + drew  # a finished row keeps writing one position past its end, which is never read
         state.alive = drew & ~ended & (lengths > state.counts)
         generation.lengths[rows] = lengths.where(~ended, state.counts)
         generation.stopped[rows] = generation.stopped[rows] | ended
@@ -77,22 +78,22 @@ class Batch:
         return self.uniforms[:, self.used - 1 : self.used]
 
     def last_tokens(self, count: int) -> list[list[int]]:
-        """Return the last tokens of each row, at most so many, with those drawn just now."""
+        """Return up to `count` last tokens of each row, including those just drawn."""
         state = self.state
         places = state.counts[:, None] + torch.arange(1 - count, 1, device=state.counts.device)
         ids = self.generation.ids[state.rows[:, None], places.clamp(min=0)].tolist()
         return [row[max(0, count - 1 - before) :] for row, before in zip(ids, state.counts.tolist(), strict=True)]
 
     def is_time_to_look(self, every: int) -> bool:
-        """Return whether to ask which rows are done, which waits for the device: after `every` tokens, where a row may
-        be full, and after each token where stop strings are looked for on the host. What a row draws after its end is
-        not kept."""
+        """Return True if it is time to ask the device which rows are done, which synchronizes: after `every` tokens,
+        when a row may have reached its budget, and after each token if stop strings are matched on the host. Tokens
+        that a row draws after its end are discarded."""
         full = any(part.start + self.since >= self.generation.ids.shape[1] for part in self.parts)
         return full or self.since >= (1 if self.stops.texts else every)
 
     def find_done(self) -> tuple[int, set[int]]:
-        """Ask the device which rows are done; returns how many tokens all drew since the last time, and these rows.
-        After an error, what rows drew since is drawn again, and is the same."""
+        """Ask the device which rows are done; returns the tokens that all rows drew since the last call, and the done
+        rows. After an error the tokens drawn since are drawn again, with the same result."""
         state = self.state
         drawn = self.running if self.since == 1 else int((state.counts - self.seen).sum())
         left, done = set(state.rows[state.alive].tolist()), set[int]()
@@ -104,7 +105,7 @@ class Batch:
         return drawn, done
 
     def drop_finished(self) -> None:
-        """Drop the rows that are done, whose keys and values may be kept elsewhere."""
+        """Drop the finished rows; `keep_prefixes` has saved their KV cache where it is needed."""
         self.parts = [part for part in self.parts if part.rows]
         if self.parts:
             kept = self.state.alive.nonzero().squeeze(-1)
@@ -113,25 +114,26 @@ class Batch:
 
 
 class Passes:
-    """Feeds tokens to the model of a policy, and returns logits."""
+    """Forward passes of a policy's model with a KV cache, up to the logits."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.wide: WideWeights | None = None  # quantized weights in 16 bits
+        self.wide: WideWeights | None = None  # quantized weights, dequantized to 16 bits
 
     def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
-        """Feed tokens (B, S), of which the `real` ones are no padding; returns the logits (B, V) of the next ones."""
+        """Feed tokens (B, S), `at_once` per pass, and return the next tokens' logits (B, V). `real` (B, S) is False for
+        padding."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
         routes, width = list[Tensor](), state.real.shape[1] + tokens.shape[1]
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
             hidden = self.feed_piece(state, ids, true)[:, -1:]
             routes += [] if state.routes is None else [state.routes]
-            state.cache.reserve(width)  # no piece to come makes it grow by half
+            state.cache.reserve(width)  # so that later pieces do not each grow the storage by half
         state.routes = torch.cat(routes, 1) if routes else None
         return self.logits(hidden).squeeze(1)
 
     def feed_piece(self, state: DecodeState, ids: Tensor, real: Tensor) -> Tensor:
-        """Feed tokens (B, S) in one pass; returns their last hidden states (B, S, D)."""
+        """Feed tokens (B, S) in one pass; returns their hidden states (B, S, D) after the last layer."""
         width = ids.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
         itself = torch.eye(width, dtype=torch.bool, device=ids.device)  # padding must attend to something
@@ -145,8 +147,8 @@ class Passes:
 
     @contextmanager
     def evaluating(self, lasting: Kept | None = None) -> Iterator[None]:
-        """Inside, nothing is dropped out, no gradient is computed, and adapters are kept as products take them, in
-        `lasting` for longer."""
+        """Inside, dropout and gradients are off, and adapters cast to the compute dtype are cached, in `lasting` if
+        they should outlive the context."""
         token = WIDE.set(self.wide)
         try:
             with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting):
@@ -156,7 +158,8 @@ class Passes:
 
     def hidden(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: DecodeState,
                **named: Any) -> Tensor:
-        """The last hidden states (B, Q, D) of input_ids (B, Q), which are `real` (B, Q); mask (B, 1, Q, L)."""
+        """Return the last hidden states (B, Q, D) of input_ids (B, Q); `real` (B, Q) is False for padding and finished
+        rows; mask (B, 1, Q, L)."""
         recorder = self.policy.recorder()
         with self.policy.autocast():
             out = self.policy.backbone(
@@ -169,12 +172,12 @@ class Passes:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits (B, Q, V) after hidden states (B, Q, D)."""
+        """Return fp32 logits (B, Q, V) of hidden states (B, Q, D)."""
         return self.policy.head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids (P, L), and whether each place holds a real token (P, L); prompts end at the right edge."""
+    """Return left-padded token ids (P, L) and a mask (P, L) that is True for real tokens."""
     rows = [torch.tensor(prompt) for prompt in prompts]
     input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
     real = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True, padding_side="left")

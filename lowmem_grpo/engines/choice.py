@@ -1,4 +1,4 @@
-"""Which engine samples for a loaded model, and why; and the one vLLM engine that a process can have."""
+"""Choosing the sampling engine for a loaded model, and keeping the one vLLM engine that a process can have."""
 
 import gc
 import logging
@@ -31,16 +31,16 @@ OLD_CARD = "vLLM was not tested on compute capability {}.{}, where the transform
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that samples, and the reason in words."""
+    """The chosen engine, and why it was chosen, in words for messages."""
 
     name: str
     why: str
-    forced: bool = False  # the user named it: if it cannot be used, that is an error
+    forced: bool = False  # the user named it, so it is an error if it cannot be used
 
 
 def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
-    """Return the engine for `fast_inference` and a model on `device`, judged by what is installed, without importing
-    it. EngineUnavailableError where the user named "vllm" and it cannot be used."""
+    """Return the engine for `fast_inference` and a model on `device`, judged from the installed packages without
+    importing vLLM. EngineUnavailableError if the user named "vllm" and it cannot be used."""
     check_engine(fast_inference)
     if fast_inference in (False, TRANSFORMERS):
         return EngineChoice(TRANSFORMERS, f"fast_inference={fast_inference!r}", forced=True)
@@ -56,7 +56,7 @@ def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
 
 
 def why_not_here(device: str) -> str | None:
-    """Why the installed vLLM cannot sample with a model on `device`; None where it can, as far as its package says."""
+    """Return why vLLM cannot sample with a model on `device`; None if it can, judged by its package metadata."""
     package = installed()
     if package is None:
         return why_unavailable(None)
@@ -66,7 +66,7 @@ def why_not_here(device: str) -> str | None:
 
 
 def faster_engine(device: str) -> str | None:
-    """Return what to pass where vLLM could sample with a model on this card, and should; None elsewhere."""
+    """Return advice to use vLLM if it could sample with a model on this card and was tested on it; None otherwise."""
     if not device.startswith("cuda") or old_card(device) or why_not_here(device):
         return None
     return (f"{' '.join(installed() or ())} is installed and not used: pass fast_inference=True to sample with it and "
@@ -82,7 +82,7 @@ def old_card(device: str) -> str | None:
 
 
 def why_other_device(name: str, number: str, device: str) -> str | None:
-    """Why this build of vLLM cannot compute on that kind of device; None where it can."""
+    """Return why this build of vLLM cannot compute on that device; None if it can."""
     for_cpus = name.endswith("-cpu") or "cpu" in number.partition("+")[2]
     if not for_cpus and device.startswith("cuda:") and device != "cuda:0":
         return OTHER_CARD.format(device, device.partition(":")[2])
@@ -92,14 +92,14 @@ def why_other_device(name: str, number: str, device: str) -> str | None:
 
 
 def check_cache_dtype(settings: EngineSettings, choice: EngineChoice, device: str) -> None:
-    """EngineUnavailableError where a cache in 8 bits is asked for that the chosen engine cannot have on `device`."""
+    """Raise EngineUnavailableError if an 8-bit KV cache is set and the chosen engine cannot hold one on `device`."""
     why = why_not_in_8_bits(choice, device) if settings.in_8_bits else None
     if why:
         raise EngineUnavailableError(f"kv_cache_dtype is {settings.kv_cache_dtype!r}, and {why}. {IN_16_BITS}")
 
 
 def why_not_in_8_bits(choice: EngineChoice, device: str) -> str | None:
-    """Why the chosen engine cannot hold its cache in 8 bits there; None where it can."""
+    """Return why the chosen engine cannot hold its KV cache in 8 bits on `device`; None if it can."""
     if choice.name != VLLM:
         return f"only vLLM holds its cache in 8 bits, but the {choice.name} engine samples ({choice.why})"
     if device.startswith("cpu"):
@@ -109,19 +109,20 @@ def why_not_in_8_bits(choice: EngineChoice, device: str) -> str | None:
 
 @dataclass(eq=False)
 class EngineKeeper:
-    """Provides the engine of one loaded model. vLLM's is made once and kept, because a process has room for one."""
+    """The provider of one loaded model's engine. A vLLM engine is made once and kept: a process can have only one."""
 
     max_seq_length: int
     choice: EngineChoice = field(default_factory=lambda: choose_engine(False, "cpu"))
     settings: EngineSettings = field(default_factory=EngineSettings)
     label: str = "the model"  # its name, for messages
     kept: VLLMEngine | None = None
-    bound: RolloutLimit | None = None  # what memory had room for when the last engine was used
-    sampled: int | None = None  # completions that a run samples in each call; None before a run
+    bound: RolloutLimit | None = None  # the sizes that memory had room for in the last engine
+    sampled: int | None = None  # completions that a run samples per call; None before a run
     holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last keeper that made a vLLM engine
 
     def engine(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
-        """The engine that samples with the policy's weights as they are: the kept one while it still fits."""
+        """Return an engine that samples with the policy's current weights: the kept one if it was made for this model
+        and tokenizer."""
         if self.choice.name != VLLM:
             return TransformersEngine(policy, tokenizer, self.max_seq_length, self.settings.enforce_eager,
                                       self.settings.sampling_weights)
@@ -138,16 +139,17 @@ class EngineKeeper:
         return self.engine(policy, tokenizer)
 
     def expect(self, sampled: int) -> None:
+        """Set how many completions a run samples per call, which sizes the engine."""
         self.sampled = sampled
         if self.kept is not None:
             self.kept.expect(sampled)
 
     def fits(self, kept: VLLMEngine, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Return whether the kept engine is open and has this model, as it is wrapped now, and this tokenizer."""
+        """Return True if the kept engine is open and was made for this (wrapped) model and this tokenizer."""
         return living() is kept and kept.policy.model is policy.model and kept.tokenizer is tokenizer
 
     def make_room(self) -> None:
-        """Close the engine of whichever loaded model has one. One that was made by hand stays, and is an error."""
+        """Close the process's open vLLM engine; EngineUnavailableError if no keeper made it, as only the user may."""
         if living() is None:
             return
         gc.collect()  # its model may be unreachable already, and the engine with it
@@ -162,6 +164,7 @@ class EngineKeeper:
             raise EngineUnavailableError("an engine of vLLM that was made by hand is open here; close() it first")
 
     def start(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
+        """Make a vLLM engine, and keep it."""
         import_from_a_thread()
         with collectable():
             self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, bound=self.bound, sampled=self.sampled,
@@ -170,7 +173,7 @@ class EngineKeeper:
         return self.kept
 
     def close(self) -> None:
-        """Close the kept engine. The next call of `engine` makes a new one, as large as memory allowed."""
+        """Close the kept engine. The next call of `engine` makes a new one, with the sizes that memory had room for."""
         if self.kept is not None:
             self.kept.close()
             self.bound = self.kept.bound
@@ -178,19 +181,19 @@ class EngineKeeper:
 
 
 class VLLMEngineHandle:
-    """`model.vllm_engine`, as Unsloth's programs use it: what the sampler holds beside the weights is freed, and made
-    again. Training and sampling do both by themselves. The transformers engine holds nothing between two calls."""
+    """`model.vllm_engine`, as programs written for Unsloth use it, to free and remake vLLM's KV cache. Training and
+    sampling do both by themselves, so no call is needed. With the transformers engine both do nothing."""
 
     def __init__(self, keeper: EngineKeeper) -> None:
         self.keeper = keeper
 
     def sleep(self, level: int = 1) -> None:
-        """Free vLLM's cache. Every `level` means the same, as the weights are the trainer's."""
+        """Free vLLM's KV cache. `level` is ignored, as the weights are the trainer's."""
         if self.keeper.kept is not None:
             self.keeper.kept.sleep()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Make the cache again, unless `tags` name the weights only, which never sleep."""
+        """Make the KV cache again, unless `tags` names only the weights, which never sleep."""
         if self.keeper.kept is not None and (tags is None or "kv_cache" in tags):
             self.keeper.kept.wake()
 

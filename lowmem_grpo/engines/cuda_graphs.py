@@ -1,4 +1,4 @@
-"""CUDA graphs of token steps, and why there are none: for a card, a model, or what a user asked for."""
+"""CUDA graphs of decode steps, and the reasons why a card, a model or a setting rules them out."""
 
 import logging
 from collections.abc import Callable
@@ -16,35 +16,35 @@ from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
-AGREE = 0.02  # share of the largest logit: how far the first run of a graph may be from the same step without one
+AGREE = 0.02  # how far a graph's first logits may be from the eager step's, as a share of the largest logit
 HOST = "its embedding is on the host"
 FIX = "leave enforce_eager out, and token steps run without graphs where they must"
 
 Run = Callable[[], Tensor]
-Record = Callable[[Run, Any], Run]  # work, and a graph beside which it may use memory
+Record = Callable[[Run, Any], Run]  # (work, a graph whose memory pool it may share)
 
 
 class CudaGraph:
-    """Work that reads and writes tensors that stay where they are, and asks the device for nothing: one launch."""
+    """A recorded CUDA graph, replayed in one launch. Its work must use tensors at fixed addresses and never
+    synchronize with the device."""
 
     def __init__(self, work: Run, beside: "CudaGraph | None" = None) -> None:
-        """Record the work without running it, in the memory of a graph `beside` it that never runs at the same time.
-        RuntimeError where it cannot be recorded."""
+        """Record the work without running it, in the memory pool of the graph `beside`, if given, which must never run
+        at the same time. RuntimeError if it cannot be recorded."""
         self.graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside.graph.pool()
-        # another thread may train meanwhile, and what it asks of the device is none of this graph's concern
+        # another thread may train meanwhile, and its CUDA calls must not invalidate this capture
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = work()
 
     def __call__(self) -> Tensor:
-        """Run it; the result is the same tensor each time."""
+        """Replay the graph; returns the same tensor each time, overwritten."""
         self.graph.replay()
         return self.result
 
 
 def differs(replayed: Tensor, logits: Tensor) -> str:
-    """Return how a graph's logits (B, V) differ from those of the same step without one; "" where they agree or are
-    NaN."""
+    """Return how a graph's logits (B, V) differ from the eager step's; "" if they agree or the eager ones have NaN."""
     far = (replayed - logits).abs().max() / logits.abs().max()
     if bool(far <= AGREE) or bool(logits.isnan().any()):
         return ""
@@ -52,8 +52,7 @@ def differs(replayed: Tensor, logits: Tensor) -> str:
 
 
 def not_of_model(config: Any) -> str:
-    """Return why a model of this config cannot have its cache at fixed addresses, as CUDA graphs need; "" where it
-    can."""
+    """Return why a model of this config cannot keep its cache at fixed addresses, as CUDA graphs need; "" if it can."""
     family = family_of(config)
     if family is not None and family.experts is not None and has_experts(config):
         return "its experts' routes are recorded"
@@ -65,7 +64,7 @@ def not_of_model(config: Any) -> str:
 
 
 def not_recorded(policy: Policy) -> str:
-    """Return why a step of a loaded model cannot be a CUDA graph; "" where it can, as far as is known untried."""
+    """Return why a decode step of a loaded model cannot be a CUDA graph; "" if nothing is known to prevent it."""
     if policy.device.type != "cuda":
         return f"the model is on the {policy.device.type}"
     if policy.autocast_dtype is not None:
@@ -76,9 +75,9 @@ def not_recorded(policy: Policy) -> str:
 
 
 def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:
-    """Raise EngineUnavailableError where `enforce_eager=False` asks for CUDA graphs that this model cannot have.
-    Nothing is loaded; a card is tried with a graph of one addition. vLLM judges for itself, but for a mixture on a
-    card."""
+    """Raise EngineUnavailableError if `enforce_eager=False` asks for CUDA graphs that this model cannot have. Loads no
+    weights; tries the card with a graph of one addition. vLLM checks for itself, except for mixtures of experts on a
+    card, which are refused here."""
     if asked is not False:
         return
     if engine == VLLM:
@@ -91,14 +90,14 @@ def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offl
 
 
 def refuse_graphs(why: str, fix: str = FIX) -> None:
-    """Raise EngineUnavailableError with the reason and what to do; nothing for no reason."""
+    """Raise EngineUnavailableError with the reason `why` and the advice `fix`; do nothing if `why` is empty."""
     if why:
         raise EngineUnavailableError(f"enforce_eager is False, which asks for token steps as CUDA graphs, and {why}; "
                                      f"{fix}")
 
 
 def not_on_card(device: torch.device) -> str:
-    """Return why a card, or its driver, records no CUDA graph, by trying one addition; "" where it does."""
+    """Return why a card or its driver cannot record a CUDA graph, by recording one addition; "" if it can."""
     numbers = torch.zeros(8, device=device)
     try:
         with torch.cuda.device(device):

@@ -1,5 +1,5 @@
-"""Choosing the next token and ending a completion, in the same way for every engine; and turns of episodes by an engine
-of a caller that only has `generate`: all that are ready, then all that follow."""
+"""Sampling the next token and ending completions, shared by engines; and multi-turn sampling with a user-supplied
+engine that only has `generate`, in rounds: all turns that are ready, then all that follow."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
-    """Return how many tokens a completion of this prompt may have, where `most` are asked for; ValueError where that is
-    none, or the prompt is empty or leaves no room."""
+    """Return the most tokens a completion of this prompt may have, given a limit of `most`. ValueError if `most` is
+    below 1, or the prompt is empty or fills the context."""
     room = max_seq_length - len(prompt)
     if most < 1:
         raise ValueError(f"a completion of at most {most} tokens is asked for; ask for at least one")
@@ -37,6 +37,7 @@ def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
 
 
 def cut_at_stop(text: str, params: SamplingParams) -> str:
+    """Return the text up to the first stop string, which is kept if `params` says so."""
     matches = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
     if not matches:
         return text
@@ -52,12 +53,12 @@ class StopCriteria:
         self.tokenizer, self.texts = tokenizer, params.stop_strings
         ids = [*(params.stop_token_ids or []), *([] if params.ignore_eos else eos_ids)]
         self.ids = torch.tensor(ids, dtype=torch.long, device=device)
-        self.reach = max((len(text.encode()) for text in self.texts), default=0) + 4  # a token may be a single byte
+        self.reach = max((len(text.encode()) for text in self.texts), default=0) + 4  # tokens; one may be a single byte
 
     def ends(self, tokens: Tensor, last_tokens: Callable[[int], list[list[int]]]) -> Tensor:
-        """Return whether the tokens drawn last (B,) end their completions, (B,) bool. Where there are stop strings,
-        `last_tokens(count)` is asked for the last ones of each row."""
-        ended = (tokens[:, None] == self.ids).any(-1)  # `isin` may sort, and wait for the device
+        """Return a mask (B,), True if the token just drawn (B,) ends its completion. If there are stop strings,
+        `last_tokens(count)` supplies the last tokens of each row."""
+        ended = (tokens[:, None] == self.ids).any(-1)  # `isin` may sort, which synchronizes with the device
         if not self.texts:
             return ended
         texts = self.tokenizer.batch_decode(last_tokens(self.reach))
@@ -66,9 +67,10 @@ class StopCriteria:
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw tokens (B,) from logits (B, V) fp32; returns them with their log-probabilities (B,) as they were drawn.
+    """Draw tokens (B,) from logits (B, V) fp32; returns them with their log-probabilities (B,) under the sampling
+    distribution.
 
-    Inverse-CDF sampling takes one number a row from [0, 1), `uniform` (B, 1) fp64, and never draws a token of
+    Inverse-CDF sampling uses one number per row from [0, 1), `uniform` (B, 1) fp64, and never draws a token of
     probability 0. Greedy decoding (temperature 0) reports the log-probability at temperature 1.
     """
     if params.temperature == 0:
@@ -83,7 +85,7 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
 
 
 def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Set to -inf what top_k, then top_p, then min_p cut off (the order of transformers)."""
+    """Set the logits that top_k, then top_p, then min_p exclude to -inf (transformers' order)."""
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1]), -1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -100,8 +102,8 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def as_rollouts(rows: Sequence[Tensor], params: SamplingParams, tokenizer: "PreTrainedTokenizerBase",
                 policy_version: int) -> list[Rollout]:
-    """Return rollouts of rows on the host: token ids (B, C), log-probabilities (B, C), lengths (B,), and whether each
-    ended by itself (B,)."""
+    """Return the rollouts of host tensors: token ids (B, C), log-probabilities (B, C), lengths (B,), and flags (B,),
+    True if a stop token or string ended the row."""
     ids, logprobs, lengths, stopped = rows
     completions = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(completions, skip_special_tokens=params.skip_special_tokens)
@@ -116,7 +118,7 @@ def as_rollouts(rows: Sequence[Tensor], params: SamplingParams, tokenizer: "PreT
 
 def converse(engine: Any, conversation: Conversation, params: SamplingParams,
              tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Call `engine.converse`; an engine without it decodes the turns in rounds, and a warning says so once."""
+    """Call `engine.converse`; if the engine lacks it, decode the turns in rounds with `generate`, and warn once."""
     if CONVERSE in capabilities_of(engine):
         engine.converse(conversation, params)
         return
@@ -126,6 +128,7 @@ def converse(engine: Any, conversation: Conversation, params: SamplingParams,
 
 def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams,
               tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Decode turns with `generate`, in rounds of all turns that are ready."""
     while requests := conversation.next_requests(busy=False):
         decode_round(engine, requests, conversation, params, tokenizer)
 
@@ -139,8 +142,8 @@ def warn_of_rounds(name: str) -> None:
 
 def decode_round(engine: Any, requests: list[Request], conversation: Conversation, params: SamplingParams,
                  tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Decode one round. What it samples depends on its requests only: they share the seed of the first. `generate` has
-    one limit of tokens for all, so longer completions than a turn may have are cut."""
+    """Decode one round with one call of `generate`. The result depends only on the requests: all use the seed of the
+    first. They also share the largest `max_tokens`, and completions beyond a turn's own limit are cut."""
     most = max(request.max_tokens for request in requests)
     shared = replace(params, n=1, max_tokens=most, seed=requests[0].seed, part=None)
 
@@ -157,7 +160,7 @@ def decode_round(engine: Any, requests: list[Request], conversation: Conversatio
 
 
 def cut_rollout(rollout: Rollout, most: int, params: SamplingParams, tokenizer: "PreTrainedTokenizerBase") -> Rollout:
-    """Return a rollout of at most so many tokens."""
+    """Return the rollout, cut to at most `most` tokens."""
     if len(rollout.completion_ids) <= most:
         return rollout
     ids = rollout.completion_ids[:most]

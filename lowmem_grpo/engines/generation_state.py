@@ -1,4 +1,4 @@
-"""What a call of the transformers engine has drawn so far, and the rows that it decodes together."""
+"""The tokens that a call of the transformers engine has drawn so far, and the state of the rows it decodes together."""
 
 import random
 import time
@@ -18,24 +18,25 @@ from lowmem_grpo.engines.progress import FinishedPrompts
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
 
-STEPS = 256  # places whose random numbers are made at once
-HELD = 4  # such blocks that are held; one that was dropped is made again, and is the same
+STEPS = 256  # positions per block of random numbers
+HELD = 4  # blocks held; a dropped block is regenerated with the same numbers
 
-Uniforms = Callable[[Tensor, Tensor], Tensor]  # numbers of rows (B,) at places (B, S): (B, S) fp64 from [0, 1)
+Uniforms = Callable[[Tensor, Tensor], Tensor]  # (rows (B,), positions (B, S)) -> (B, S) fp64 from [0, 1)
 
 
 class RandomNumbers:
-    """Numbers from [0, 1) that depend on a seed, the row and the place, and on nothing that happened before. So a
-    completion is the same however its row was batched or interrupted."""
+    """Numbers from [0, 1) that depend only on a seed, the row and the position, so that a completion is the same
+    however its row was batched or interrupted."""
 
     def __init__(self, seed: int, rows: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
-        """`part` (F, N) says that these are the rows from F on of N; their numbers are as in a call with all N."""
+        """`part` (F, N) means that these are the rows from F on out of N: they get the numbers that a call with all N
+        rows would give them."""
         self.seed, self.rows, self.device = seed, rows, device
         self.first, self.whole = part or (0, rows)
-        self.blocks: dict[int, Tensor] = {}  # (R, STEPS) each, of all rows at the places of a block
+        self.blocks: dict[int, Tensor] = {}  # (R, STEPS) each: all rows at the positions of a block
 
     def at(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Return those of rows (B,) at places (B, S): (B, S) fp64."""
+        """Return the numbers of rows (B,) at positions (B, S): (B, S) fp64."""
         numbers = torch.zeros(places.shape, dtype=torch.float64, device=self.device)
         for index in (places // STEPS).unique().tolist():
             here = self.block(index)[rows[:, None], places % STEPS]
@@ -43,7 +44,7 @@ class RandomNumbers:
         return numbers
 
     def block(self, index: int) -> Tensor:
-        """Return the numbers of a block, made again where it was dropped."""
+        """Return a block (R, STEPS), regenerating it if it was dropped."""
         if index not in self.blocks:
             seed = random.Random(f"{self.seed}-{index}").getrandbits(62)
             generator = torch.Generator(self.device).manual_seed(seed)
@@ -55,7 +56,7 @@ class RandomNumbers:
 
 
 def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
-    """Return `width` numbers of each row that follow from its own seed."""
+    """Return random numbers of `width` positions per row, each row with its own seed."""
     table = torch.zeros(len(seeds), width, dtype=torch.float64)
     for row, seed in enumerate(seeds):
         table[row].uniform_(generator=torch.Generator().manual_seed(seed))
@@ -65,7 +66,7 @@ def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
 
 @dataclass
 class PartialRows:
-    """Rows with `start` tokens drawn, which grows while they are decoded: what can be resumed after an error."""
+    """Rows that have drawn `start` tokens so far, from which they can resume after an error."""
 
     rows: list[int]
     start: int = 0
@@ -73,20 +74,20 @@ class PartialRows:
 
 @dataclass
 class DecodeState:
-    """B rows that are decoded together. `real` marks the cache places that hold a token, not left padding."""
+    """The state of B rows that are decoded together, with a left-padded cache of L places."""
 
     cache: GrowingCache
-    rows: Tensor  # (B,) which output row
+    rows: Tensor  # (B,) index of the row in the call
     counts: Tensor  # (B,) tokens drawn
     tokens: Tensor  # (B,) the last token drawn
-    alive: Tensor  # (B,) bool
-    real: Tensor  # (B, L) bool
-    positions: Tensor  # (B,) of the last token in the cache
-    routes: Tensor | None = None  # (B, S, layers, k) of the tokens fed last, where the model has experts
+    alive: Tensor  # (B,) bool, False for finished rows
+    real: Tensor  # (B, L) bool, False for cache places with padding
+    positions: Tensor  # (B,) position id of the last token in the cache
+    routes: Tensor | None = None  # (B, S, layers, k) experts chosen for the tokens fed last; None without experts
 
     @classmethod
     def holding(cls, rows: Tensor, cache: GrowingCache | None = None, held: Tensor | None = None) -> "DecodeState":
-        """Rows before their first token, whose caches hold `held` tokens (B,), which end at the right edge."""
+        """Return the state of rows that have drawn nothing yet; their caches hold `held` tokens (B,), right-aligned."""
         held = torch.zeros_like(rows) if held is None else held
         width = 0 if cache is None else cache.get_seq_length()
         real = torch.arange(width, device=rows.device) >= width - held[:, None]
@@ -95,8 +96,8 @@ class DecodeState:
 
     @classmethod
     def joined(cls, states: list["DecodeState"]) -> "DecodeState":
-        """The rows of all states in one, none of which is done; the states give their caches away. Empty places on the
-        left are left out, and there is room for some steps."""
+        """Return one state with the rows of all states, which must be unfinished and lose their caches. Places on the
+        left that are padding in every row are dropped, and room for some decode steps is added."""
         if len(states) == 1:
             return states[0]
         lengths = [state.real.shape[1] for state in states]
@@ -113,14 +114,14 @@ class DecodeState:
         return cls(cache, rows, counts, tokens, alive, torch.cat(real), positions)
 
     def trim(self) -> None:
-        """Leave out the places on the left that no unfinished row has."""
+        """Drop the cache places on the left that are padding in every unfinished row."""
         width, rows = self.real.shape[1], slice(0, len(self.rows))
         held = int(self.positions.where(self.alive, 0).max()) + 1
         self.cache = right_aligned([CacheSlice(self.cache, rows, width - held, width)], held, give=True)
         self.real = self.real[:, width - held :]
 
     def select(self, keep: Tensor) -> None:
-        """Keep only these rows (R,), or repeat them."""
+        """Reduce the state to these rows (R,), which may repeat."""
         self.cache.batch_select_indices(keep)
         self.rows, self.counts, self.tokens = self.rows[keep], self.counts[keep], self.tokens[keep]
         self.alive, self.real, self.positions = self.alive[keep], self.real[keep], self.positions[keep]
@@ -129,29 +130,29 @@ class DecodeState:
 @dataclass
 class GenerationState:
     """The tokens that a call has drawn so far: R = prompts * n rows of at most C tokens. In a round of turns each row
-    is a turn, whose keys and values are kept for the next turn of its episode."""
+    is a turn, whose KV cache is kept for the next turn of its episode."""
 
     prompts: list[list[int]]
     params: SamplingParams
     numbers: Uniforms
     budgets: Tensor  # (R,)
     finished: FinishedPrompts
-    owners: list[int]  # (R,) the prompts that are computed for the rows
-    requests: list[Request] = field(default_factory=list)  # the turns of a round, one for each row
+    owners: list[int]  # (R,) index of the prompt to prefill for each row; rows with equal prompts share one
+    requests: list[Request] = field(default_factory=list)  # the turns of a round, one per row; empty in `generate`
     kept: PrefixCache = field(default_factory=PrefixCache)
-    room: int = 0  # rows that may be in memory together, the kept ones among them
-    prompt_routes: dict[int, Routes] = field(default_factory=dict)  # by row, where the model has experts
-    routes: Tensor | None = None  # (R, C, layers, k) of the drawn tokens that ran; made when the first of them has
+    room: int = 0  # rows that may be in memory together, kept ones included
+    prompt_routes: dict[int, Routes] = field(default_factory=dict)  # by row, if the model has experts
+    routes: Tensor | None = None  # (R, C, layers, k) of the drawn tokens that were fed; allocated at the first of them
 
     def __post_init__(self) -> None:
         rows, width, device = len(self.budgets), int(self.budgets.max()) + 1, self.budgets.device
-        # the last place is written where others go on, and never read
+        # rows that are done write to the last place while others go on; it is never read
         self.ids = torch.zeros(rows, width, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, width, device=device)
-        self.lengths = self.budgets.clone()  # (R,) of the completion, or its budget until it is finished
+        self.lengths = self.budgets.clone()  # (R,) tokens of the completion; its budget until it is finished
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.unfinished = [self.params.n] * len(self.prompts)  # rows of each prompt
-        self.cached = [0] * rows  # tokens of each row's prompt that were not computed
+        self.unfinished = [self.params.n] * len(self.prompts)  # unfinished rows per prompt
+        self.cached = [0] * rows  # prompt tokens of each row that came from a cache
 
     @property
     def widest(self) -> int:
@@ -160,7 +161,7 @@ class GenerationState:
     @classmethod
     def from_prompts(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int], device: torch.device,
                      finished: FinishedPrompts) -> "GenerationState":
-        """`params.n` rows of each prompt, before the first token."""
+        """Return the state of `params.n` rows per prompt, before the first token."""
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
         part = None if params.part is None else (params.part[0] * params.n, params.part[1] * params.n)
         numbers = RandomNumbers(seed, len(budgets), device, part).at
@@ -170,8 +171,8 @@ class GenerationState:
     @classmethod
     def from_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
                    conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
-        """One row of each turn of a round, before the first token. A turn is given back as soon as it is drawn, and its
-        numbers follow from its own seed."""
+        """Return the state of a round of turns, one row each, before the first token. Each turn uses its own seed, and
+        is passed to the conversation as soon as it is finished."""
         assert len({request.key for request in requests}) == len(requests), "one turn of a key at a time"
 
         def give(row: int, rollouts: list[Rollout]) -> None:
@@ -189,7 +190,8 @@ class GenerationState:
     # Prompts
 
     def continuations(self, rows: list[int], running: int) -> list[Continuation]:
-        """Return the rows whose first tokens are held from earlier turns, beside so many rows that run."""
+        """Return those of `rows` whose prompts extend kept turns, grouped by tokens to feed. Takes these turns out of
+        the prefix cache, and trims it to the room that is left beside `running` rows."""
         if not self.requests:
             return []
         prefixes = {row: kept for row in rows if (kept := self.kept.rows.pop(self.requests[row].key, None)) is not None}
@@ -205,7 +207,7 @@ class GenerationState:
         return made
 
     def prompts_of(self, rows: list[int]) -> tuple[list[list[int]], list[int]]:
-        """Return the prompts to compute for some rows, and how many of the rows belong to each."""
+        """Return the prompts to prefill for these rows, and the number of rows that share each."""
         shared = [(owner, [*same]) for owner, same in groupby(rows, key=self.owners.__getitem__)]
         for owner, same in shared:
             for row in same[1:]:
@@ -216,16 +218,16 @@ class GenerationState:
 
     def keep_prompt_routes(self, rows: list[int], prompts: list[list[int]], counts: list[int],
                            fed: Tensor | None) -> None:
-        """Keep the routes of prompts: `fed` (P, S, layers, k), which end at the right edge."""
+        """Record the routes of prompts: `fed` (P, S, layers, k), right-aligned; None without experts."""
         if fed is None:
             return
         left, host = iter(rows), fed.cpu()
         for own, prompt, count in zip(host, prompts, counts, strict=True):
             new = dict.fromkeys(islice(left, count), Routes((own[-len(prompt) :].clone(),)))
-            self.prompt_routes = new | self.prompt_routes  # rows that are resumed keep those of their first pass
+            self.prompt_routes = new | self.prompt_routes  # resumed rows keep the routes of their first pass
 
     def keep_continued_routes(self, more: Continuation, fed: Tensor | None) -> None:
-        """Keep the routes of prompts whose first tokens were held; of each, the last tokens were `fed`."""
+        """Record the routes of prompts that extend kept turns: kept routes, then those of the tokens just `fed`."""
         if fed is None:
             return
         rows = zip(more.rows, more.prompts, more.kept, more.held, fed.cpu(), strict=True)
@@ -235,7 +237,7 @@ class GenerationState:
             self.prompt_routes[row] = kept.routes.cut(0, kept.shared(prompt)).then(again)
 
     def keep_routes(self, rows: Tensor, places: int | Tensor, fed: Tensor | None) -> None:
-        """Keep the routes of the tokens drawn at places: the last of `fed` (B, S, layers, k)."""
+        """Record the routes of the tokens drawn at `places`: the last position of `fed` (B, S, layers, k)."""
         if fed is None:
             return
         if self.routes is None:
@@ -243,7 +245,7 @@ class GenerationState:
         self.routes[rows, places] = fed[:, -1]
 
     def give_routes(self, rows: list[int], rollouts: list[Rollout]) -> None:
-        """Give the rollouts of these rows theirs: of the prompt, and of all tokens but the last, which did not run."""
+        """Attach routes to these rows' rollouts: of the prompt and of all tokens but the last, which was not fed."""
         if not self.prompt_routes:
             return
         for row, rollout in zip(rows, rollouts, strict=True):
@@ -251,10 +253,10 @@ class GenerationState:
             own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
             rollout.routes = Routes((*self.prompt_routes[row].parts, *own))
 
-    # Rows that are done
+    # Finished rows
 
     def finish_rows(self, rows: set[int]) -> list[int]:
-        """Count rows as finished; returns the prompts that are finished now, because all of their rows are."""
+        """Count rows as finished; returns the prompts all of whose rows are now finished."""
         finished: list[int] = []
         for prompt in sorted(row // self.params.n for row in rows):
             self.unfinished[prompt] -= 1
@@ -262,12 +264,12 @@ class GenerationState:
         return finished
 
     def reopen_rows(self, rows: list[int]) -> None:
-        """Undo what an interrupted step may have written about unfinished rows."""
+        """Reset the length and stop flag of unfinished rows, which an interrupted step may have written."""
         at = torch.tensor(rows, device=self.ids.device)
         self.lengths[at], self.stopped[at] = self.budgets[at], False
 
     def keep_prefixes(self, state: DecodeState) -> None:
-        """Keep what a batch holds of turns that are done. Their rows have grown by a place in each step since."""
+        """Keep the KV cache of a batch's finished turns. Each has grown by one unused place per step since its end."""
         if not self.requests:
             return
         rows, held, width = state.rows.tolist(), (state.positions + 1).tolist(), state.real.shape[1]

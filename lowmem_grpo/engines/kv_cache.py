@@ -1,4 +1,4 @@
-"""Keys and values that grow in place, and states of gated delta nets, in the public cache classes of transformers."""
+"""KV cache layers that grow in place, and layers with gated delta net states, on transformers' public cache classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,18 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 class GrowingLayer(DynamicLayer):
     """Keys and values (B, H_kv, L, K) as views of storage with room to grow, so that a new token copies only itself.
 
-    After `fix` all rows write at a place that a tensor says, and nothing moves, so that a step can be recorded.
+    After `GrowingCache.fix`, new tokens are written at the place that a tensor holds and no storage moves, so that a
+    decode step can be recorded as a CUDA graph.
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)
     keys: Tensor
     values: Tensor
-    at: Tensor | None = None  # (1,) int64: where a new token is written, one of the places that are shown
+    at: Tensor | None = None  # (1,) int64: index along L at which a new token is written; None appends it
 
     @classmethod
     def holding(cls, storage: Tensor, length: int) -> "GrowingLayer":
+        """Return a layer on this storage, of which the first `length` places are filled."""
         layer = cls()
         layer.lazy_initialization(storage[0], storage[1])
         layer.storage = storage
@@ -41,7 +43,7 @@ class GrowingLayer(DynamicLayer):
         return cls.holding(storage, width)
 
     def copied(self, rows: Tensor) -> "GrowingLayer":
-        """Some of the rows (R,), without room to grow."""
+        """Return a copy of these rows (R,), without room to grow."""
         length = self.get_seq_length()
         return self.holding(self.storage[:, :, :, :length].index_select(1, rows), length)
 
@@ -50,7 +52,7 @@ class GrowingLayer(DynamicLayer):
         return self.storage.untyped_storage().nbytes()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens (B, H, T, K), or write one at `at`; returns all that are shown."""
+        """Append the keys and values of new tokens (B, H, T, K), or write one token at `at`; returns the views."""
         if self.at is not None:
             self.keys.index_copy_(2, self.at, key_states)
             self.values.index_copy_(2, self.at, value_states)
@@ -71,10 +73,11 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reserve(self, capacity: int) -> None:
+        """Grow the storage to `capacity` places."""
         length = self.get_seq_length()
         grown = self.storage.new_empty(*self.storage.shape[:3], capacity, self.storage.shape[4])
         grown[:, :, :, :length] = self.storage[:, :, :, :length]
-        grown[:, :, :, length:] = 0  # a weight of 0 in attention would not hide a NaN
+        grown[:, :, :, length:] = 0  # an attention weight of 0 would not hide a NaN
         self.storage = grown
         self.view(length)
 
@@ -86,8 +89,8 @@ class GrowingLayer(DynamicLayer):
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
-    """The states of a gated delta net for B rows: the last inputs (B, C, W - 1) of its convolution, and the state (B,
-    H, K, V) of its rule. It is that after the last real token, and cannot be cut at an earlier one."""
+    """The states of a gated delta net for B rows: the last inputs (B, C, W - 1) of its convolution, and the recurrent
+    state (B, H, K, V) after the last real token, which cannot be cut back to an earlier one."""
 
     @classmethod
     def holding(cls, conv: Tensor, state: Tensor) -> "StateLayer":
@@ -103,7 +106,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def states(self) -> list[Tensor]:
-        """The states of the convolution, and of the rule."""
+        """The convolution and recurrent states; empty before the first update."""
         return [state for state in (self.conv_states[0], self.recurrent_states[0]) if state is not None]
 
     @property
@@ -111,7 +114,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return sum(state.untyped_storage().nbytes() for state in self.states)
 
     def copied(self, rows: Tensor) -> "StateLayer":
-        """Return some of the rows (R,)."""
+        """Return a copy of these rows (R,)."""
         return self.holding(*(state.index_select(0, rows) for state in self.states))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -119,11 +122,12 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.conv_states[0], self.recurrent_states[0] = (state.index_select(0, indices) for state in self.states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
-        """Nothing to make before the first update."""
+        """Do nothing: the states are made by the first update."""
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 4,
                           real: Tensor | None = None) -> Tensor:
-        """Put in new inputs (B, C, T), `real` (B, T) or all of them; returns all that are known, (B, C, W - 1 + T)."""
+        """Store the last W - 1 inputs for rows whose last token is `real` (B, T; None: all); returns the stored inputs
+        and the new ones (B, C, T), concatenated to (B, C, W - 1 + T)."""
         before = self.conv_states[0]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size - 1)
@@ -134,7 +138,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0,
                                real: Tensor | None = None) -> Tensor:
-        """Put in the states after new tokens, `real` (B, T) or all of them."""
+        """Store the states after new tokens, for rows whose last token is `real` (B, T; None: all)."""
         before = self.recurrent_states[0]
         after = recurrent_states if before is None else unless_done(recurrent_states, before, real)
         self.recurrent_states[0] = after
@@ -142,31 +146,32 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
 
 def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
-    """States (B, ...) after new tokens; of rows without a real one those before. Rows end at the right edge."""
+    """Return the states (B, ...) after new tokens, or before them for rows whose last token is not `real` (B, T)."""
     if real is None:
-        return after.clone()  # no view of what was put in
+        return after.clone()  # `after` may be a view of the caller's tensor
     return torch.where(real[:, -1].view(-1, *[1] * (after.dim() - 1)), after, before)
 
 
 class LastingStorage:
-    """Storage (2, R, H_kv, C, K) of each layer that outlives the caches whose rows lie in it: those from `first` on, in
-    the first of C places. Numbers in other places are finite."""
+    """Storage (2, R, H_kv, C, K) per layer that outlives the caches that use it. A cache uses rows from `first` on, and
+    the first of the C places. Unused places hold finite numbers."""
 
     def __init__(self, rows: int, capacity: int, first: int = 0, layers: dict[int, Tensor] | None = None) -> None:
         self.rows, self.capacity, self.first = rows, capacity, first
-        self.layers: dict[int, Tensor] = {} if layers is None else layers  # each made when it is first needed
+        self.layers: dict[int, Tensor] = {} if layers is None else layers  # by layer index, allocated at first use
 
     def behind(self, rows: int) -> "LastingStorage":
-        """The same behind so many rows that are in use."""
+        """Return the same storage for a cache that starts behind `rows` rows in use."""
         return LastingStorage(self.rows, self.capacity, rows, self.layers)
 
     def show(self, place: int, rows: int, like: Tensor) -> Tensor:
-        """Return the storage of so many rows in a layer whose keys are `like` (B, H_kv, T, K)."""
+        """Return `rows` rows of the storage of layer `place`, whose keys have the shape of `like` (B, H_kv, T, K)."""
         if place not in self.layers:
             self.layers[place] = like.new_zeros(2, self.rows, like.shape[1], self.capacity, like.shape[3])
         return self.layers[place][:, self.first : self.first + rows]
 
     def move(self, place: int, layer: GrowingLayer) -> None:
+        """Copy the keys and values of layer `place` into this storage, and let the layer use it."""
         length, here = layer.get_seq_length(), self.show(place, layer.storage.shape[1], layer.storage[0])
         here[:, :, :, :length] = layer.storage[:, :, :, :length]
         layer.storage = here
@@ -174,10 +179,10 @@ class LastingStorage:
 
 
 class GrowingCache(Cache):
-    """A cache of `GrowingLayer`s and `StateLayer`s, one for each decoder layer, made at first use."""
+    """A cache of one `GrowingLayer` or `StateLayer` per decoder layer, each made at first use."""
 
     layers: list[Any]
-    lasting: LastingStorage | None = None  # where its rows lie
+    lasting: LastingStorage | None = None  # holds the cache's rows; None if the layers own their storage
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)
@@ -194,7 +199,7 @@ class GrowingCache(Cache):
 
     @property
     def whole_only(self) -> bool:
-        """Whether rows can only go on from their last token, as a state holds all tokens before it in one."""
+        """True if rows can only continue from their last token, because a recurrent state cannot be cut."""
         return any(isinstance(layer, StateLayer) for layer in self.layers)
 
     @property
@@ -202,8 +207,8 @@ class GrowingCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
 
     def fix(self, at: Tensor, rows: int, capacity: int) -> None:
-        """From now on write the keys and values of new tokens at a place that `at` says, in room for `capacity`; rows
-        of lasting storage are shown with those behind them up to `rows`, which hold nothing of use."""
+        """From now on write the keys and values of new tokens at index `at` (1,), in storage of at least `capacity`
+        places. In lasting storage, views widen to `rows` rows; those beyond the cache's own are ignored."""
         for place, layer in enumerate(self.layers):
             if isinstance(layer, GrowingLayer):
                 layer.at = at
@@ -217,7 +222,7 @@ class GrowingCache(Cache):
                 layer.reserve(capacity)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows (R,), or repeat them."""
+        """Reduce the cache to these rows (R,), which may repeat."""
         for place, layer in enumerate(self.layers):
             if self.lasting is not None:
                 layer.storage = layer.storage[:, :, :, : layer.get_seq_length()]
@@ -226,22 +231,23 @@ class GrowingCache(Cache):
                 self.lasting.move(place, layer)
 
     def cut(self, length: int) -> None:
+        """Show only the first `length` places of every layer; the storage stays."""
         for layer in self.growing:
             layer.view(length)
 
     def copied(self, rows: Tensor) -> "GrowingCache":
-        """A cache of some of the rows (R,), without room to grow."""
+        """Return a copy of these rows (R,), without room to grow."""
         return self.holding([layer.copied(rows) for layer in self.layers])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Append keys and values to a layer, which is made where it lasts."""
+        """Append keys and values to a layer; a new layer is made in the lasting storage, if there is one."""
         if self.lasting is not None and layer_idx == len(self.layers):
             storage = self.lasting.show(layer_idx, len(key_states), key_states)
             self.layers.append(GrowingLayer.holding(storage, 0))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Keep the last inputs of a layer's convolution, which makes that layer's states the first time."""
+        """Store the last inputs of a layer's convolution; the first call makes the layer."""
         if layer_idx == len(self.layers):
             self.layers.append(StateLayer())
         whole: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
@@ -250,7 +256,7 @@ class GrowingCache(Cache):
 
 @dataclass(frozen=True)
 class CacheSlice:
-    """The places from `start` to `end` of some rows of a cache."""
+    """The places from `start` to `end` of a range of a cache's rows."""
 
     cache: GrowingCache
     rows: slice
@@ -259,9 +265,9 @@ class CacheSlice:
 
 
 def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: bool = False) -> GrowingCache:
-    """A cache of `width` places and `room` for more, with the rows of all pieces in order, each ending at the right
-    edge after zeros (a weight of 0 would not hide a NaN). Caches that `give` their layers away lose each as it is
-    copied."""
+    """Return a cache of `width` places and `room` for more, with the rows of all pieces in order, right-aligned. The
+    padding is zeros, as an attention weight of 0 would not hide a NaN. With `give`, the source caches lose each layer
+    once it is copied."""
     made, lasting = list[Any](), pieces[0].cache.lasting
     for place in range(len(pieces[0].cache.layers)):
         layers = [piece.cache.layers[place] for piece in pieces]

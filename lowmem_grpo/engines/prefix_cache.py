@@ -1,9 +1,9 @@
-"""Keys and values of turns that were given, for the next turns of their episodes.
+"""The KV cache of finished turns, reused by the next turns of their episodes.
 
-Only what came after the turn has to be computed. Rows that are continued together are fed equally many tokens, since
-each row has to be one piece in the cache; a row with fewer new tokens computes some of its last ones again.
+Only the tokens after the cached turn are computed. Rows that are continued together are fed the same number of tokens,
+so that each row is contiguous in the cache; a row with fewer new tokens recomputes some of its last cached ones.
 
-States of gated delta nets cannot be cut: a prompt that goes on from an earlier token is computed as a whole.
+States of gated delta nets cannot be cut back, so a prompt that departs before the end of the turn is computed whole.
 """
 
 from dataclasses import dataclass, field
@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache
 from lowmem_grpo.models.routes import Routes
 
-TWICE, FEW = 0.1, 16  # tokens computed again in a pass, at most: a share of its new ones, or so many
+TWICE, FEW = 0.1, 16  # the most tokens recomputed in a pass: this share of its new tokens, or FEW if that is more
 
 
 @dataclass(frozen=True)
 class KeptPrefix:
-    """The keys and values of one row, in the places of a cache that end at `end`."""
+    """The cached prefix of one episode: the `len(ids)` places of row `row` of a cache that end at `end`."""
 
-    ids: list[int]  # the tokens that they are of
+    ids: list[int]  # the cached tokens
     cache: GrowingCache
     row: int
     end: int
-    routes: Routes | None = None  # where the model has experts
+    routes: Routes | None = None  # None if the model has no experts
 
     def shared(self, ids: list[int]) -> int:
-        """Return how many tokens at the beginning of a prompt are held; its last one is always left to be fed."""
+        """Return the number of leading prompt tokens that are cached, at most all but the last, which must be fed."""
         most = min(len(self.ids), len(ids) - 1)
         if self.cache.whole_only:
             return most if self.ids == ids[:most] else 0
@@ -34,13 +34,14 @@ class KeptPrefix:
         return next(place for place in range(most) if self.ids[place] != ids[place])
 
     def piece(self, length: int) -> CacheSlice:
+        """Return the cache slice of the first `length` tokens."""
         start = self.end - len(self.ids)
         return CacheSlice(self.cache, slice(self.row, self.row + 1), start, start + length)
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """B prompts whose first tokens are held; of each, the last `fed` tokens are fed."""
+    """B prompts with cached prefixes, of each of which the last `fed` tokens are fed."""
 
     rows: list[int]
     prompts: list[list[int]]
@@ -49,25 +50,25 @@ class Continuation:
 
     @property
     def held(self) -> list[int]:
-        """(B,) tokens that are not computed again."""
+        """(B,) tokens taken from the cache."""
         return [max(0, len(ids) - self.fed) for ids in self.prompts]
 
 
 @dataclass
 class PrefixCache:
-    """The rows of one call, by the key of the episode, the oldest first."""
+    """The cached prefixes of a call by episode key, oldest first."""
 
     rows: dict[int, KeptPrefix] = field(default_factory=dict)
-    most: int | None = None  # that memory had room for; None while it never ran out beside them
+    most: int | None = None  # the most rows to keep, set when memory runs out; None for no limit
 
     def trim(self, room: int) -> None:
-        """Drop the oldest until there are at most `room`, or as many as memory had room for."""
+        """Drop the oldest rows until at most `room` are left, or `most` if that is less."""
         most = room if self.most is None else min(room, self.most)
         for key in list(self.rows)[: max(0, len(self.rows) - most)]:
             del self.rows[key]
 
     def evict(self) -> int:
-        """Drop all because memory ran out, and keep half as many from now on; returns how many they were."""
+        """Drop all rows because memory ran out, and limit later ones to half as many; returns the number dropped."""
         count = len(self.rows)
         if count:
             self.most = count // 2
@@ -76,13 +77,13 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; rows that left a batch together are in one cache, which goes with the last of them."""
+        """Bytes held. Rows that left a batch together share one cache, which is freed with the last of them."""
         return sum(cache.nbytes for cache in {id(kept.cache): kept.cache for kept in self.rows.values()}.values())
 
 
 def fed_together(new: dict[int, int], exactly: bool = False) -> list[list[int]]:
-    """Rows in lists, each of which is fed as many tokens as its first row has `new` ones (row to tokens); exactly: no
-    row computes any again."""
+    """Group rows to be fed together, given the `new` tokens of each row: every row of a group is fed as many as its
+    first, which has the most. With `exactly`, no row recomputes cached tokens."""
     lists: list[list[int]] = []
     again = total = 0
     for row in sorted(new, key=lambda row: -new[row]):

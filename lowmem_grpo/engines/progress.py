@@ -1,4 +1,4 @@
-"""How far an engine is: the prompts of a call that are finished, how long answers were, and where the time went."""
+"""The progress of an engine: the finished prompts of a call, the lengths of completions, and the time per phase."""
 
 import time
 from array import array
@@ -14,19 +14,19 @@ from lowmem_grpo.engines.base import Meanwhile, OnGroup
 from lowmem_grpo.memory.time_plan import TAIL
 from lowmem_grpo.types import Rollout
 
-MOST_PROMPTS = 100_000  # that are remembered, at about 150 bytes each
-# A call's time goes to prompts, to steps of many sequences, and to the tail, steps of few as long as these
+MOST_PROMPTS = 100_000  # prompts whose lengths are remembered, at about 150 bytes each
+# The phases of a call's time: prefill, decode steps with many sequences, and the tail, when few are left to decode
 PHASES = ("prefill", "full", "tail")
 
 
 class Calls:
-    """The calls that an engine makes to its caller while it samples, and whether one failed."""
+    """The error state of a call's callbacks, which tells their errors from the engine's."""
 
-    failed_outside: Exception | None = None  # an error of our own code or of the caller's, not of the engine
+    failed_outside: Exception | None = None  # an error raised by our own code or the caller's, not by the engine
 
     @contextmanager
     def outside_the_engine(self) -> Iterator[None]:
-        """An error raised inside is not the engine's: a new engine would meet it again."""
+        """Record an error raised inside as not the engine's, so that the call is not repeated with a new engine."""
         try:
             yield
         except Exception as error:
@@ -35,21 +35,21 @@ class Calls:
 
 
 class FinishedPrompts(Calls):
-    """The rollouts of the prompts that are finished. Each prompt is reported once, even if the call starts again."""
+    """The rollouts of finished prompts. Each prompt is reported once, even if the call is restarted."""
 
     def __init__(self, prompts: int, on_group: OnGroup | None, meanwhile: Meanwhile | None = None) -> None:
         self.prompts, self.on_group, self.meanwhile = prompts, on_group, meanwhile
         self.rollouts: dict[int, list[Rollout]] = {}
 
     def add(self, prompt: int, rollouts: list[Rollout]) -> None:
-        """Keep and report all rollouts of a prompt."""
+        """Keep all rollouts of a prompt, and pass them to `on_group`."""
         assert prompt not in self.rollouts, prompt
         self.rollouts[prompt] = rollouts
         if self.on_group is not None:
             self.on_group(prompt, rollouts)
 
     def between(self, running: int) -> None:
-        """Two steps of decoding are apart, and so many sequences are not finished."""
+        """Call `meanwhile` between two decode steps, with the number of unfinished sequences, unless that is 0."""
         if self.meanwhile is not None and running:
             with self.outside_the_engine():
                 self.meanwhile(running)
@@ -59,15 +59,15 @@ class FinishedPrompts(Calls):
         return [prompt for prompt in range(self.prompts) if prompt not in self.rollouts]
 
     def result(self) -> list[list[Rollout]]:
-        """The rollouts of all prompts, in the order of the prompts."""
+        """Return the rollouts of all prompts, in the order of the prompts."""
         return [self.rollouts[prompt] for prompt in range(self.prompts)]
 
 
 class ExpectedLengths:
-    """Mean lengths of the last answers to each prompt; prompts that were sampled longest ago are forgotten first.
+    """Mean completion lengths per prompt from its last call; the prompts sampled longest ago are forgotten first.
 
-    Where not all sequences have room at once, those that will be long are begun first, as the call ends with those that
-    were begun last. Nothing that is drawn depends on the order.
+    If not all sequences have room at once, those expected to be longest start first, so that no long one is left to
+    decode alone at the end. The sampled tokens do not depend on the order.
     """
 
     def __init__(self, most: int = MOST_PROMPTS) -> None:
@@ -75,7 +75,7 @@ class ExpectedLengths:
         self.known: OrderedDict[bytes, float] = OrderedDict()
 
     def note_groups(self, prompts: list[list[int]], groups: list[list[Rollout]]) -> None:
-        """Note how long the answers of a call are."""
+        """Note the completion lengths of a call."""
         for prompt, rollouts in zip(prompts, groups, strict=True):
             self.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
 
@@ -87,8 +87,8 @@ class ExpectedLengths:
             self.known.popitem(last=False)
 
     def order(self, prompts: list[list[int]]) -> list[int]:
-        """The places of the prompts, the longest expected first. One that was never answered counts as the mean of the
-        others; equals stay in the given order, as all do where nothing is known."""
+        """Return the indices of the prompts, longest expected first. An unknown prompt counts as the mean of the known
+        ones; ties keep the given order, as do all prompts if none is known."""
         means = [self.known.get(key_of(prompt)) for prompt in prompts]
         usual = fmean([length for length in means if length is not None] or [0.0])
         lengths = [usual if length is None else length for length in means]
@@ -101,33 +101,34 @@ def key_of(prompt: list[int]) -> bytes:
 
 @dataclass
 class Spent:
-    """The time of a phase, and the work done in it."""
+    """The time spent in a phase, and the tokens processed in it."""
 
     seconds: float = 0.0
-    tokens: int = 0  # in prefill those of computed prompts, else tokens drawn
+    tokens: int = 0  # prompt tokens computed in prefill, else tokens drawn
 
 
 class Pace:
-    """Seconds and tokens of an engine since they were last taken; `step` is called where its tokens are on the host
+    """Seconds and tokens per phase since `pop_measured`. Engines call `step` when they synchronize with the device
     anyway."""
 
     def __init__(self) -> None:
         self.spent = {name: Spent() for name in PHASES}
-        self.preemptions = 0  # sequences that had to leave for want of cache, and are computed again
-        self.most = 0  # sequences that ran together
+        self.preemptions = 0  # sequences evicted for lack of KV cache, which are recomputed
+        self.most = 0  # the most sequences that ran together
         self.start_call()
 
     def start_call(self) -> None:
-        """A call begins: what is wide is said by its own sequences."""
+        """Begin a call; its tail is measured against its own widest batch."""
         self.widest = 0
         self.resume()
 
     def resume(self) -> None:
-        """The time until now was not the engine's."""
+        """Restart the clock: the time until now was not spent in the engine."""
         self.mark, self.reading = time.perf_counter(), False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Leave the time spent inside out of the measurements."""
         began = time.perf_counter()
         try:
             yield
@@ -135,12 +136,12 @@ class Pace:
             self.mark += time.perf_counter() - began
 
     def read(self, tokens: int) -> None:
-        """So many tokens of prompts are computed before the next `step`, whose time is prefill."""
+        """Note that the next `step` also computes `tokens` prompt tokens, so that its time counts as prefill."""
         self.reading = True
         self.spent["prefill"].tokens += tokens
 
     def step(self, running: int, drawn: int | None = None) -> None:
-        """A token step of so many sequences has ended. They drew a token each, or `drawn` together."""
+        """Note the end of a decode step of `running` sequences, which drew `drawn` tokens (None: one each)."""
         now = time.perf_counter()
         self.widest = max(self.widest, running)
         self.most = max(self.most, running)
@@ -161,14 +162,14 @@ class Pace:
         self.most = max(self.most, other.most)
 
     def pop_measured(self) -> Self:
-        """Return what was measured until now; it is not measured again."""
+        """Return the measurements and reset them."""
         taken = type(self)()
         taken.add(self)
         self.spent, self.preemptions, self.most = {name: Spent() for name in PHASES}, 0, 0
         return taken
 
     def metrics(self) -> dict[str, float]:
-        """Return seconds of each phase, the share of the tail, and tokens a second; empty if nothing ran."""
+        """Return the seconds per phase, the tail's share of the time, and tokens per second; empty if nothing ran."""
         if not self.most:
             return {}
         seconds = {f"time/sampling/{name}_s": spent.seconds for name, spent in self.spent.items()}

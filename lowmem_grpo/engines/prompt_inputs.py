@@ -1,7 +1,7 @@
-"""Prompts and chat messages as people give them, as text and token ids.
+"""Conversion of the prompts and chat messages that users pass to text and token ids.
 
-Arrow (datasets, parquet) gives all dicts of a column the same keys, and None to those that a dict did not have, which
-templates write or refuse. So these keys are left out, at any depth, as `remove_none_values` of TRL does.
+Arrow (datasets, parquet) gives all dicts of a column the same keys, and None for keys that a dict did not have, which
+chat templates write out or refuse. Such keys are dropped at any depth, as TRL's `remove_none_values` does.
 """
 
 import json
@@ -13,13 +13,13 @@ from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
-CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # nothing is added to a conversation
+CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # render without a generation prompt
 OF_VLLM = {"prompt", "prompt_token_ids"}  # keys of its TextPrompt and TokensPrompt
 IMAGES = "only text is generated here: leave images, video and sound out of the prompt"
 
 
 def encoded(tokenizer: Any, prompts: Any) -> list[Encoded]:
-    """Each prompt as text and ids. TypeError for what is no prompt, ValueError for an empty one and for images."""
+    """Return each prompt as text and ids. TypeError for what is no prompt, ValueError if it is empty or has images."""
     many = [encode(tokenizer, prompt) for prompt in as_list(prompts)]
     if not many:
         raise ValueError("fast_generate got no prompt, or an empty one")
@@ -27,6 +27,7 @@ def encoded(tokenizer: Any, prompts: Any) -> list[Encoded]:
 
 
 def as_list(prompts: Any) -> list[Any]:
+    """Return a list of prompts from one prompt, several, or a tokenizer's output. TypeError for anything else."""
     if is_encoding(prompts):
         return without_padding(plain(prompts["input_ids"]), plain(prompts.get("attention_mask")))
     prompts = plain(prompts)
@@ -40,7 +41,7 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def is_encoding(prompt: Any) -> bool:
-    """Return whether it is what a tokenizer returns, such as a BatchEncoding of transformers 5."""
+    """Return True for a tokenizer's output, such as a BatchEncoding."""
     return isinstance(prompt, Mapping) and "input_ids" in prompt
 
 
@@ -49,11 +50,12 @@ def is_message(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
+    """Return an array or tensor as lists; other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def without_padding(ids: Any, mask: Any) -> list[list[int]]:
-    """The rows of a tokenizer's encoding, without the places that its attention mask leaves out."""
+    """Return the rows of a tokenizer's encoding without the tokens that its attention mask excludes."""
     rows = ids if ids and not isinstance(ids[0], int) else [ids]
     rows = [list(plain(row)) for row in rows]
     if mask is None:
@@ -64,7 +66,7 @@ def without_padding(ids: Any, mask: Any) -> list[list[int]]:
 
 
 def encode(tokenizer: Any, prompt: Any) -> Encoded:
-    """Text and ids of one prompt. A string is taken as it is, chat messages through the tokenizer's template."""
+    """Return the text and ids of one prompt. A string is used as it is; chat messages go through the chat template."""
     prompt = plain(prompt)
     if isinstance(prompt, Mapping):
         return encode(tokenizer, from_vllm(prompt))
@@ -81,8 +83,8 @@ def encode(tokenizer: Any, prompt: Any) -> Encoded:
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text that a model goes on from: what the tokenizer writes before it stands there once, and
-    what it writes behind it is left out."""
+    """Return the ids of a text for the model to continue: with the tokenizer's leading special tokens exactly once, and
+    without its trailing ones."""
     plain, around = (list(tokenizer(text or " ", add_special_tokens=special).input_ids) for special in (False, True))
     places = range(len(around) - len(plain) + 1)
     begin = next((around[:at] for at in places if around[at : at + len(plain)] == plain), [])
@@ -92,8 +94,8 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | None = None) -> str:
-    """Return the chat template's text of messages, up to where the model goes on: a new turn of the assistant, or its
-    last message, left open. ValueError for one that calls tools."""
+    """Return the messages rendered by the chat template for the model to continue: with a generation prompt, or with
+    the last message left open if it is the assistant's. ValueError if that message calls tools."""
     begun = messages[-1]["role"] == "assistant"
     ways = {"add_generation_prompt": not begun, "continue_final_message": begun, **(options or {})}
     if ways["continue_final_message"] and messages[-1].get("tool_calls"):
@@ -102,9 +104,9 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
-    """Return the messages in the first form in which the template writes their tool calls: with "" for None beside
-    calls, with arguments as objects, as they are, or with None and arguments as JSON. ValueError where it leaves a call
-    out, and for a call without a name."""
+    """Return the messages in the first form whose tool calls the template renders: with content "" for None, then also
+    with arguments as objects, then unchanged, then with content None and arguments as JSON text. ValueError if the
+    template leaves a call out, and for a call without a name."""
     names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages
@@ -117,7 +119,7 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
                  [with_functions(message, with_text) for message in unsaid]):
         try:
             text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
-        except Exception:  # noqa: BLE001 - templates raise what they like; the caller meets it where no form is taken
+        except Exception:  # noqa: BLE001 - templates may raise anything; rendering raises it again if no form works
             continue
         lost = next((name for name in names if name not in text), "")
         if not lost:
@@ -129,7 +131,7 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
 
 
 def name_of(call: Any) -> str:
-    """Return the name of the function that a message calls. ValueError where it names none."""
+    """Return the name of the function in a tool call. ValueError if it has none."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
@@ -139,28 +141,28 @@ def name_of(call: Any) -> str:
 
 
 def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
-    """Return a message whose calls have their functions, a name and arguments, in another form."""
+    """Return a message with `form` applied to the function (name and arguments) of each of its tool calls."""
     calls = [{**call, "function": form(call["function"])} if "function" in call else form(call)
              for call in message.get("tool_calls") or []]
     return {**message, "tool_calls": calls} if calls else message
 
 
 def with_object(function: Any) -> Any:
-    """Return a function with an object as arguments, where these are JSON in a text."""
+    """Return a function whose arguments, if JSON text, are parsed to an object."""
     with suppress(TypeError, ValueError):  # an object already, or no JSON
         return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
     return function
 
 
 def with_text(function: Any) -> Any:
-    """Return a function with JSON as arguments, where these are an object."""
+    """Return a function whose arguments, if an object, are dumped to JSON text."""
     arguments = function.get("arguments")
     return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)} \
         if isinstance(arguments, Mapping) else function
 
 
 def from_vllm(prompt: Mapping[str, Any]) -> Any:
-    """Return the prompt in vLLM's dictionary."""
+    """Return the text or ids of vLLM's TextPrompt or TokensPrompt. TypeError if it has none, ValueError for images."""
     ids = prompt.get("prompt_token_ids")
     if ids is None and not isinstance(prompt.get("prompt"), str):
         raise TypeError(f"a prompt is a dictionary with {', '.join(map(str, prompt)) or 'nothing'}; pass {KINDS}")
@@ -171,7 +173,7 @@ def from_vllm(prompt: Mapping[str, Any]) -> Any:
 
 
 def in_text(message: Any) -> Any:
-    """A chat message whose content is one string. ValueError for parts that are no text."""
+    """Return a chat message with its content joined to one string. ValueError for parts that are no text."""
     if not is_message(message):
         raise TypeError(f"a prompt is a list with a {type(message).__name__}; pass {KINDS}")
     message = plain_message(message)
@@ -185,7 +187,7 @@ def in_text(message: Any) -> Any:
 
 
 def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:
-    """The calls of the engine: one for all prompts, or one for each where each has its own parameters."""
+    """Return the engine calls to make: one for all prompts, or one per prompt if each has its own parameters."""
     if not isinstance(sampling_params, list | tuple):
         return [(as_sampling_params(sampling_params, longest), prompts)]
     if len(sampling_params) != len(prompts):
@@ -196,14 +198,14 @@ def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list
 
 
 def without_none(value: Any) -> Any:
-    """Return a value without the keys, at any depth, whose value is None."""
+    """Return a value without keys, at any depth, that map to None."""
     if isinstance(value, Mapping):
         return {key: without_none(part) for key, part in value.items() if part is not None}
     return [without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def plain_message(message: Any) -> Any:
-    """Return a chat message without keys that say nothing; beside tool calls, a content that is missing is None."""
+    """Return a chat message without empty keys. With tool calls, a missing content is set to None."""
     if not is_message(message) or not message.keys() & {"content", "tool_calls"}:
         return message
     content = without_none(message.get("content"))
@@ -213,7 +215,7 @@ def plain_message(message: Any) -> Any:
 
 
 def joined_text(message: Any) -> Any:
-    """Return a chat message whose content is one text, where it is a list of parts that are all text."""
+    """Return a chat message with its content joined to one string if it is a list of only text parts."""
     parts = message.get("content") if is_message(message) else None
     if not isinstance(parts, list) or not parts:
         return message

@@ -1,4 +1,4 @@
-"""The rollouts of a prompt in the shape of vLLM's answer; `logprobs=k` gives the model's own, at temperature 1."""
+"""Rollouts in the shape of vLLM's RequestOutput. `logprobs=k` recomputes log-probabilities at temperature 1."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,10 @@ ROWS = 256  # tokens whose logits are in memory at a time
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token at one place, with vLLM's field names."""
+    """The log-probability of one token at one position, with vLLM's field names."""
 
     logprob: float
-    rank: int  # 1 for the likeliest
+    rank: int  # 1 for the most likely token
     decoded_token: str
 
 
@@ -27,8 +27,8 @@ class Logprob:
 class CompletionOutput:
     """One completion, with vLLM's field names.
 
-    `logprobs` are those of the drawn tokens, as they were drawn. With `SamplingParams(logprobs=k)` it has vLLM's shape:
-    for each place, the drawn token and the k likeliest ones.
+    `logprobs` are those of the drawn tokens under the sampling distribution. With `SamplingParams(logprobs=k)` they
+    have vLLM's shape: for each position, the drawn token and the k most likely ones.
     """
 
     index: int
@@ -37,7 +37,7 @@ class CompletionOutput:
     logprobs: list[float] | list[dict[int, Logprob]]
     finish_reason: str
     cumulative_logprob: float = 0.0  # the sum over the drawn tokens
-    stop_reason: int | str | None = None  # the stop string or stop token that ended it; None for the end token
+    stop_reason: int | str | None = None  # the stop string or stop token that ended it; None for an EOS token
     lora_request: Any = field(default=None, compare=False)
 
 
@@ -56,7 +56,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class OutputProcessor:
-    """Turns rollouts into vLLM's shape."""
+    """The conversion of rollouts to vLLM's RequestOutput."""
 
     policy: Policy
     tokenizer: Any
@@ -64,7 +64,7 @@ class OutputProcessor:
     lora_request: Any = None
 
     def request_output(self, number: int, text: str, ids: list[int], rollouts: list[Rollout]) -> RequestOutput:
-        """The completions of prompt `number` of a call."""
+        """Return the completions of prompt `number` of a call."""
         outputs = [self.completion(index, ids, rollout) for index, rollout in enumerate(rollouts)]
         return RequestOutput(text, ids, outputs, str(number), lora_request=self.lora_request)
 
@@ -90,7 +90,7 @@ class OutputProcessor:
 
     @torch.no_grad()
     def likeliest(self, prompt_ids: list[int], rollout: Rollout) -> list[dict[int, Logprob]]:
-        """For each of the C tokens: the drawn one and the `params.logprobs` likeliest ones (-1: all)."""
+        """Return, for each of the C positions, the drawn token and the `params.logprobs` most likely ones (-1: all)."""
         batch = collate([(RolloutGroup({}, prompt_ids, [rollout]), rollout)]).to(self.policy.device)
         with evaluating(self.policy.model):
             hidden, targets = self.policy.at_trained(batch)
@@ -98,7 +98,7 @@ class OutputProcessor:
                 for place in self.places(hidden[start : start + ROWS], targets[start : start + ROWS])]
 
     def places(self, hidden: Tensor, targets: Tensor) -> list[dict[int, Logprob]]:
-        """Return the same for hidden states (N, D) and drawn tokens (N,)."""
+        """Do the same for N positions, given hidden states (N, D) and drawn tokens (N,)."""
         logprobs = self.policy.head.logits(hidden).log_softmax(-1)
         asked = self.params.logprobs or 0
         count = logprobs.shape[1] if asked == -1 else min(asked, logprobs.shape[1])

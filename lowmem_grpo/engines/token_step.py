@@ -1,12 +1,12 @@
-"""One token for all rows of a batch: the model's pass, with everything that changes from step to step at one address.
+"""Decode steps of a batch: one forward pass that reads and writes everything that changes at fixed addresses.
 
-On a card the step is recorded as a CUDA graph, once for each number of rows and length of storage (rounded up): the
-host needs longer to launch a small step's kernels than the card to run them. Elsewhere the same code runs as it is, and
-one warning says why; `enforce_eager=False` makes that an error. A graph's first run is compared with the same step
-without one.
+On a card the step is recorded as a CUDA graph, once per number of rows and cache length (rounded up), because launching
+a small step's kernels takes the host longer than the card takes to run them. Where graphs cannot be used the same code
+runs eagerly, and one warning says why; `enforce_eager=False` makes that an error. A graph's first result is compared
+with the eager step's.
 
-Rows of `generate` lie in buffers that live as long as the engine, so that the graphs of one call serve the next. Rows
-of turns, and all where nothing is recorded, have buffers of their own.
+Rows of `generate` use buffers that live as long as the engine, so that the graphs of one call serve the next. Rows of
+`converse`, and all rows if no graphs are recorded, get new buffers.
 """
 
 import logging
@@ -38,34 +38,35 @@ from lowmem_grpo.models.lora_layers import adapter_state
 
 logger = logging.getLogger(__name__)
 LIVING: "weakref.WeakSet[StepBuffers]" = weakref.WeakSet()
-MOST_GRAPHS = 64  # some MiB each; beyond, the first of them goes
-WARM = 2  # steps without a graph before the first one, in which kernels are compiled and libraries start; then 1
-GROW = 2  # times the places that a call needs, at most, where lasting buffers keep the rows and the width of another
+MOST_GRAPHS = 64  # graphs kept, at some MiB each; beyond that the oldest is dropped
+WARM = 2  # eager steps before the first graph, which compile kernels and initialize libraries; 1 before later graphs
+GROW = 2  # lasting buffers may keep an earlier call's rows or width up to this multiple of the size now needed
 
 
 class StepBuffers:
-    """Inputs, mask and results of steps of up to R rows whose caches have up to C places."""
+    """Inputs, masks, results and graphs of decode steps with up to R rows whose caches have up to C places."""
 
     def __init__(self, rows: int, capacity: int, device: torch.device, storage: LastingStorage | None = None) -> None:
         self.rows, self.capacity, self.storage = rows, capacity, storage
-        self.at = torch.zeros(1, dtype=torch.long, device=device)  # the place of the newest tokens
+        self.at = torch.zeros(1, dtype=torch.long, device=device)  # cache index at which the newest tokens are written
         self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions, self.alive = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens, dtype=torch.bool)
         self.mask = torch.zeros(rows, capacity, dtype=torch.bool, device=device)
-        self.added: Tensor | None = None  # what attention adds to its scores: it would make this of the mask each time
+        self.added: Tensor | None = None  # (R, C) additive form of the mask, kept so that attention need not build it
         self.out: Tensor | None = None  # (R, V), the logits of graphs
-        self.graphs: dict[tuple[int, int], Run] = {}  # by rows and places
-        self.held: list[int] = []  # addresses that graphs read
-        self.adapters: object = None  # that they compute with
-        self.factors: Kept = {}  # the adapters in the dtype of products
-        self.steps = 0  # without a graph
+        self.graphs: dict[tuple[int, int], Run] = {}  # by number of rows and of cache places
+        self.held: list[int] = []  # addresses of the weights that the graphs read
+        self.adapters: object = None  # identifies the adapters that the graphs compute with
+        self.factors: Kept = {}  # the adapters in the compute dtype
+        self.steps = 0  # eager steps so far
         LIVING.add(self)
 
     def hold(self, state: DecodeState, rows: int) -> None:
-        """Take over B rows, and give them a cache and positions that stay; up to `rows` nothing is asked of others."""
+        """Copy the inputs of B rows into the buffers, and fix their cache and positions there. Rows from B up to `rows`
+        are computed too, but their results are ignored."""
         count, width = state.real.shape
         state.cache.fix(self.at, rows, self.capacity)
-        real, positions = state.real.clone(), state.positions.clone()  # which may lie here
+        real, positions = state.real.clone(), state.positions.clone()  # may be views of the buffers cleared below
         self.at.fill_(width)
         for part in (self.positions, self.alive, self.mask):
             part.zero_()
@@ -81,7 +82,7 @@ class StepBuffers:
         self.graphs[key] = run
 
     def forget_above(self, rows: int) -> None:
-        """Let go of the graphs of more rows, which read what is given back."""
+        """Drop the graphs with more than `rows` rows, which read weights that are being freed."""
         self.graphs = {key: run for key, run in self.graphs.items() if key[0] <= rows}
 
     def forget_graphs(self) -> None:
@@ -91,46 +92,48 @@ class StepBuffers:
 
 
 class TokenStep:
-    """Feeds the rows of a batch the tokens they drew last."""
+    """Decode steps: each feeds the last drawn tokens of a batch's rows and returns the next logits."""
 
     def __init__(self, passes: Passes, eager: bool | None = None) -> None:
-        """`eager` steps are never recorded. With False they must be: EngineUnavailableError says why they cannot."""
+        """`eager=True` never records steps. False requires it: EngineUnavailableError if they cannot be recorded."""
         self.passes = passes
         why = not_recorded(passes.policy)
         if eager is False:
             refuse_graphs(why)
-        self.must = eager is False  # until a graph has shown that this card and model can have them
+        self.must = eager is False  # a failed recording is an error; False once a graph has been recorded
         self.record: Record | None = None if why or eager else CudaGraph
-        # places that attention reads: a multiple of this, as a graph is of one length
+        # a graph has a fixed length, so the places that attention reads are rounded up to a multiple of this
         self.block = GRAPH_PLACES if self.record else 1
         self.recorded = 0  # graphs made so far
         self.state: DecodeState | None = None
         self.empty = self.buffers = StepBuffers(0, 0, passes.policy.device)
-        self.lasting: StepBuffers | None = None  # for the engine's life, of rows that a call decodes
+        self.lasting: StepBuffers | None = None  # buffers of `generate`, kept between calls
         if passes.policy.device.type == "cuda" and why and not eager:
             say_plain(why)
 
     def prepare(self, rows: int, width: int) -> None:
-        """Have lasting room for so many rows of so many places, where steps are recorded; its graphs go when it
-        grows."""
+        """Make sure that the lasting buffers hold `rows` rows of `width` places, if steps are recorded. Their graphs
+        are lost when they grow."""
         width, old = up_to_multiple(width, self.block), self.lasting
         if self.record is None:
             self.lasting = None
         elif old is None or rows > old.rows or width > old.capacity:
             most = (rows, width) if old is None else (max(rows, old.rows), max(width, old.capacity))
             rows, width = most if prod(most) <= GROW * rows * width else (rows, width)
-            self.lasting = old = None  # before there is a new one
+            self.lasting = old = None  # free the old buffers before allocating new ones
             self.lasting = StepBuffers(rows, width, self.passes.policy.device, LastingStorage(rows, width))
 
     def storage_for(self, width: int, running: int) -> LastingStorage | None:
-        """Return what rows of so many places may lie in, beside those that run; None where nothing lasts."""
+        """Return lasting storage for sequences of up to `width` tokens behind `running` rows in use; None if there is
+        none, or it is too narrow."""
         storage = None if self.lasting is None else self.lasting.storage
         if storage is None or width > storage.capacity:
             return None
         return storage.behind(running) if running else storage
 
     def factors(self) -> Kept | None:
-        """Return the adapters as graphs read them, which are made anew for other adapters; None where nothing lasts."""
+        """Return the cache of cast adapters that the graphs read, emptied with the graphs if another adapter is active
+        or parameters have moved in memory; None without lasting buffers."""
         if self.lasting is None:
             return None
         model = self.passes.policy.model
@@ -140,7 +143,7 @@ class TokenStep:
         return self.lasting.factors
 
     def extend(self, state: DecodeState) -> Tensor:
-        """Feed the tokens last drawn; returns the logits (B, V) of the next ones, which hold until the next call."""
+        """Feed the tokens last drawn; returns the logits (B, V) of the next ones, which the next call overwrites."""
         count, width = len(state.rows), state.real.shape[1] + 1
         if state is not self.state or state.positions is not self.positions or width > self.buffers.capacity:
             width = self.hold(state)
@@ -154,7 +157,7 @@ class TokenStep:
         return logits
 
     def hold(self, state: DecodeState) -> int:
-        """Give rows a cache, a mask and inputs that stay where they are; returns their width with the next token."""
+        """Move rows' cache, mask and inputs to fixed addresses; returns the cache width after the next token."""
         self.release()
         count, lasting = len(state.rows), self.lasting
         if lasting is not None and state.cache.lasting is lasting.storage:
@@ -170,14 +173,16 @@ class TokenStep:
         return state.real.shape[1] + 1
 
     def release(self) -> None:
+        """Let go of the current rows; the lasting buffers stay."""
         self.state, self.buffers = None, self.empty
 
     def drop(self) -> None:
+        """Let go of the current rows, and free the lasting buffers with their graphs."""
         self.release()
         self.lasting = None
 
     def step(self) -> Tensor:
-        """Do the work of one step: logits (R, V). Nothing here asks the device for a value."""
+        """Run one step eagerly; returns logits (R, V). Never synchronizes, so that it can be recorded."""
         assert self.state is not None
         self.state.cache.cut(self.width)
         rows, buffers = slice(0, self.rows), self.buffers
@@ -186,7 +191,7 @@ class TokenStep:
         buffers.mask.index_fill_(1, buffers.at, True)
         added.index_fill_(1, buffers.at, 0.0)
         seen, named = added[rows, None, None, : self.width], {"newest": buffers.at} if self.block > 1 else {}
-        # rows that are done are decoded on, but what is kept of them must not change
+        # finished rows are still fed, but `alive` keeps their recurrent states from changing
         hidden = self.passes.hidden(buffers.tokens[rows, None], positions[:, None], seen, buffers.alive[rows, None],
                                     self.state, **named)
         logits = self.passes.logits(hidden).squeeze(1)
@@ -194,10 +199,10 @@ class TokenStep:
         return logits
 
     def logits(self) -> Tensor:
-        """Return those of one step, by the graph where there is one of these weights."""
+        """Run one step, by a graph if there is a valid one for this shape; returns its logits (R, V)."""
         buffers, key = self.buffers, (self.rows, self.width)
         if buffers.graphs and addresses(self.weights) != buffers.held:
-            buffers.forget_graphs()  # weights have moved
+            buffers.forget_graphs()  # the weights have moved in memory
         if (run := buffers.graphs.get(key)) is not None:
             return run()
         logits = self.step()
@@ -207,7 +212,7 @@ class TokenStep:
         return logits
 
     def make(self, record: Record, key: tuple[int, int], logits: Tensor) -> None:
-        """Record the step that has just given `logits` (R, V), and hold its first run against them."""
+        """Record the step that has just given `logits` (R, V), and compare its first replay with them."""
         buffers, at, positions = self.buffers, self.buffers.at - 1, self.buffers.positions.clone()
         positions[: self.rows] -= 1
         if buffers.out is None:
@@ -233,7 +238,7 @@ class TokenStep:
         self.step()  # a wrong graph has written wrong keys and values at that place
 
     def give_up(self, why: str) -> None:
-        """Make no more graphs; EngineUnavailableError where they were asked for by name and there was none yet."""
+        """Stop recording graphs; EngineUnavailableError if the user required them and none has worked yet."""
         device = self.passes.policy.device
         named = f"{why}, on {card_text(device)}" if device.type == "cuda" else why
         if self.must:
@@ -251,6 +256,6 @@ def addresses(weights: Iterable[Tensor]) -> list[int]:
 
 
 def forget_all_graphs() -> None:
-    """Let go of the graphs of every engine, which are recorded anew: memory that they read is about to go."""
+    """Drop the graphs of every engine, because memory that they read is about to be freed. They are recorded again."""
     for buffers in list(LIVING):
         buffers.forget_graphs()

@@ -1,9 +1,9 @@
 """Rollouts by the trainer's own model through transformers: no second copy, nothing to sync, any device.
 
 Each prompt is prefilled once, and its cache is repeated for its n completions; finished rows leave the batch. If memory
-runs out, fewer rows are decoded at once, and the others enter as rows are done. Unfinished rows go on from the tokens
-they have, because drawing them anew would favour short completions. What is drawn depends on none of this: each row has
-its own random numbers. Turns are decoded in rounds, all that are ready together, for the same reason.
+runs out, fewer rows are decoded at once, and the others enter as rows finish. Unfinished rows resume from the tokens
+they have, because redrawing them would favour short completions. The sampled tokens do not depend on any of this: each
+row has its own random numbers. Turns are decoded in rounds, all that are ready together, for the same reason.
 """
 
 from collections import deque
@@ -30,34 +30,34 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
-RARELY = 0.5  # the same where CUDA graphs are of one number of rows and go with them
-LOOK = 8  # token steps from one look at which rows are done to the next, there
-ENTER_TOGETHER = 8  # rows that wait enter once there is room for one of so many that may run
+RARELY = 0.5  # the same share with CUDA graphs, which are lost when the number of rows changes
+LOOK = 8  # with CUDA graphs, decode steps between two checks of which rows are done
+ENTER_TOGETHER = 8  # waiting rows enter once 1/8 of the rows that may run are free
 
 
 class TransformersEngine:
-    """The engine that needs nothing but the trainer's model."""
+    """The engine that samples with the trainer's model itself, through transformers."""
 
     name = "transformers"
     capabilities = EVERYTHING
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
                  enforce_eager: bool | None = None, sampling_weights: str | None = None) -> None:
-        """`enforce_eager=True` turns CUDA graphs off; EngineUnavailableError where False asks for what cannot be.
-        `sampling_weights="16bit"` dequantizes quantized weights while sampling; None leaves that to a run's plan."""
+        """`enforce_eager=True` turns CUDA graphs off; False requires them: EngineUnavailableError if there can be none.
+        `sampling_weights="16bit"` dequantizes quantized weights while sampling; None leaves that to the run's plan."""
         self.policy, self.passes = policy, Passes(policy)
         self.tokenizer, self.pad_id = tokenizer, tokenizer.pad_token_id or 0
         self.max_seq_length = max_seq_length
         self.policy_version = 0
         self.kv_bytes = 0
         self.eos_ids = policy.eos_token_ids(tokenizer)
-        self.bound: BatchLimit = RunMemory().rollout  # on the rows that are decoded together
-        self.kept, self.widest = PrefixCache(), 0  # the turns of a call, and the most decoded together
+        self.bound: BatchLimit = RunMemory().rollout  # limits the rows that are decoded together
+        self.kept, self.widest = PrefixCache(), 0  # cached turns of `converse`, and its largest round so far
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.step = TokenStep(self.passes, enforce_eager)
         self.use_weights(sampling_weights)
         self.decoding = False
-        self.sleeps = True  # what steps are recorded on is given back while training, and so are the graphs
+        self.sleeps = True  # free step buffers and graphs while training
 
     @property
     def slots(self) -> int | None:
@@ -76,7 +76,8 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def use_weights(self, form: str | None) -> None:
-        """Sample with weights in 16 bits where rows are more than few, or in the form in which they are held."""
+        """Sample with quantized weights dequantized (`form` "16bit"; not for the few rows for which the codes are
+        faster), or as they are held (any other `form`)."""
         self.sampling_weights = form
         self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None
 
@@ -87,13 +88,13 @@ class TransformersEngine:
                 self.step.lasting.forget_above(self.passes.wide.few)
 
     def give_back(self) -> None:
-        """From now on keep nothing while training, where memory ran out."""
+        """Free everything now, and during training from now on; called after memory ran out in training."""
         self.sleeps = True
         if not self.decoding:
             self.sleep()
 
     def wake(self) -> None:
-        """Nothing to do: each call makes what is not there."""
+        """Do nothing: each call allocates what it needs."""
 
     def close(self) -> None:
         self.forget()
@@ -101,6 +102,7 @@ class TransformersEngine:
         self.step.drop()
 
     def forget(self) -> None:
+        """Drop the cached turns and the buffers of the current rows."""
         self.kept.rows.clear()
         self.step.release()
         self.widest = 0
@@ -121,12 +123,12 @@ class TransformersEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Turns of episodes in rounds, as `Engine.converse` says. Without a bound on rows, as many are kept for their
-        next turns as were decoded together at most."""
+        """Decode turns in rounds; see `Engine.converse`. Without a limit on rows, there is room for twice the largest
+        round, running and kept rows together."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
-        self.step.drop()  # kept rows have the room
+        self.step.drop()  # its memory is needed for kept rows
         if not goes_on:
-            self.forget()  # another's keys
+            self.forget()  # kept rows belong to another conversation's keys
         self.pace.start_call()
         try:
             while requests := conversation.next_requests(busy=False):
@@ -144,7 +146,7 @@ class TransformersEngine:
     # One call: all rows
 
     def decode(self, generation: GenerationState) -> None:
-        """Draw every row to its end: all together, or as many at a time as memory has room for."""
+        """Draw every row to its end, as many at a time as memory has room for."""
         waiting, most = deque([PartialRows(self.order(generation))]), len(generation.budgets)
         device = self.policy.device
         while waiting:
@@ -158,7 +160,7 @@ class TransformersEngine:
                     failed = catch_oom(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
                                        device, self.step.drop)
             except BaseException:
-                self.step.drop()  # it may hold NaN
+                self.step.drop()  # its buffers may hold NaN
                 raise
             finally:
                 self.decoding = False
@@ -168,17 +170,17 @@ class TransformersEngine:
                 most = self.smaller(generation, size, batch.running, failed)
 
     def order(self, generation: GenerationState) -> list[int]:
-        """Return the rows as they begin: where not all have room, those with the longest answers before come first."""
+        """Return the rows in the order in which to start them: if not all have room, the longest expected first."""
         rows, n = len(generation.budgets), generation.params.n
         if (self.bound.under(None) or rows) >= rows:
             return list(range(rows))
         return [prompt * n + row for prompt in self.expected.order(generation.prompts) for row in range(n)]
 
     def smaller(self, generation: GenerationState, size: int, left: int, shortage: OutOfMemory) -> int:
-        """Return how many rows to decode at once after a shortage with `left` of `size` unfinished: as before where
-        something else could be dropped, else half of those left."""
+        """Return how many rows to decode at once after memory ran out with `left` of `size` rows unfinished: as many as
+        before if dequantized weights or kept turns could be dropped, else half of those left."""
         if generation.finished.failed_outside is not None:
-            raise generation.finished.failed_outside  # memory ran out elsewhere, so that the call ends
+            raise generation.finished.failed_outside  # memory ran out in a callback, so fewer rows would not help
         what = f"sampling {size} at once"
         if self.passes.wide is not None and self.passes.wide.held:
             self.free_weights()
@@ -195,8 +197,8 @@ class TransformersEngine:
     # One batch: rows that are decoded together
 
     def decode_together(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
-        """Draw rows to their ends, `size` at a time, until none wait. After an error, the batch's parts are what is
-        left."""
+        """Draw rows to their ends, `size` at a time, until none wait. After an error, `batch.parts` holds the
+        unfinished rows that had entered."""
         logits = torch.empty(0)
         self.pace.resume()
         while batch.running or waiting:
@@ -212,10 +214,11 @@ class TransformersEngine:
                 self.note_bytes(batch)
 
     def have_room(self, batch: Batch, waiting: deque[PartialRows], size: int) -> bool:
+        """Return True if rows wait and at least 1/ENTER_TOGETHER of `size` rows are free."""
         return bool(waiting) and size - batch.running >= max(1, size // ENTER_TOGETHER)
 
     def check_rows(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
-        """See which rows are done, report the prompts that are complete, and drop rows where that pays."""
+        """Find the finished rows, report the prompts that are complete, and drop finished rows if that pays off."""
         steps, running, generation = batch.since, batch.running, batch.generation
         drawn, done = batch.find_done()
         self.pace.step(running, drawn)
@@ -225,10 +228,11 @@ class TransformersEngine:
             batch.drop_finished()
         if batch.running or waiting:
             with self.pace.paused():
-                for _ in range(steps):  # the caller may count them
+                for _ in range(steps):  # one call per decode step, as the caller may count them
                     generation.finished.between(sum(generation.unfinished))
 
     def pays(self, batch: Batch) -> bool:
+        """Return True if dropping the finished rows now makes decode steps cheaper."""
         rows, left = len(batch.state.rows), batch.running
         if self.step.lasting is not None:
             return graph_rows(left) < graph_rows(rows)
@@ -257,7 +261,7 @@ class TransformersEngine:
     # Rows that enter
 
     def enter(self, batch: Batch, waiting: deque[PartialRows], size: int, logits: Tensor) -> Tensor:
-        """Let rows enter until `size` run; returns the logits (B, V) of all, of which `logits` are those that ran."""
+        """Let waiting rows enter until `size` run; returns `logits` of the running rows and the new ones, (B, V)."""
         self.step.release()
         while waiting and batch.running < size:
             first = not batch.parts
@@ -269,8 +273,8 @@ class TransformersEngine:
         return logits
 
     def start_part(self, generation: GenerationState, part: PartialRows, running: int) -> tuple[DecodeState, Tensor]:
-        """Compute what is not held of the prompts of a part's rows, and what the rows drew before they were
-        interrupted: their state, and the logits (B, V) of their next tokens."""
+        """Prefill the uncached tokens of a part's prompts, and the tokens its rows drew before an interruption; returns
+        their state and the next tokens' logits (B, V)."""
         continued = generation.continuations(part.rows, running)
         known = {row for more in continued for row in more.rows}
         made = [self.continue_turns(generation, more) for more in continued]
@@ -280,14 +284,14 @@ class TransformersEngine:
         if part.start:
             self.pace.read(part.start * len(part.rows))
             logits = self.passes.feed(state, generation.ids[state.rows, : part.start])
-            generation.keep_routes(state.rows, part.start - 1, state.routes)  # others are known from their first pass
+            generation.keep_routes(state.rows, part.start - 1, state.routes)  # earlier ones were recorded when drawn
             state.counts = torch.full_like(state.rows, part.start)
         return state, logits
 
     def prefill(self, generation: GenerationState, rows: list[int], running: int, start: int
                 ) -> tuple[DecodeState, Tensor]:
-        """Compute the prompts of B rows, each once; returns their state and the next tokens' logits (B, V). It lies
-        where steps are recorded, behind rows that run, if that has room for `start` tokens more."""
+        """Prefill the prompts of B rows, each prompt once; returns their state and the next tokens' logits (B, V). The
+        cache is placed in the lasting storage, behind `running` rows, if that has room for `start` more tokens."""
         prompts, counts = generation.prompts_of(rows)
         input_ids, real = left_padded(prompts, self.pad_id, self.policy.device)
         state = DecodeState.holding(torch.arange(len(prompts), device=input_ids.device))
@@ -303,7 +307,7 @@ class TransformersEngine:
         return state, logits
 
     def continue_turns(self, generation: GenerationState, more: Continuation) -> tuple[DecodeState, Tensor]:
-        """Do the same for prompts whose first tokens are held."""
+        """Do the same for prompts with cached prefixes, feeding only their last `more.fed` tokens."""
         device = self.policy.device
         cache = right_aligned([kept.piece(held) for kept, held in zip(more.kept, more.held, strict=True)],
                               max(more.held), room=more.fed)

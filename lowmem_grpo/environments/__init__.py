@@ -1,6 +1,6 @@
-"""Turns and tools: what answers a completion, and how the next prompt is made of it.
+"""Environments and tools for multi-turn episodes: the answers to completions, and the next prompts made of them.
 
-Names load when they are first used.
+Names are imported lazily, at first use.
 """
 
 from importlib import import_module

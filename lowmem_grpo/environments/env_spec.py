@@ -1,5 +1,4 @@
-"""What a policy is given for a row: an environment, the tools, as it is told of them and as they are called, and how
-its chat becomes tokens."""
+"""The setup of a row's episode: its environment, its tools (schemas and functions), and the renderer of its chat."""
 
 import asyncio
 import copy
@@ -24,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Factories:
-    """The value of `environment_factory`: a class, another callable without arguments, or several by name, of
-    which the column `environment` of a row picks one."""
+    """The value of `environment_factory`: a class, another callable without arguments, or a dict of them, from which a
+    row's column `environment` picks one by name."""
 
     def __init__(self, value: Any) -> None:
-        """TypeError for what cannot make environments; each is tried once."""
+        """Call each factory once to check it; TypeError if one does not make an environment."""
         self.several = isinstance(value, Mapping)
         factories: Mapping[str, Any] = value if isinstance(value, Mapping) else {"": value}
         if not factories or not all(callable(factory) for factory in factories.values()):
@@ -39,7 +38,7 @@ class Factories:
         self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
 
     def name_of(self, row: Mapping[str, Any]) -> str:
-        """Return which factory a row asks for; ValueError where it names none of them."""
+        """Return the name of the factory that a row asks for; ValueError if there is no such factory."""
         name = row.get("environment") if self.several else ""
         if name not in self.by_name:
             raise ValueError(f"the row's environment is {name!r}, which is not among the environments; "
@@ -47,7 +46,7 @@ class Factories:
         return str(name)
 
     def lacking(self, row: Mapping[str, Any]) -> str:
-        """Return what is wrong with a row that lacks a column which `reset` needs; empty where nothing is."""
+        """Return an error message if a row lacks a column that `reset` needs; "" if it does not."""
         reset = self.samples[self.name_of(row)].reset
         needed = [parameter.name for parameter in inspect.signature(reset).parameters.values()
                   if parameter.default is parameter.empty
@@ -66,17 +65,18 @@ class Factories:
             raise EnvironmentFailedError(f"{short(factory)}() raised {type(error).__name__}: {short(error)}") from error
 
     def columns_for(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `reset` may get of a row, as objects of its own."""
+        """Return the row's columns that may be passed to `reset`, copied."""
         return {name: owned(value) for name, value in row.items() if not (self.several and name == "environment")}
 
     @property
     def paying(self) -> list[type]:
+        """The environment classes that give rewards, by `step` or `get_reward`."""
         return list({type(environment): None for environment in self.samples.values() if any(
             callable(getattr(environment, name, None)) for name in ("step", "get_reward"))})
 
 
 def sample(factory: Callable[[], Any], name: str) -> Any:
-    """Return one environment, to see what it can do; TypeError where it is none."""
+    """Return one environment made by the factory, closed again, for inspection; TypeError if it is none."""
     label = f"environment_factory[{name!r}]" if name else "environment_factory"
     try:
         made = factory()
@@ -85,12 +85,12 @@ def sample(factory: Callable[[], Any], name: str) -> Any:
                         "arguments (functools.partial gives them theirs)") from error
     if not callable(getattr(made, "reset", None)):
         raise TypeError(f"{label} made a {type(made).__name__} without a method reset(**row)")
-    close_quietly(made)  # nobody will play in this one
+    close_quietly(made)  # it is not played
     return made
 
 
 def close_quietly(made: Any) -> None:
-    """Close an environment at once; a failure is only said."""
+    """Close an environment, and only log a failure."""
     async def waiting(ended: Any) -> None:
         await ended
 
@@ -98,22 +98,22 @@ def close_quietly(made: Any) -> None:
         ended = made.close() if callable(getattr(made, "close", None)) else None
         if inspect.isawaitable(ended):
             asyncio.run(waiting(ended))
-    except Exception as error:  # noqa: BLE001  (it is the user's, and nothing hangs on it)
+    except Exception as error:  # noqa: BLE001  (user code may raise anything, and nothing depends on it)
         logger.warning("%s.close raised %s: %s", type(made).__name__, type(error).__name__, short(error))
 
 
 class EnvSpec:
-    """For all rows of one environment."""
+    """The toolbox and renderers that all rows of one environment share."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, toolbox: Toolbox | None, template_kwargs: dict[str, Any]
     ) -> None:
-        """`toolbox` is that of a sample; each episode has its own functions."""
+        """`toolbox` is that of a sample environment; each episode binds its own functions."""
         self.tokenizer, self.toolbox, self.template_kwargs = tokenizer, toolbox, template_kwargs
-        self.renderers: dict[bool, Renderer | PlainRenderer] = {}  # by whether the prompt is a plain string
+        self.renderers: dict[bool, Renderer | PlainRenderer] = {}  # True: for prompts that are plain strings
 
     def renderer(self, row: Mapping[str, Any]) -> Renderer | PlainRenderer:
-        """Return the renderer of a row's messages; RendererError where the template cannot."""
+        """Return the renderer of a row's messages; RendererError if the template cannot render them."""
         prompt = row.get("prompt") or []
         plain = isinstance(prompt, str)
         if plain not in self.renderers:
@@ -129,16 +129,16 @@ class EnvSpecs:
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]], factories: Factories | None,
         max_tool_tokens: int, template_kwargs: dict[str, Any], parse: Callable[..., Any] | str | None = None,
     ) -> None:
-        """`tools` belong to every row, beside those of its environment."""
-        self.tokenizer = copy.deepcopy(tokenizer)  # which keeps the options of its last call: nobody else has this one
+        """`tools` are available in every row, in addition to those of its environment."""
+        self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers keep the options of their last call, so none is shared
         self.tools, self.factories, self.limit = list(tools), factories, TokenLimit(tokenizer, max_tool_tokens)
         self.max_tool_tokens, self.template_kwargs, self.parse = max_tool_tokens, template_kwargs, parse
-        self.other: Renderer | PlainRenderer | None = None  # for what the base model is asked
+        self.other: Renderer | PlainRenderer | None = None  # of questions to the base model
         samples = {"": None} if factories is None else factories.samples
         self.by_name = {name: self.make(made) for name, made in samples.items()}
 
     def make(self, made: Any) -> EnvSpec:
-        """Return the spec of an environment like this one; None where there is no environment."""
+        """Return the spec for environments of the same kind as `made`; None means tools without an environment."""
         functions = [*self.tools, *([] if made is None else tools_of(made))]
         toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
             if functions else None
@@ -148,18 +148,20 @@ class EnvSpecs:
         return self.by_name["" if self.factories is None else self.factories.name_of(row)]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
+        """Return a row's toolbox, with the functions of its environment `made`."""
         spec = self.spec_for(row)
         if spec.toolbox is None or made is None:
             return spec.toolbox
         return spec.toolbox.with_functions([*self.tools, *tools_of(made)])
 
     def within(self, answer: Answer) -> Answer:
-        """Return the answer, with no message of more than `max_tool_tokens`: a longer one loses its middle."""
+        """Return the answer with messages longer than `max_tool_tokens` cut in the middle."""
         answer.messages = [message | {"content": self.limit.cut(message["content"])} for message in answer.messages]
         return answer
 
     def asking(self, messages: list[Message]) -> list[int]:
-        """Return the prompt (P,) of a question to the base model, which has no tools. No message can forge a turn."""
+        """Return the prompt (P,) of a question to the base model, without tools. No message is trusted to hold special
+        tokens."""
         if self.other is None:
             prompt = [] if self.tokenizer.chat_template else ""
             self.other = renderer_for(prompt, self.tokenizer, None, self.template_kwargs)
@@ -167,13 +169,13 @@ class EnvSpecs:
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
-        """The schemas of the tools that policies are told of, those of all environments; None where there are none."""
+        """The schemas of the tools of all environments; None if there are none."""
         schemas = [schema for spec in self.by_name.values() if spec.toolbox for schema in spec.toolbox.schemas]
         return schemas or None
 
 
 class EpisodeEncoder(PromptEncoder):
-    """Prompts of rows whose episodes have tools or an environment, before its first observation."""
+    """The encoder of prompts with tools or an environment, before the environment's first observation."""
 
     def __init__(self, inner: PromptEncoder, specs: EnvSpecs) -> None:
         super().__init__(inner.tokenizer, inner.max_prompt_length, inner.template_kwargs)
@@ -182,7 +184,7 @@ class EpisodeEncoder(PromptEncoder):
             raise ValueError("truncate_prompts=True would cut off what says which tools there are; leave it out")
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
-        """Return the prompt, however long, or the reason for leaving the row out."""
+        """Return the prompt, whatever its length, or the reason to leave the row out."""
         try:
             spec = self.specs.spec_for(row)
         except ValueError as error:
@@ -205,7 +207,7 @@ class EpisodeEncoder(PromptEncoder):
 
 @dataclass
 class WithPrompts:
-    """Rows of a dataset, each with a prompt: an empty one of the user where the environment makes the task."""
+    """The rows of a dataset, with an empty user message as prompt for rows without one, whose environment makes it."""
 
     rows: Any
 
@@ -223,6 +225,6 @@ class WithPrompts:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row's prompt; a text is the user's, and so is nothing."""
+    """Return the messages of a row's prompt; a text becomes a user message, and no prompt an empty one."""
     prompt = row.get("prompt") or ""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

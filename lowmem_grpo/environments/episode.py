@@ -1,7 +1,7 @@
-"""One episode: the turns of the policy and what answered them, as tokens.
+"""One episode: the turns of the policy and the answers to them, as tokens.
 
-What counts are the tokens as the engine returned them; messages and texts are views. Nothing that was decoded is ever
-encoded again: between two turns there is a bridge, which holds only what the environment and the tools said.
+The tokens that the engine returned are authoritative; messages and texts are views of them. Sampled tokens are never
+decoded and re-encoded: two turns are joined by a bridge, the tokens of what the environment and the tools said.
 """
 
 import logging
@@ -19,37 +19,37 @@ from lowmem_grpo.types import Message, Rollout, Split, ToolCall, Turn
 
 logger = logging.getLogger(__name__)
 
-UNREADABLE = 3  # turns in a row whose calls cannot be read end an episode
+UNREADABLE = 3  # consecutive turns with only unreadable tool calls that end an episode
 
 
 @dataclass(frozen=True)
 class EpisodeBounds:
     """The limits of an episode, in turns, tokens and seconds."""
 
-    turns: int | None  # None: only tokens do
+    turns: int | None  # None: only the token limits hold
     completion: int  # tokens after the prompt
     context: int  # tokens in all
     turn: int | None  # tokens in one turn
     call_seconds: float
     episode_seconds: float
-    append: bool = True  # the history is what was sampled; False: the template renders it anew
+    append: bool = True  # the history keeps the sampled tokens; False: the template re-renders it for each turn
 
 
 @dataclass
 class Episode:
-    """An episode in progress; `key` names it for the engine and for workers."""
+    """An episode in progress; `key` identifies it to the engine and to workers."""
 
     key: int
     row: dict[str, Any]
-    messages: list[Message]  # the prompt's, and all that followed
+    messages: list[Message]  # of the prompt, and all that followed
     bounds: EpisodeBounds
     renderer: Renderer | PlainRenderer
     toolbox: Any  # None: there are no tools
     handle: EnvHandle | None  # None: there is no environment
-    seeds: Callable[[int], int]  # by turn
-    within: Callable[[Answer], Answer] = lambda answer: answer  # cuts what a step of the environment says
-    opening: list[Message] = field(default_factory=list)  # before the first turn
-    prompt: list[int] = field(default_factory=list)  # (P,) the first
+    seeds: Callable[[int], int]  # number of the turn -> seed
+    within: Callable[[Answer], Answer] = lambda answer: answer  # cuts the messages of an environment's step
+    opening: list[Message] = field(default_factory=list)  # all messages before the first turn
+    prompt: list[int] = field(default_factory=list)  # (P,) the prompt of the first turn
     ids: list[int] = field(default_factory=list)  # the sequence in progress, prompt included
     after: list[int] = field(default_factory=list)  # (C,) as in `Rollout.completion_ids`
     logprobs: list[float] = field(default_factory=list)  # (C,)
@@ -57,14 +57,14 @@ class Episode:
     splits: list[Split] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     state: str | None = None
-    empty: bool = False  # whether the policy reads an empty message first: TRL's environments may say nothing
+    empty: bool = False  # the first prompt's messages are all empty, as TRL's environments allow
     ending: str = ""
-    trouble: str = ""  # what failed
-    trusted: int = 0  # messages, the first ones, which are the dataset's
-    given: list[Message] = field(default_factory=list)  # the row's
-    asked: int = 0  # times that the base model was asked something
-    unread: int = 0  # replies that could not be read
-    unreadable: int = 0  # turns in a row
+    trouble: str = ""  # the error message, if its environment failed
+    trusted: int = 0  # number of leading messages that come from the dataset
+    given: list[Message] = field(default_factory=list)  # the messages of the row's prompt
+    asked: int = 0  # questions to the base model
+    unread: int = 0  # replies of the base model that could not be read
+    unreadable: int = 0  # consecutive turns with only unreadable calls
     seconds: float = 0.0  # spent by workers
 
     # Before the first turn
@@ -73,7 +73,7 @@ class Episode:
         return Answer() if self.handle is None else self.bound(job).reset(self.row)
 
     def open_prompt(self, answer: Answer) -> None:
-        """Make the first prompt of the row's messages and the observation."""
+        """Make the first prompt from the row's messages and the observation."""
         self.given, self.state = self.messages, answer.state
         self.prompt = self.first(answer.messages)
         self.opening, self.ids = list(self.messages), list(self.prompt)
@@ -81,9 +81,9 @@ class Episode:
             self.ending = "context"
 
     def first(self, observation: list[Message]) -> list[int]:
-        """Return a prompt (P,) of the row's messages and an observation, which become all that was said."""
+        """Return a prompt (P,) of the row's messages and an observation, and make these the whole conversation."""
         self.messages = joined(self.given, observation)
-        # an observation may hold what looks like the end of a turn; the dataset's own messages are trusted
+        # an observation may contain text like an end-of-turn token; only the dataset's messages are trusted with it
         self.trusted = sum(message is other for message, other in zip(self.messages, self.given, strict=False))
         self.empty = not any(message.get("content") or message.get("tool_calls") for message in self.messages)
         if self.empty and (self.handle is None or self.handle.steps):
@@ -92,12 +92,13 @@ class Episode:
         return self.renderer.first(self.messages, self.trusted)
 
     def pass_reply(self, job: WorkerJob, ask: AskBase, said: str) -> Answer:
-        """Pass on a reply of the base model, in a worker, and return what follows."""
+        """Pass the base model's reply to the environment and return its answer. Runs in a worker."""
         answer, read = self.bound(job).pass_reply(ask, said, first=not self.turns)
         self.unread += not read
         return self.within(answer) if self.turns else answer
 
     def bound(self, job: WorkerJob) -> EnvHandle:
+        """Return the environment's handle, whose calls this job makes."""
         assert self.handle is not None
         self.handle.run = job.call
         return self.handle
@@ -126,7 +127,7 @@ class Episode:
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
 
     def add_turn(self, drawn: Rollout) -> Callable[[WorkerJob], Answer] | None:
-        """Take a turn in; return what a worker is to do about it, or None where that was the last."""
+        """Add a sampled turn; return the work that answers it, for a worker, or None if it was the last turn."""
         turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
                     drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
         self.turns.append(turn)
@@ -142,7 +143,7 @@ class Episode:
         if self.unreadable >= UNREADABLE:
             self.ending = "parse_error"
         elif (calls or errors) and self.spent and not self.steps:
-            self.ending = "max_turns"  # nobody would read the results, so the tools are not run, as in TRL
+            self.ending = "max_turns"  # the policy would not read the results, so tools are not run, as in TRL
         elif calls or errors:
             return lambda job: self.call_tools(job, calls, errors)
         elif self.steps:
@@ -152,7 +153,7 @@ class Episode:
         return None
 
     def call_tools(self, job: WorkerJob, calls: list[ToolCall], errors: list[str]) -> Answer:
-        """Return the results of the calls, in their order, and of what could not be read; in a worker."""
+        """Return the results of the calls, in order, then the errors of unreadable ones. Runs in a worker."""
         answer = Answer(calls=len(calls) + len(errors))
         if self.handle is not None:
             self.handle.run = job.call
@@ -170,7 +171,7 @@ class Episode:
         return answer
 
     def answered(self, answer: Answer, seconds: float) -> None:
-        """Take in what came back for the last turn, and end the episode where it is over."""
+        """Add the answer to the last turn, and end the episode or make the next prompt."""
         turn = self.turns[-1]
         turn.reward, turn.failures = answer.reward, answer.failures
         turn.seconds += seconds
@@ -189,6 +190,7 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
+        """Make the next prompt from the replies, or end the episode if it does not fit."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
             ids = self.first(replies)
@@ -205,6 +207,7 @@ class Episode:
             self.split(ids)
 
     def split(self, ids: list[int]) -> None:
+        """Begin a new sequence with these prompt ids, which do not extend the current one."""
         begins = len(self.prompt) > 0 and ids[: len(self.prompt)] == self.prompt
         self.splits.append(Split(len(self.after), None if begins else ids))
         self.ids = list(self.prompt) if begins else ids
@@ -212,7 +215,7 @@ class Episode:
             self.add(ids[len(self.prompt) :])
 
     def add(self, ids: list[int], logprobs: list[float] | None = None, trained: bool = False) -> None:
-        """Add tokens that follow: drawn by the policy, or context between its turns."""
+        """Append tokens: drawn by the policy (`trained`), or context between its turns."""
         self.ids = [*self.ids, *ids]
         self.after += ids
         self.logprobs += logprobs if trained and logprobs is not None else [0.0] * len(ids)
@@ -221,7 +224,7 @@ class Episode:
     # The end
 
     def finish(self, job: WorkerJob) -> float | None:
-        """Ask `get_reward` and end the environment, in a worker."""
+        """Return the result of `get_reward`, and close the environment. Runs in a worker."""
         if self.handle is None:
             return None
         try:
@@ -230,7 +233,7 @@ class Episode:
             self.close(job)
 
     def close(self, job: WorkerJob) -> None:
-        """Close the environment, in a worker. Where that fails, the episode stands all the same."""
+        """Close the environment. A failure is only logged: the episode counts all the same. Runs in a worker."""
         if self.handle is not None:
             try:
                 self.bound(job).close()
@@ -238,10 +241,10 @@ class Episode:
                 logger.warning("an environment could not be closed: %s", error)
 
     def rollout(self, prompt: list[int]) -> Rollout:
-        """Return the episode as what is trained on, in a group with this prompt (P,)."""
+        """Return the episode as a rollout for training, in a group with this prompt (P,)."""
         last = self.turns[-1] if self.turns else None
         splits = self.splits
-        if self.prompt != prompt:  # the environment began in its own way
+        if self.prompt != prompt:  # the environment gave this episode another first observation
             splits = [Split(0, self.prompt), *(Split(split.start, split.prompt_ids or self.prompt) for split in splits)]
         return Rollout(
             self.after, self.logprobs, last.finish_reason if last and self.ending == "max_tokens" else "stop",
@@ -253,8 +256,8 @@ class Episode:
 
 
 def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
-    """Return the prompt with the first observation. A text is added to the last message, as in TRL, unless that is the
-    assistant's; other messages follow."""
+    """Return the prompt's messages with the first observation. A single user message is appended to the text of the
+    last message, as in TRL, unless that is the assistant's; other observations follow as messages."""
     begun = bool(prompt) and prompt[-1]["role"] == "assistant"
     if len(observation) != 1 or observation[0].get("role") != "user" or not prompt or begun:
         said = (message for message in prompt if message.get("content") or message.get("tool_calls") or not observation)

@@ -1,36 +1,36 @@
-"""Environments of OpenEnv: a client of its server, one function from a reply to an action, one from an observation to
+"""Environments of OpenEnv: a client of its server, a function from replies to actions, and one from observations to
 text.
 
     environment = OpenEnv(lambda: EchoEnv(base_url=url), action=lambda reply: EchoAction(message=reply),
                           text=lambda observation: observation.echoed_message)
     GRPOTrainer(model, environment_factory=environment, ...)
 
-The library is not imported: a client is anything with `reset(**columns)` and `step(action)`, whose results have
-`observation`, `reward` and `done`, and with `close()`. The three are all async, as OpenEnv's clients are, or all plain,
-as those of its `.sync()`.
+The library is not imported: a client is any object with `reset(**columns)` and `step(action)`, whose results have
+`observation`, `reward` and `done`, and with `close()`. The three methods are either all async, like those of OpenEnv's
+clients, or all plain, like those of its `.sync()`.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-FULL = "CAPACITY_REACHED"  # the server's code where it takes no more sessions
-SHUT = "ConnectionClosed"  # how the errors of websockets begin: a full server shuts, often before its code is read
-Step = tuple[Any, float | None, bool]  # observation as text or messages, reward, whether the episode is over
+FULL = "CAPACITY_REACHED"  # the server's error code when it takes no more sessions
+SHUT = "ConnectionClosed"  # prefix of websockets' errors: a full server often closes before its code is read
+Step = tuple[Any, float | None, bool]  # (observation as text or messages, reward, done)
 
 
 class OpenEnvError(RuntimeError):
-    """The client or its server cannot be played with; the message says why and what to do."""
+    """The client or its server cannot be used; the message says why and what to do."""
 
 
 class OpenEnv:
-    """An `environment_factory` for GRPOTrainer: each call makes an environment with a client and session of its own."""
+    """An `environment_factory` for GRPOTrainer: each call makes an environment with its own client and session."""
 
     def __init__(self, connect: Callable[[], Any], action: Callable[[str], Any], text: Callable[[Any], Any],
                  columns: Sequence[str] | None = None, name: str = "OpenEnv") -> None:
-        """`connect` makes a client; it may be async. `action` makes an action of a reply's text, and `text` makes a
-        text, or messages, of an observation. `columns` of a row go to the client's reset; None: all but `prompt`.
-        `name` is the environment's in the logs."""
+        """`connect` makes a client and may be async. `action` turns a reply's text into an action, and `text` an
+        observation into text or messages. `columns` are the row's columns passed to the client's reset; None passes all
+        but `prompt`. `name` is the environment's name in the logs."""
         for what, function in (("connect", connect), ("action", action), ("text", text)):
             if not callable(function):
                 hint = "; give a function that makes a client, since each episode needs its own" if what == "connect" \
@@ -42,14 +42,14 @@ class OpenEnv:
 
     def __call__(self) -> Any:
         if inspect.iscoroutinefunction(self.connect):
-            return self.kinds[AsyncClient](None, self)  # it connects when it begins
+            return self.kinds[AsyncClient](None, self)  # connects in reset
         client = self.connect()
         waits = inspect.iscoroutinefunction(getattr(client, "step", None))
         return self.kinds[AsyncClient if waits else PlainClient](client, self)
 
 
 class Client:
-    """The part that both kinds of clients share: what goes into the calls, and what is made of their results."""
+    """The base of both kinds of clients: the arguments of their calls, and the conversion of results."""
 
     def __init__(self, client: Any, settings: OpenEnv) -> None:
         self.client, self.settings = client, settings
@@ -59,7 +59,7 @@ class Client:
         return {name: value for name, value in row.items() if (name != "prompt" if names is None else name in names)}
 
     def read(self, result: Any) -> Step:
-        """Observation, reward and end of a result. OpenEnvError for what has not all three."""
+        """Return observation, reward and done of a result. OpenEnvError if it lacks one of the three."""
         missing = [name for name in ("observation", "reward", "done") if not hasattr(result, name)]
         if missing:
             raise OpenEnvError(f"the client of OpenEnv returned a {type(result).__name__} without "
@@ -67,7 +67,7 @@ class Client:
         return self.settings.text(result.observation), result.reward, bool(result.done)
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error itself, or what it means where the server takes no more sessions."""
+        """Return the error itself, or an OpenEnvError with advice if the server takes no more sessions."""
         if FULL not in str(error) and not type(error).__name__.startswith(SHUT):
             return error
         what = "takes no more sessions" if FULL in str(error) else "shut a new session, as it does where it is full"
@@ -77,7 +77,7 @@ class Client:
 
 
 class PlainClient(Client):
-    """An environment of OpenEnv, whose client waits."""
+    """An environment of OpenEnv with a synchronous client."""
 
     def reset(self, **row: Any) -> Any:
         try:
@@ -93,7 +93,7 @@ class PlainClient(Client):
 
 
 class AsyncClient(Client):
-    """An environment of OpenEnv, whose client is async."""
+    """An environment of OpenEnv with an async client."""
 
     async def reset(self, **row: Any) -> Any:
         try:

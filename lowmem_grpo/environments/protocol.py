@@ -1,14 +1,14 @@
-"""What an environment is: an object that answers what a policy says, one for each episode.
+"""The environment protocol: an object, one per episode, that answers the policy's replies.
 
-A class with `step` is our kind, whose names are Gym's:
+A class with `step` follows our protocol, with Gym's names:
 
-    reset(**row) -> observation             # a text, messages of a chat, or None
+    reset(**row) -> observation             # a text, chat messages, or None
     step(reply) -> (observation, reward, done)
-    both: an AskBase first, to hear the base model; an observation may be Anew
+    both may return an AskBase instead, to query the base model first; an observation may be Anew
     optional: tools (functions that the policy may call), get_reward(), state_key(), close()
 
-A class without `step` is TRL's: its public methods are the tools, and a turn without a call ends the episode. It may
-have no tools, and only make the task in `reset`. Methods may be async.
+A class without `step` follows TRL's: its public methods are the tools, and a turn without a call ends the episode. It
+may have no tools, and only make the task in `reset`. Methods may be async.
 """
 
 import inspect
@@ -21,38 +21,37 @@ from typing import Any
 from lowmem_grpo.environments.tools.results import refuse_images
 from lowmem_grpo.types import Message
 
-NO_TOOLS = ("reset", "get_reward", "close", "state_key", "step")  # public methods that are not the policy's
+NO_TOOLS = ("reset", "get_reward", "close", "state_key", "step")  # public methods that the policy may not call
 ROLES = ("user", "tool", "system", "assistant")
 
 
 class EnvironmentFailedError(RuntimeError):
-    """An environment failed, or gave what cannot be used; the message names the call."""
+    """An environment failed, or returned an unusable value; the message names the call."""
 
 
 @dataclass(frozen=True)
 class Anew:
-    """An observation with which the conversation begins anew: the policy sees the row's prompt and this, and nothing of
-    what was said before. What follows is trained as another sequence of the same episode."""
+    """An observation that restarts the conversation: the policy sees only the row's prompt and this observation, not
+    the earlier turns. The turns that follow are trained as another sequence of the same episode."""
 
-    observation: Any  # a text, messages of a chat, or None
+    observation: Any  # a text, chat messages, or None
 
 
 @dataclass(frozen=True)
 class AskBase:
-    """`reset` or `step` returns it to have the base model (the model without its adapter) say something first. The
-    engine of the run samples that, together with what other episodes ask; nothing is trained on it.
+    """A question to the base model (the model without its adapter) that `reset` or `step` returns to get a reply first.
+    The run's engine samples the reply, together with those to other episodes; it is not trained on.
 
-    `then` gets the reply as text, and returns what `reset` or `step` would have returned: another AskBase is possible.
-    A reply of which `readable` says False is counted (`other/failure_frequency`), and `then` gets it all the same. So
-    does an empty reply, which is what a question gets that does not fit into the context. ValueError for other values
-    than these.
+    `then` gets the reply as text, and returns what `reset` or `step` would have returned, possibly another AskBase. A
+    reply for which `readable` returns False is counted (`other/failure_frequency`) and passed to `then` all the same.
+    If the question does not fit into the context, the reply is empty. ValueError for invalid values.
     """
 
-    messages: Any  # a text of the user, or messages of a chat
+    messages: Any  # a text of the user, or chat messages
     then: Callable[[str], Any]
     readable: Callable[[str], bool] | None = None
     max_tokens: int = 64
-    temperature: float = 0.0  # 0: the likeliest reply
+    temperature: float = 0.0  # 0: greedy
 
     def __post_init__(self) -> None:
         number = isinstance(self.temperature, Real) and 0 <= self.temperature < float("inf")
@@ -72,33 +71,33 @@ class AskBase:
 
 @dataclass
 class Answer:
-    """The answer to a turn of the policy."""
+    """The answer of the environment or the tools to a turn of the policy."""
 
     messages: list[Message] = field(default_factory=list)
     reward: float | None = None
     done: bool = False
     state: str | None = None  # key of the state in which the policy acts next
-    calls: int = 0  # to tools
-    failures: int = 0  # calls that failed
-    anew: bool = False  # whether the messages replace what was said before
-    asks: AskBase | None = None  # what the base model has to say first; then all else is empty
+    calls: int = 0  # tool calls
+    failures: int = 0  # tool calls that failed
+    anew: bool = False  # True if the messages restart the conversation
+    asks: AskBase | None = None  # a question to the base model first; all other fields are then unset
 
 
 class EnvHandle:
-    """An environment for one episode. Calls may take long or raise EnvironmentFailedError, so they are for workers."""
+    """An environment for one episode. Its calls may be slow or raise EnvironmentFailedError, so they run in workers."""
 
     def __init__(self, made: Any, run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """`run` calls a function or awaits an async one, within the time limit of a call."""
+        """`run` calls a function, or awaits an async one, within the time limit per call."""
         self.made, self.run = made, run
         self.steps = callable(getattr(made, "step", None))
         self.closed = False
 
     def reset(self, row: Mapping[str, Any]) -> Answer:
-        """Return the first observation; `reset` gets the columns that it takes."""
+        """Return the first observation; `reset` gets the row's columns that its signature accepts."""
         return self.begun(self.call("reset", **taken(self.made.reset, row)))
 
     def begun(self, returned: Any) -> Answer:
-        """Return the answer of `reset`, or of a reply of the base model."""
+        """Return the answer for what `reset` or `AskBase.then` returned."""
         if isinstance(returned, AskBase):
             return Answer(asks=replace(returned, messages=messages_of(returned.messages, "AskBase")))
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
@@ -106,11 +105,11 @@ class EnvHandle:
         return self.observed(returned, "reset")
 
     def step(self, reply: str) -> Answer:
-        """Return the next observation, what the reply earned, and whether the episode is over."""
+        """Return the next observation, reward and done."""
         return self.stepped(self.call("step", reply))
 
     def stepped(self, returned: Any) -> Answer:
-        """Return the answer of `step`, or of a reply of the base model."""
+        """Return the answer for what `step` or `AskBase.then` returned."""
         if isinstance(returned, AskBase):
             return self.begun(returned)
         if not isinstance(returned, tuple) or len(returned) not in (3, 4, 5):
@@ -128,26 +127,27 @@ class EnvHandle:
         return Answer(messages_of(observation, method), state=self.state(), anew=anew)
 
     def pass_reply(self, ask: AskBase, said: str, first: bool) -> tuple[Answer, bool]:
-        """Pass a reply of the base model to `reset` or `step`; return what follows, and whether it could be read."""
+        """Pass the base model's reply to `ask`; return the answer and whether the reply was readable. `first`: the
+        question came from `reset`, not `step`."""
         read = ask.readable is None or bool(self.tried("AskBase.readable", ask.readable, said))
         returned = self.tried("AskBase.then", ask.then, said)
         return self.begun(returned) if first else self.stepped(returned), read
 
     def pay(self) -> float | None:
-        """Return what `get_reward` says at the end; None where there is no such method."""
+        """Return the result of `get_reward` at the end of the episode; None if there is no such method."""
         if not callable(getattr(self.made, "get_reward", None)):
             return None
         return number(self.call("get_reward"), f"{self.name}.get_reward")
 
     def state(self) -> str | None:
-        """Return the key of the state that the policy acts in; None where the environment has none."""
+        """Return the key of the state in which the policy acts next; None if the environment has no `state_key`."""
         if not callable(getattr(self.made, "state_key", None)):
             return None
         key = self.call("state_key")
         return None if key is None else str(key)
 
     def close(self) -> None:
-        """Give back what the environment holds; once only."""
+        """Close the environment if it has `close`; later calls do nothing."""
         if not self.closed and callable(getattr(self.made, "close", None)):
             self.closed = True
             self.call("close")
@@ -157,11 +157,12 @@ class EnvHandle:
         return type(self.made).__name__
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
-        """Call a method; EnvironmentFailedError, with the cause, for anything that it raises."""
+        """Call a method of the environment; any error that it raises but TimeoutError becomes an
+        EnvironmentFailedError."""
         return self.tried(method, getattr(self.made, method), *values, **named)
 
     def tried(self, method: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """Do the same for a function."""
+        """Do the same as `call` for a function; `method` names it in messages."""
         try:
             return self.run(function, values, named)
         except TimeoutError:
@@ -172,6 +173,7 @@ class EnvHandle:
 
 
 def tools_of(made: Any) -> list[Callable[..., Any]]:
+    """Return an environment's tools: those in `tools` if it has `step`, else its public methods."""
     if callable(getattr(made, "step", None)):
         tools = getattr(made, "tools", None) or []
         return list(tools() if callable(tools) else tools)
@@ -180,6 +182,7 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
 
 
 def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that the function's parameters accept."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(row)
@@ -187,7 +190,8 @@ def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any
 
 
 def messages_of(observation: Any, method: str) -> list[Message]:
-    """Return an observation as messages: a text is the user's; None is nothing."""
+    """Return an observation as messages: a text becomes a user message, None no message. EnvironmentFailedError for
+    anything else than texts and messages."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -203,23 +207,26 @@ def messages_of(observation: Any, method: str) -> list[Message]:
 
 
 def is_message(message: Any) -> bool:
-    """Return whether this is a message of a chat whose content is text."""
-    if not isinstance(message, dict) or message.get("role", "user") not in ROLES:
-        return "type" in message and message["type"] == "text" if isinstance(message, dict) else False
-    content = message.get("content", message.get("text"))
-    return isinstance(content, str) or (
-        isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content))
+    """Return True for a chat message, or a content block of TRL, whose content is text."""
+    return isinstance(message, dict) and message.get("role", "user") in ROLES and text_in(message) is not None
+
+
+def text_in(message: Message) -> str | None:
+    """Return the text of a message, of its content's parts, or of TRL's content block; None unless all is text."""
+    content = message.get("content", None if "role" in message else message.get("text"))
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text"
+                                         and isinstance(part.get("text"), str) for part in content):
+        return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else None
 
 
 def text_only(message: Message) -> Message:
-    if "role" not in message:  # TRL's content block
-        return {"role": "user", "content": str(message.get("content", message.get("text")))}
-    content = message["content"]
-    return message if isinstance(content, str) else message | {"content": "".join(part["text"] for part in content)}
+    """Return a message that `is_message` accepts with a text as its content; a content block comes from the user."""
+    return (message if "role" in message else {"role": "user"}) | {"content": text_in(message)}
 
 
 def number(value: Any, source: str) -> float | None:
-    """Return a finite number, or None; EnvironmentFailedError for anything else."""
+    """Return a finite number (also from a scalar tensor) or None; EnvironmentFailedError for anything else."""
     value = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
     if value is None:
         return None

@@ -1,7 +1,7 @@
-"""How messages become the tokens of the first prompt, and those between two turns of the policy: with the chat template
-(`Renderer`), or for prompts that are plain strings (`PlainRenderer`).
+"""Rendering of messages to the tokens of the first prompt, and of the bridges between two turns of the policy: with the
+chat template (`Renderer`), or without one for prompts that are plain strings (`PlainRenderer`).
 
-A `TurnBoundary` is where sampled tokens end and the bridge to the next turn begins, found in a made-up conversation.
+A `TurnBoundary` describes where sampled tokens end and the bridge begins; it is found by rendering a made-up dialogue.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,29 +26,29 @@ from lowmem_grpo.environments.template import (
 )
 from lowmem_grpo.types import Message
 
-Shape = tuple[tuple[str, bool, bool], ...]  # for each message: role, whether it has a name, whether it says anything
+Shape = tuple[tuple[str, bool, bool], ...]  # for each message: (role, has a name, has nonblank content)
 
 
 @dataclass(frozen=True)
 class TurnBoundary:
-    """The text after an answer that was made up: `cut`, then the mark `end`, then all that comes after it."""
+    """The rendered text after a made-up answer: `cut`, then the special token `end`, then the rest."""
 
-    form: int  # which of `answers` the template can render
-    called: bool  # the answer is a tool call, so that what the template writes behind the anchor is the call's
+    form: int  # index of the answer among `answers`, the first that the template can render
+    called: bool  # the answer is a tool call, so the text after the anchor begins with the rest of the call
     cut: str
-    end: str  # the mark that ends the turn, or nothing where a template has none
-    ends: frozenset[int]  # the tokens that end a turn here
-    marks: tuple[list[int], list[int]]  # the marks of the bridge behind a completion that was cut, and behind its end
+    end: str  # the special token that ends the turn; "" if the template has none
+    ends: frozenset[int]  # ids of the tokens that end a turn here
+    marks: tuple[list[int], list[int]]  # special tokens of the bridge: after a cut completion, after an ended one
 
     def tail(self, template: ChatTemplate, messages: Sequence[Message], ended: bool) -> str:
-        """Return what the template writes for messages behind the answer, from the mark that ends it. Behind a
-        completion that was cut also what comes before that mark, unless it belongs to a call."""
+        """Return the rendered text of messages after the answer, from the token that ends the answer on. For a cut
+        completion (not `ended`), also the text before that token, unless it belongs to a call."""
         text = behind_anchor(template.text_of_calls([*answers(messages)[self.form], *messages]))
         return text[len(self.cut):] if ended or self.called else text
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> TurnBoundary:
-    """Return the seam before messages of such roles and number. RendererError where the template leaves one out."""
+    """Return the boundary before messages with these roles. RendererError if the template refuses or omits one."""
     stand_ins = StandIns(template.marks, messages)
     words = [stand_ins.defused(message) for message in messages]
     words = [message | {"content": stand_ins.word(f"{at} {message['content']}")}
@@ -68,7 +68,8 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> TurnBounda
 
 
 def answers(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return what may come before messages, the likeliest first: calls, in the forms of templates, or an answer."""
+    """Return made-up conversations that may precede the messages, likeliest first: ending with tool calls, in the forms
+    that templates accept, or with a plain answer."""
     question = {"role": "user", "content": "Question"}
     names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
     calls = [{"type": "function", "function": {"name": name, "arguments": {"value": ANCHOR}}} for name in names]
@@ -81,7 +82,7 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> TurnBoundary:
-    """Return the seam of a conversation that the template renders; `said` is what follows the anchor."""
+    """Return the boundary in a conversation that the template renders; `said` is the text that follows the anchor."""
     before = answers(words)[form]
     called = "tool_calls" in before[-1]
     alone = behind_anchor(template.text_of_calls(before, generation=False))
@@ -99,8 +100,9 @@ def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Messag
 
 
 def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, str]:
-    """Return what comes before the mark that ends a turn, and that mark: the tokenizer's end token, or the last mark
-    that the template writes behind an answer; without one, the first of the next message, as `<|user|>` in GLM 4."""
+    """Return the text before the special token that ends a turn, and that token: the EOS token, or the last special
+    token that the template writes after an answer; if there is none, the first of the next message (`<|user|>` in GLM
+    4)."""
     eos = template.tokenizer.eos_token
     tokens = list(special(template, shared)) or list(special(template, head))[:1]
     if not tokens:
@@ -119,30 +121,31 @@ def behind_anchor(text: str) -> str:
 
 
 class Renderer:
-    """Renders with the tokenizer's chat template. `bridge` neither renders nor encodes what was sampled. Messages of
-    tools and environments are rendered as the template does it, but their text cannot become a mark (see template.py);
-    messages of the dataset are trusted."""
+    """The renderer that uses the tokenizer's chat template. `bridge` neither renders nor encodes sampled text. Messages
+    of tools and environments are rendered by the template, but their text cannot become a special token (see
+    template.py); messages of the dataset are trusted."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> None:
-        """`tools` are OpenAI schemas. RendererError without a chat template."""
+        """`tools` are OpenAI schemas. RendererError if there is no chat template."""
         self.template = ChatTemplate(tokenizer, tools, template_kwargs)
         self.marks = self.template.marks
         self.seams: dict[Shape, TurnBoundary] = {}
 
     def first(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
-        """Return the prompt of the first turn, (P,). All messages are trusted, or as many of the first as are said."""
+        """Return the prompt of the first turn, (P,). The first `trusted` messages are trusted; None trusts all."""
         return self.rendered(messages, len(messages) if trusted is None else trusted)
 
     def render_anew(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
-        """Return the prompt of a later turn, (P,): the whole conversation, rendered anew. The first `trusted` messages
-        are the dataset's; without a number, those before the first answer."""
+        """Return the prompt of a later turn, (P,): the whole conversation, re-rendered. The first `trusted` messages
+        are the dataset's; None trusts those before the first assistant message."""
         if trusted is None:
             trusted = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         return self.rendered(messages, trusted)
 
     def rendered(self, messages: Sequence[Message], trusted: int) -> list[int]:
-        """Return the ids of a conversation with the generation prompt; marks count only in the first messages."""
+        """Return the ids of a conversation with the generation prompt. Only text of the first `trusted` messages can
+        become special tokens."""
 
         def text(stand_ins: StandIns) -> str:
             later = [thought_apart(stand_ins.defused(message), self.template.source) for message in messages[trusted:]]
@@ -154,9 +157,8 @@ class Renderer:
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
         """Return the tokens (B,) between a sampled completion and the next one: the rest of the turn's end, the new
-        messages, and the generation prompt. `ended`: the completion's last token is one that ends a turn here; `closed`
-        tells. Whatever else it ended with (nothing, since it was cut, or another of the model's end tokens) stays, and
-        the end of the turn follows it."""
+        messages, and the generation prompt. `ended`: the completion's last token ends a turn here (see `closed`).
+        Otherwise (it was cut, or ends with another EOS token of the model) the whole end of the turn is added."""
         seam = self.seam(checked(messages))
 
         def text(stand_ins: StandIns) -> str:
@@ -166,13 +168,14 @@ class Renderer:
         return ids[1:] if ended and seam.end else ids
 
     def closed(self, completion_ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Return whether a completion ends with a token that ends a turn before such messages."""
+        """Return True if the completion ends with a token that ends a turn before these messages."""
         return bool(completion_ids) and completion_ids[-1] in self.seam(messages).ends
 
     def encode(
         self, messages: Sequence[Message], text: Callable[[StandIns], str], marks: list[int] | None = None
     ) -> list[int]:
-        """Return the ids of a text whose marks are all the template's: `marks`, or those beside the stand-ins."""
+        """Return the ids of a rendered text, checked to have only the template's special tokens: `marks`, or for None
+        those of the text with stand-ins. RendererError if that fails."""
         for whole in (False, True):
             stand_ins = StandIns(self.marks, messages, whole)
             rendered = text(stand_ins)
@@ -184,7 +187,7 @@ class Renderer:
                             "other text", "set tokenizer.chat_template to one that does not look into messages")
 
     def seam(self, messages: Sequence[Message]) -> TurnBoundary:
-        """Return where the sampled tokens end before such messages, looked for once."""
+        """Return the boundary before such messages, cached by their shape."""
         shape = tuple((str(message["role"]), bool(message.get("name")), bool(str(message["content"]).strip()))
                       for message in messages)
         if shape not in self.seams:
@@ -193,8 +196,8 @@ class Renderer:
 
 
 class PlainRenderer:
-    """A text that goes on: what is said to the policy stands on lines of its own, `\\n...\\n`, without names of roles.
-    The first prompt is encoded as in single-turn runs. An end token that was sampled stays where it is."""
+    """The renderer of prompts that are plain strings: later messages follow on separate lines, `\\n...\\n`, without
+    role names. The first prompt is encoded as in single-turn runs. A sampled EOS token stays where it is."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.marks = tokenizer, SpecialTokens(tokenizer)
@@ -205,7 +208,7 @@ class PlainRenderer:
         return text_ids(self.tokenizer, text)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the tokens (B,) between a sampled completion and the next one, whether it `ended` or was cut."""
+        """Return the tokens (B,) between a sampled completion and the next one; `ended` makes no difference."""
         stand_ins = StandIns(self.marks, messages)
         said = "".join(f"\n{stand_ins.defused(message)['content']}" for message in checked(messages)) + "\n"
         return stand_ins.encode(said)
@@ -214,7 +217,7 @@ class PlainRenderer:
         return bool(completion_ids) and completion_ids[-1] == self.tokenizer.eos_token_id
 
     def render_anew(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
-        """Raise RendererError: there is nothing that could render the conversation anew."""
+        """Raise RendererError: without a chat template the conversation cannot be re-rendered."""
         raise RendererError("history='template' renders the conversation with the chat template for each turn, and a "
                             "prompt that is a plain string has none",
                             "use history='append', or make `prompt` a list of chat messages")
@@ -222,7 +225,8 @@ class PlainRenderer:
 
 def renderer_for(prompt: Any, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> Renderer | PlainRenderer:
-    """Return the renderer of prompts. RendererError for tools with a plain string, or without a chat template."""
+    """Return the renderer for prompts like this one. RendererError for tools with a plain string, and for messages
+    without a chat template."""
     if not isinstance(prompt, str):
         return Renderer(tokenizer, tools, template_kwargs)
     if tools:

@@ -1,9 +1,10 @@
-"""`ChatTemplate`: the text that a tokenizer's chat template makes of messages, and an error where it refuses them.
+"""`ChatTemplate` renders messages with a tokenizer's chat template, and raises an error if the template refuses them.
 
-`SpecialTokens` begin or end turns, thoughts and calls, and foreign text must not become one. Text of tools and
-environments may hold the letters of `<|im_end|>`. Before the chat template renders it, each such place is replaced by a
-word that no template changes; in the rendered text the letters come back, cut in two pieces that are encoded apart, so
-that no piece spells a mark. Text without marks is encoded together with what stands around it, as a server encodes it.
+`SpecialTokens` (marks) begin or end turns, thoughts and calls, and untrusted text must not become one. Text of tools
+and environments may contain the characters of `<|im_end|>`. Before rendering, each such place is replaced by a stand-in
+word that no template changes; in the rendered text the characters are put back, split in two pieces that are encoded
+separately, so that no piece spells a mark. Text without marks is encoded together with the text around it, as inference
+servers do.
 """
 
 import json
@@ -17,16 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text, with_functions
 from lowmem_grpo.types import Message
 
-STEM = "Zq7w"  # begins stand-in words; it grows by a letter wherever somebody writes it
-ANCHOR = "Zq7answer"  # ends the answers that are made up; foreign text that says it is cut as marks are
+STEM = "Zq7w"  # prefix of stand-in words, extended until it does not occur in the messages or the template
+ANCHOR = "Zq7answer"  # the text of made-up answers; in untrusted text it is split like a mark
 ANYTHING = re.compile(r"(?s).*\S.*")
 END = "</think>"
-THOUGHTS = {"reasoning_content": "reasoning_content", "thinking": "<|channel|>analysis"}  # field, what reads it says
+THOUGHTS = {"reasoning_content": "reasoning_content", "thinking": "<|channel|>analysis"}  # field -> sign in template
 FAMILIES = "Qwen2.5, Qwen3, Llama 3.1 to 3.3, LFM2 or Gemma 4"
 
 
 class SpecialTokens:
-    """Special tokens, and the other added tokens that the chat template itself writes, as Qwen's `<tool_response>`."""
+    """The special tokens, and other added tokens that the chat template itself writes, such as Qwen's
+    `<tool_response>`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
         self.tokenizer, self.template = tokenizer, template
@@ -39,7 +41,7 @@ class SpecialTokens:
         self.of_every = pattern([*self.every.values(), ANCHOR])
 
     def among(self, ids: list[int]) -> list[int]:
-        """Return the marks among ids, in order; without the token of unknown letters, which any text may become."""
+        """Return the marks among ids, in order, except the unknown token, which any text may become."""
         unknown = self.tokenizer.unk_token_id
         return [number for number in ids if number in self.every and number != unknown]
 
@@ -54,10 +56,10 @@ def pattern(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 class StandIns:
-    """Words that stand for foreign text while a template renders the messages around it."""
+    """Words that replace marks in untrusted text while a template renders the messages around it."""
 
     def __init__(self, marks: SpecialTokens, messages: Any, whole: bool = False) -> None:
-        """`whole`: words stand for all that was said, which is then encoded letter by letter."""
+        """`whole`: words replace all untrusted text, which is then encoded character by character."""
         self.marks, self.whole, self.stem = marks, whole, STEM
         everything = repr(messages) + marks.template
         while self.stem in everything:
@@ -71,7 +73,8 @@ class StandIns:
         return f"{self.stem}{self.texts.index(text)}e"
 
     def defused(self, message: Message) -> Message:
-        """Return a message with words for its marks. Answers may hold marks that templates read, as `<think>`."""
+        """Return a message with its marks replaced. In assistant messages only special tokens are, as templates read
+        other marks there, such as `<think>`."""
         answer = message["role"] == "assistant"
         marks = self.marks.of_special if answer else ANYTHING if self.whole else self.marks.of_every
         return {key: value if key == "role" else self.replaced(value, marks) for key, value in message.items()}
@@ -84,7 +87,7 @@ class StandIns:
         return [self.replaced(inner, marks) for inner in value] if isinstance(value, list) else value
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a rendered text, with the letters of each mark where its word stands."""
+        """Return the ids of a rendered text, with each word replaced by the split text that it stands for."""
         first, *rest = self.words.split(text)
         pieces = [first]
         for number, after in zip(rest[::2], rest[1::2], strict=True):
@@ -97,7 +100,7 @@ class StandIns:
 
 
 class RendererError(ValueError):
-    """The chat template cannot render a conversation; the message says why (`problem`), and what to do (`fix`)."""
+    """The chat template cannot render a conversation; the message says why (`problem`) and what to do (`fix`)."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(f"{problem}: {fix}")
@@ -105,12 +108,12 @@ class RendererError(ValueError):
 
 
 class ChatTemplate:
-    """A chat template with the tools and options of a run."""
+    """A tokenizer's chat template with the tools and template kwargs of a run."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any] | None
     ) -> None:
-        """`tools` are OpenAI schemas. RendererError without a chat template."""
+        """`tools` are OpenAI schemas. RendererError if there is no chat template."""
         self.tokenizer, self.tools = tokenizer, tools or None  # Llama 3.1 writes a headline for an empty list
         self.kwargs = dict(kwargs or {}) | ({"tools": tools} if tools else {})
         if not tokenizer.chat_template and "chat_template" not in self.kwargs:
@@ -121,14 +124,15 @@ class ChatTemplate:
         self.marks = SpecialTokens(tokenizer, self.source)
 
     def text(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Return the messages as text, up to where the policy goes on, or to their end; RendererError if refused."""
+        """Return the rendered messages, with the generation prompt unless `generation` is False; RendererError if the
+        template refuses them."""
         try:
             return chat_text(self.tokenizer, list(messages), self.kwargs | ({} if generation else CLOSED))
-        except Exception as error:  # templates raise what they like: TemplateError, TypeError, KeyError
+        except Exception as error:  # templates may raise anything: TemplateError, TypeError, KeyError
             raise refusal(messages, f"{type(error).__name__}: {error}") from error
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Return the same of messages with tool calls, whose arguments some templates want as text."""
+        """Do the same for messages with tool calls, whose arguments some templates want as JSON text."""
         numbered = with_call_ids(messages)
         try:
             return self.text(numbered, generation)
@@ -140,8 +144,8 @@ class ChatTemplate:
 
 
 def thought_apart(message: Message, source: str) -> Message:
-    """An answer with its thought in a field of its own, where the template reads such a field. The thought ends at
-    `</think>`, and began in the prompt or at `<think>`."""
+    """Return an assistant message with its thought moved to a separate field, if the template (`source`) reads one. The
+    thought ends at `</think>`, and begins at `<think>` or at the start of the text."""
     field = next((name for name, sign in THOUGHTS.items() if sign in source), "")
     said = message.get("content")
     if message["role"] != "assistant" or not field or field in message or not isinstance(said, str) or END not in said:
@@ -151,7 +155,7 @@ def thought_apart(message: Message, source: str) -> Message:
 
 
 def checked(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages. RendererError where one of them is no message with a role and text."""
+    """Return the messages. RendererError if there are none, or one is no message with a role and text."""
     for message in messages:
         said = message.get("content") if isinstance(message, dict) else None
         if not isinstance(said, str) or not isinstance(message.get("role"), str):
@@ -163,7 +167,7 @@ def checked(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def refusal(messages: Iterable[Message], why: str) -> RendererError:
-    """Return an error that says which messages a template cannot render, and what to do."""
+    """Return a RendererError that names the roles of the messages, the reason, and what to do."""
     roles = ", ".join(message["role"] for message in messages)
     fix = f"use a model family whose template has tools ({FAMILIES})" if "tool" in roles else "use another template"
     return RendererError(f"the chat template cannot render messages of the roles {roles} ({' '.join(why.split())})",
@@ -171,8 +175,8 @@ def refusal(messages: Iterable[Message], why: str) -> RendererError:
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages, with an id for each call and each result that has none, in order. Some templates look the
-    name of a result up by it, and some want exactly nine letters and digits."""
+    """Return the messages with an id added to each call and result that has none, matched in order. Some templates look
+    up the tool name of a result by the id, and some require exactly nine letters and digits."""
     done, waiting, numbers = [], list[str](), count()
     for message in messages:
         calls = [{"id": f"call{next(numbers):05d}"} | call for call in message.get("tool_calls") or []]
@@ -186,6 +190,6 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
-    """Return the message with the arguments of its calls in another form, where they are no text."""
+    """Return the message with `form` applied to the arguments of its calls that are not text."""
     return with_functions(message, lambda function: function if isinstance(function["arguments"], str) else
                           function | {"arguments": form(function["arguments"])})

@@ -1,7 +1,7 @@
-"""Before a run, the chat template is tried on what will come between its turns: does it append, or rewrite what was?
+"""A check before a run: does the chat template append new messages between turns, or rewrite earlier ones?
 
-`history="append"` never renders a turn again, so whatever a template does is safe. With `history="template"` a sequence
-of an episode ends wherever the template rewrites what was sampled, and another begins.
+`history="append"` never renders a turn again, so any template is safe. With `history="template"`, wherever the template
+rewrites sampled text, the episode's sequence ends and another begins.
 """
 
 import re
@@ -20,7 +20,7 @@ RESULT = "The result is 42."
 
 @dataclass(frozen=True)
 class Transition:
-    """A change between two turns: the policy's words, the number of its calls, and what answers it."""
+    """A kind of transition between two turns: the policy's text, its number of tool calls, and if its turn was cut."""
 
     name: str
     said: str
@@ -46,16 +46,16 @@ OF_REPLIES = (
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of a template at a transition."""
+    """The result of trying a template at a transition."""
 
     transition: Transition
     appends: bool = False
-    refused: RendererError | None = None  # why it cannot be rendered at all
-    never_anew: RendererError | None = None  # why `history="template"` cannot render it
+    refused: RendererError | None = None  # set if the template cannot render it at all
+    never_anew: RendererError | None = None  # set if only `history="template"` cannot render it
 
 
 def try_transitions(renderer: Renderer, tools: bool, replies: bool) -> list[Tried]:
-    """Return what the template does at each transition of a run with `tools`, or whose environment `replies`."""
+    """Return the template's result at each transition of a run with `tools`, or whose environment `replies`."""
     transitions = (*(OF_TOOLS if tools else ()), *(OF_REPLIES if replies else ()))
     return [tried(renderer, transition) for transition in transitions]
 
@@ -72,8 +72,8 @@ def tried(renderer: Renderer, transition: Transition) -> Tried:
 
 
 def appends(renderer: Renderer, transition: Transition) -> bool:
-    """Return whether the conversation, rendered with the replies, begins with the prompt and what the policy wrote: an
-    answer as the template itself writes the last one, or the same without an empty thought."""
+    """Return True if the conversation, rendered with the replies, begins with the prompt and the policy's text: an
+    answer as the template itself renders a last answer, or the same without an empty thought."""
     template = renderer.template
     before = [QUESTION, thought_apart(answer(transition), template.source)]
     prompt = template.text([QUESTION])
@@ -92,28 +92,29 @@ def answer(transition: Transition) -> Message:
 
 
 def written_by_policy(renderer: Renderer, transition: Transition, written: str, later: str) -> str:
-    """Return the part of a rendered last answer that the policy samples: up to the end of its turn, or before it."""
+    """Return the part of a rendered last answer that the policy samples: up to and including the token that ends its
+    turn, or excluding it for a cut turn."""
     seam = renderer.seam(transition.replies)
     last = max(written.rfind(ANSWER), written.rfind("6 * 7"), 0)
     ends = sorted(at + len(end) * (not transition.cut) for number in seam.ends
                   if (at := written.find(end := renderer.marks.every[number], last)) >= 0)
     if ends:
         return written[:ends[0]]
-    return written if transition.cut else written + seam.end  # as `<|user|>` of GLM 4, which begins the next message
+    return written if transition.cut else written + seam.end  # e.g. GLM 4's `<|user|>`, which begins the next message
 
 
 def no_tool_support(renderer: Renderer, messages: Sequence[Message] = (QUESTION,)) -> RendererError | None:
-    """Return why a run with these tools cannot begin, and what to do; None where it can."""
+    """Return an error that says why a run with these tools cannot begin; None if it can."""
     if refused := tried(renderer, OF_TOOLS[0]).refused:
         return refused
     names = [str(tool.get("function", tool).get("name")) for tool in renderer.template.tools or []]
     prompt = renderer.template.text(messages)
-    missing = [name for name in names if name not in prompt]  # the policy cannot know these
+    missing = [name for name in names if name not in prompt]  # the policy would not know these tools
     return RendererError(f"the chat template does not tell the policy about its tools ({', '.join(missing)})",
                          f"use a model family whose template has tools ({FAMILIES}), set tokenizer.chat_template, or "
                          "describe each tool by its name in the prompt") if missing else None
 
 
 def cost(turns: int) -> float:
-    """Return how many times the tokens of one sequence an episode has if each of its equal turns begins another."""
+    """Return the factor by which an episode's tokens grow if each of its equally long turns begins a new sequence."""
     return (turns + 1) / 2

@@ -1,7 +1,7 @@
-"""Threads in which environments and tools work while the engine decodes; async functions share one event loop.
+"""Threads that run environments and tools while the engine decodes; async functions share one event loop.
 
-Nothing can stop a thread. A job that passes its deadline is given up: its result is dropped when it comes, and another
-thread takes the place of the one that hangs.
+A thread cannot be stopped. A job that passes its deadline is abandoned: its later result is dropped, and another thread
+replaces the one that hangs.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from typing import Any
 
 from lowmem_grpo.rewards.calling.background import BackgroundLoop, start_thread
 
-PAUSE = 0.1  # seconds between looks for jobs that are late, and for Ctrl-C
-TOGETHER = 0.005  # seconds by which jobs may follow each other and still be collected together
+PAUSE = 0.1  # seconds between checks for late jobs and Ctrl-C
+TOGETHER = 0.005  # seconds within which jobs that finish one after the other are collected together
 
 
 class WorkerJob:
-    """One piece of work: calls of one environment, one after the other, each within `limit` seconds."""
+    """One unit of work: consecutive calls of one environment, each within `limit` seconds."""
 
     def __init__(self, key: int, work: Callable[["WorkerJob"], Any], limit: float, loop: BackgroundLoop) -> None:
         self.key, self.work, self.limit, self.loop = key, work, limit, loop
@@ -31,7 +31,8 @@ class WorkerJob:
         self.dropped = False
 
     def call(self, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a function, or await an async one, as the job's next call; TimeoutError where it takes too long."""
+        """Call a function, or await an async one, as the job's next call; TimeoutError if an async one takes too long.
+        A synchronous one that does is found by `Workers.late`."""
         self.doing = str(getattr(function, "__qualname__", type(function).__name__))
         self.deadline = time.monotonic() + self.limit
         try:
@@ -53,26 +54,26 @@ class WorkerJob:
         began = time.monotonic()
         try:
             self.result = self.work(self)
-        except BaseException as error:  # noqa: BLE001  (whoever collects the job looks at it)
+        except BaseException as error:  # noqa: BLE001  (handled by the collector of the job)
             self.error = error
         self.seconds = time.monotonic() - began
 
 
 class Workers:
-    """Daemon threads that do jobs. `collect` gives them back when they are done, or late."""
+    """Daemon threads that run jobs. `collect` returns the jobs that are done or late."""
 
     def __init__(self, most: int = 64, loop: BackgroundLoop | None = None) -> None:
-        """At most so many jobs are done at a time, beside those that hang. `loop` is one that others use too."""
+        """Run at most `most` jobs at a time, not counting hung ones. `loop` is an event loop to share."""
         self.most = most
         self.waiting: SimpleQueue[WorkerJob | None] = SimpleQueue()
         self.done: SimpleQueue[WorkerJob] = SimpleQueue()
-        self.running: set[WorkerJob] = set()  # given out and not collected
+        self.running: set[WorkerJob] = set()  # submitted and not collected
         self.threads = 0
-        self.waited = 0.0  # seconds in which nothing else could be done
+        self.waited = 0.0  # seconds spent in `collect` with `wait`
         self.loop = loop or BackgroundLoop("environments")
 
     def submit(self, key: int, work: Callable[[WorkerJob], Any], limit: float) -> WorkerJob:
-        """Begin a job; it is given to `work`, which makes its calls through it."""
+        """Queue a job and return it; `work` is called with it in a thread, and makes its calls through `job.call`."""
         job = WorkerJob(key, work, limit, self.loop)
         self.running.add(job)
         self.waiting.put(job)
@@ -80,21 +81,22 @@ class Workers:
         return job
 
     def start_threads(self) -> None:
-        """Begin as many threads as there are jobs, within the bound."""
+        """Start threads until there is one per job, or `most`."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
             start_thread("environment", self.serve)
 
     def serve(self) -> None:
-        """Do jobs until there are no more, or until one took so long that it was given up."""
+        """Run jobs until `close`, or until one took so long that it was abandoned."""
         while (job := self.waiting.get()) is not None:
             job.run()
             if job.dropped:
-                return  # another thread has taken this one's place
+                return  # another thread has replaced this one
             self.done.put(job)
 
     def collect(self, wait: bool) -> list[WorkerJob]:
-        """Return jobs that are done, or late with a TimeoutError, in no particular order; `wait` until there is one."""
+        """Return jobs that are done, or late with a TimeoutError, in no particular order; with `wait`, at least one if
+        any is running."""
         jobs: list[WorkerJob] = []
         began = time.monotonic()
         while not jobs and self.running:
@@ -106,8 +108,8 @@ class Workers:
         return jobs
 
     def finished(self, wait: bool) -> list[WorkerJob]:
-        """Return the jobs that the threads have finished. With `wait`, wait for PAUSE seconds at most, and then for
-        those that end just behind the first: to decode them together costs little more."""
+        """Return the jobs that the threads have finished. With `wait`, wait at most PAUSE seconds for the first, and
+        briefly for others that finish right after it, as decoding their turns together costs little more."""
         jobs: list[WorkerJob] = []
         try:
             while len(jobs) < len(self.running):
@@ -117,23 +119,23 @@ class Workers:
         return jobs
 
     def late(self) -> list[WorkerJob]:
-        """Give up the jobs whose call takes too long."""
+        """Abandon and return the jobs whose current call has passed its deadline."""
         now = time.monotonic()
         late = [job for job in self.running if now > job.deadline]
         for job in late:
             job.dropped, job.error = True, job.too_late()
-        self.threads -= len(late)  # their threads are lost
+        self.threads -= len(late)  # their threads hang
         self.running.difference_update(late)
         self.start_threads()
         return late
 
     def hurry(self, seconds: float) -> None:
-        """Let every job that has begun, or waits, take so many seconds for a call at most."""
+        """Limit the calls of all running and waiting jobs to `seconds`, counted from now for those in progress."""
         for job in self.running:
             job.limit, job.deadline = min(job.limit, seconds), min(job.deadline, time.monotonic() + seconds)
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Tell the threads to end once the queued jobs are done."""
         for _ in range(self.threads):
             self.waiting.put(None)
         self.threads = 0

@@ -1,1 +1,1 @@
-"""From a prompt to a scored group: sample, check parity, score, choose, replay; and the same to evaluate."""
+"""From prompts to scored groups: sampling, parity check, scoring, dynamic sampling and replay; and evaluation."""

@@ -1,5 +1,5 @@
-"""How many answers a model gets right on a set of prompts: sampled, scored and counted. `Evaluation` has the rewards on
-a dataset that is not trained on, sampled as in training."""
+"""Evaluation of a model: `answer` and `judge` sample answers to prompts and count the right ones; `Evaluation` measures
+rewards on a held-out dataset, sampled as in training."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,17 @@ from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
-TOGETHER = 256  # completions that are sampled at a time
+TOGETHER = 256  # completions per call of the sampler
 Right = Callable[..., Sequence[float | None]] | Verifier
-Part = tuple[list[RolloutGroup], dict[str, float]]  # groups, and what functions logged of them
+Part = tuple[list[RolloutGroup], dict[str, float]]  # groups, and the metrics that reward functions logged for them
 
 
 def answer(
     model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams, adapter: Any = None,
     together: int = TOGETHER,
 ) -> Answers:
-    """Sample `params.n` answers to each row, about `together` at a time. The first function pays more than 0 for a
-    right one; the values of the others are averaged."""
+    """Sample `params.n` answers to each row, about `together` at a time. An answer is right if the first function
+    returns more than 0; the values of the other functions are averaged."""
     prompts = [row["prompt"] for row in rows]
     outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed), adapter)]
@@ -45,7 +45,7 @@ def answer(
 
 
 def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator[tuple[list[Any], int]]:
-    """Prompts that are sampled together, with a different number for each part."""
+    """Yield batches of prompts to sample together, each with a distinct number to add to the seed."""
     size = max(1, together // params.n)
     return ((prompts[start : start + size], start) for start in range(0, len(prompts), size))
 
@@ -61,8 +61,8 @@ def in_rows(values: list[Any], width: int) -> list[list[Any]]:
 def judge(
     functions: list[Right], groups: list[RolloutGroup], episodes: bool = False
 ) -> tuple[list[bool | None], dict[str, float]]:
-    """(N,) verdicts of the first function on the rollouts of groups, None if it has no opinion, and the means of the
-    others."""
+    """Return the first function's verdicts (N,) on the rollouts, None where it has no opinion, and the means of the
+    others, by name."""
     rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
     scorer = RewardScorer(rewards, episodes=episodes)
     scores = score_groups(scorer, groups, None)
@@ -72,13 +72,13 @@ def judge(
 
 
 def mean(values: list[float | None]) -> float:
-    """The mean of the values that are not None; NaN if there are none."""
+    """Return the mean of the values that are not None; NaN if there are none."""
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else float("nan")
 
 
 def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
-    """The first `limit` rows, without those with an empty prompt, which a warning counts; ValueError without any."""
+    """Return those of the first `limit` rows that have a prompt; warns of the others. ValueError if none has one."""
     check_dataset(dataset)
     dataset = stream.rows_of(dataset)
     rows = [dataset[index] for index in range(min(len(dataset), limit or len(dataset)))]
@@ -91,18 +91,19 @@ def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
 
 
 class Evaluation:
-    """Evaluates on rows, sampled with `params` in batches of `size` prompts."""
+    """Evaluation on rows of a dataset, sampled with `params` in batches of `size` prompts."""
 
     def __init__(
         self, ranks: Any, dataset: Any, params: SamplingParams, size: int, encoder: PromptEncoder, sampler: Sampler,
         scoring: Scoring,
     ) -> None:
-        """Each of `ranks` (see trainer/distributed.py) does some batches. `dataset` has all rows, for the checks."""
+        """The batches are shared among `ranks` (see trainer/distributed.py). `dataset` has all rows, for checks."""
         self.ranks, self.dataset, self.params, self.size, self.encoder = ranks, dataset, params, size, encoder
         self.sampler, self.scoring = sampler, scoring
 
     def run(self, rows: Any, measure: Callable[[list[RolloutGroup]], dict[str, float]]) -> dict[str, float]:
-        """Return rewards, lengths and logged metrics on these rows with what `measure` says; DataError without rows."""
+        """Return rewards, lengths and logged metrics on these rows, with those of `measure`. DataError if no row can be
+        used."""
         encoded = [self.encoder.encode(rows[index]) for index in range(len(rows))]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
         if not prompts:
@@ -114,7 +115,7 @@ class Evaluation:
         return measure(groups) | rollout_metrics(groups, self.scoring.names) | over_completions(parts)
 
     def groups_of(self, batches: list[list[Prompt]]) -> Part:
-        """Return the groups of all batches, with rewards, and the means of what functions logged of them."""
+        """Return the sampled and scored groups of all batches, and the means of the logged columns and metrics."""
         groups: list[RolloutGroup] = []
         if not batches:
             return groups, {}
@@ -127,14 +128,14 @@ class Evaluation:
 
 
 def means_of(extras: dict[str, list[Any]]) -> dict[str, float]:
-    """Return the mean of each column that holds numbers only, None aside."""
+    """Return the mean of each column whose values are all numbers or None, ignoring None."""
     known = {name: [value for value in values if value is not None] for name, values in extras.items()}
     return {name: sum(values) / len(values) for name, values in known.items()
             if values and all(isinstance(value, (int, float)) for value in values)}
 
 
 def over_completions(parts: list[Part]) -> dict[str, float]:
-    """Return the mean of each metric that functions logged, over the completions of the parts in which they did."""
+    """Return the mean of each logged metric, weighted by the completions of the parts that logged it."""
     logs: dict[str, list[tuple[float, int]]] = {}
     for groups, logged in parts:
         size = sum(len(group.rollouts) for group in groups)

@@ -1,4 +1,4 @@
-"""The groups of an update: sampled (in one process or several), scored, and chosen among those to learn from."""
+"""The groups of an update: sampled in one process or several, scored, and selected by dynamic sampling and replay."""
 
 import math
 from dataclasses import replace
@@ -23,23 +23,23 @@ COUNTS = ("/invalid", "/unjudged")
 
 
 class Collector:
-    """Fills the places of an update, one for each of its `draws.count` prompts:
+    """The collector of the `draws.count` groups of an update:
 
     1. It samples and scores that many prompts.
     2. Dynamic sampling: while some groups have no signal, it samples more prompts, at most `dynamic_sampling_rounds`
        times. New groups with signal replace groups without.
     3. Replay: kept groups of earlier steps replace the groups that still have no signal.
-    4. Groups without signal that nothing replaces stay, so every step has the same number of groups.
+    4. Groups without signal that are not replaced stay, so that every step has the same number of groups.
 
-    A group has signal if a rollout that counts has an advantage other than 0. Advantages are computed over all places,
-    since some estimators look at the whole batch.
+    A group has signal if a rollout that counts has a nonzero advantage. Advantages are computed over all groups of the
+    update, since some estimators look at the whole batch.
     """
 
     def __init__(
         self, strategies: StrategySettings, draws: Draws, source: PromptSource, state: TrainerState,
         objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate, overlap: Overlap | None = None,
     ) -> None:
-        """`overlap`, where there is one, trains complete groups while others are sampled."""
+        """`overlap`, if given, trains on complete groups while others are sampled."""
         self.strategies, self.draws, self.source = strategies, draws, source
         self.state, self.objective = state, objective
         self.sampler, self.scoring, self.parity, self.overlap = sampler, scoring, parity, overlap
@@ -47,16 +47,16 @@ class Collector:
         self.reset_step()
 
     def reset_step(self) -> None:
-        """Forget the step before."""
-        self.sampled: list[RolloutGroup] = []  # in this step, trained on or not
-        self.logs: list[dict[str, float]] = []  # by the reward functions, one for each round
+        """Reset the statistics of the step."""
+        self.sampled: list[RolloutGroup] = []  # all groups sampled in this step, trained on or not
+        self.logs: list[dict[str, float]] = []  # metrics logged by the reward functions, one dict per sampling round
         self.watched: dict[str, float] = {}
         self.counts: dict[str, float] = {}
         self.pace = Pace()
-        self.tokens = 0  # drawn in this step, for greedy completions too
+        self.tokens = 0  # tokens drawn in this step, greedy completions included
 
     def collect(self) -> list[RolloutGroup]:
-        """The groups of the next update, with rewards and advantages."""
+        """Return the groups of the next update, with rewards and advantages."""
         self.reset_step()
         places = self.draw(self.draws.count, 0)
         surplus = self.resample(places)
@@ -71,7 +71,7 @@ class Collector:
         return places
 
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
-        """The next `count` prompts, sampled and scored."""
+        """Sample and score the next `count` prompts."""
         prompts = self.source.take(count)
         params = self.draws.for_step(self.state.global_step, extra_round)
         groups = self.draw_groups(prompts, params, extra_round)
@@ -80,7 +80,7 @@ class Collector:
         return groups
 
     def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """The groups of these prompts, sampled and scored."""
+        """Sample and score these prompts."""
         with self.scoring.start_batch(prompts) as calls:
             if self.overlap is not None:
                 self.overlap.start_step(prompts, calls)
@@ -93,14 +93,14 @@ class Collector:
         return groups
 
     def score(self, groups: list[RolloutGroup], calls: RewardBatch) -> dict[str, float]:
-        """Set rewards, baselines and advantages of sampled groups; returns what functions logged."""
+        """Set rewards, baselines and advantages of sampled groups; returns the metrics that functions logged."""
         scores = calls.settle(groups)
         if self.scoring.needs_baselines:
             self.set_baselines([group for group in groups if group.baseline is None])
         return self.scoring.apply(groups, scores)
 
     def set_baselines(self, groups: list[RolloutGroup]) -> None:
-        """Set the baseline of each group: its prompt is sampled once more, greedily, and scored (ReMax)."""
+        """Set the baseline of each group to the reward of one more, greedy, completion of its prompt (ReMax)."""
         if not groups:
             return
         prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
@@ -111,7 +111,7 @@ class Collector:
             self.scoring.set_baselines(groups, greedy, calls.settle(greedy))
 
     def count(self, groups: list[RolloutGroup]) -> None:
-        """Count the sampled tokens; a prompt counts once for each of its completions."""
+        """Count the sampled tokens; a prompt's tokens count once per completion."""
         completions = [rollout.num_trained for group in groups for rollout in group.rollouts]
         prompts = [len(group.prompt_ids) for group in groups for _ in group.rollouts]
         self.tokens += sum(completions)
@@ -124,12 +124,13 @@ class Collector:
         return [place for place, group in enumerate(places) if not self.has_signal(group)]
 
     def fill(self, places: list[RolloutGroup], empty: list[int], groups: list[RolloutGroup]) -> None:
+        """Put groups into the `empty` places, and recompute all advantages."""
         for place, group in zip(empty, groups, strict=False):
             places[place] = group
         self.scoring.assign(places)
 
     def resample(self, places: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Fill places with freshly sampled groups; returns those with signal for which no place was left."""
+        """Replace groups without signal by freshly sampled ones; returns the new groups with signal left over."""
         rounds = 0
         surplus: list[RolloutGroup] = []
         while rounds < self.strategies.dynamic_sampling_rounds and (empty := self.empty(places)):
@@ -145,12 +146,12 @@ class Collector:
         return surplus
 
     def enough_for(self, missing: int) -> int:
-        """Return how many prompts to sample for `missing` groups with signal, by the share seen in this step."""
+        """Return how many prompts to sample to get `missing` groups with signal, given this step's share of them."""
         useful = len(self.sampled) - len(self.empty(self.sampled))
         return min(math.ceil(missing * len(self.sampled) / max(useful, 1)), self.draws.count)
 
     def replay_into(self, places: list[RolloutGroup]) -> None:
-        """Fill places with kept groups."""
+        """Replace groups without signal by kept groups."""
         empty = self.empty(places)
         kept = self.replay.take_groups(len(empty), self.state.policy_version)
         ages = [age_of(group, self.state.policy_version) for group in kept]
@@ -160,7 +161,7 @@ class Collector:
             self.counts["sampling/replay_age"] = fmean(ages)
 
     def metrics(self, groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
-        """Return a step's metrics: `groups/` are of the groups it trains on, all others of everything sampled."""
+        """Return a step's metrics: `groups/` cover the groups it trains on, all others everything sampled."""
         trained = {name: value for name, value in rollout_metrics(groups, []).items() if name.startswith("groups/")}
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {**rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
@@ -170,16 +171,16 @@ class Collector:
 
 
 class SharedCollector(Collector):
-    """A `Collector` in each of several processes: all draw the same prompts, and each samples and scores a share. Then
-    all have all groups, so that everything else is the same in each."""
+    """A `Collector` for each of several ranks: all draw the same prompts, each samples and scores a share, and all get
+    all groups, so that everything after is the same on each rank."""
 
     def __init__(self, ranks: Any, *parts: Any) -> None:
-        """`ranks` are the processes, as trainer/distributed.py has them; `parts` are those of a `Collector`."""
+        """`ranks` is from trainer/distributed.py; `parts` are the arguments of `Collector`."""
         self.ranks = ranks
         super().__init__(*parts)
 
     def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """The groups of these prompts, of which each rank samples and scores its share."""
+        """Sample and score these prompts, each rank its share; returns the groups of all ranks."""
         share = self.ranks.place.share(len(prompts))
         mine, tokens, seen = [prompts[place] for place in share], self.tokens, self.state.num_tokens
         params = replace(params, part=(share.start, len(prompts)))
@@ -190,14 +191,14 @@ class SharedCollector(Collector):
         self.logs[len(self.logs) - bool(mine) :] = [merged([log for part in parts for log in part[1]])]
         self.tokens = tokens + sum(part[2] for part in parts)
         self.state.num_tokens = seen + sum(part[3] for part in parts)
-        self.watched = parts[0][4]  # each rank checked other tokens, and all decide by the same
+        self.watched = parts[0][4]  # ranks check different tokens, but all must decide by the same result
         self.parity.take_in(self.watched)
         self.scoring.assign(groups)
         return groups
 
 
 def merged(logs: list[dict[str, float]]) -> dict[str, float]:
-    """The logs of several rounds as one: sums of counts (names that end in COUNTS), means of everything else."""
+    """Merge the logs of several rounds: sums of counts (names that end in COUNTS), means of all else."""
     names = sorted({name for log in logs for name in log})
     values = {name: [log[name] for log in logs if name in log] for name in names}
     return {name: sum(numbers) if name.endswith(COUNTS) else fmean(numbers) for name, numbers in values.items()}

@@ -1,9 +1,10 @@
-"""Episodes of a batch, played by one engine: it decodes turns in this thread while environments and tools work.
+"""Playing a batch of episodes: the engine decodes turns in this thread while environments and tools run in workers.
 
-    while there are episodes: put finished results in as requests; decode; hand finished turns to the workers
+    while there are episodes: queue requests from finished tool and environment calls; decode; pass turns to workers
 
-The groups finish early, so that their rewards overlap with the play of others. An episode that an environment failed is
-played once more, with the same seeds; the second time its rollout stays out of the step. A run in which all fail ends.
+Groups finish one by one, so that their rewards are computed while other episodes are played. If an environment fails,
+its episode is played once more with the same seeds; if it fails again, its rollout is left out of the step. A run in
+which all episodes fail ends.
 """
 
 import logging
@@ -31,33 +32,33 @@ from lowmem_grpo.rollout.speakers import BaseModelPlayer
 from lowmem_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)
-TRIES = 2  # how often an episode is played that an environment fails
-BESIDE = 1.5  # episodes that are played at a time, for each sequence that an engine decodes at a time
-CLOSING = 5.0  # seconds for environments to close where a batch breaks off
-ALL_FAILED = 3  # batches in a row in which all episodes fail end a run; before an episode has not failed, one does
-NAMED = 3  # failures of a batch that the log names
+TRIES = 2  # attempts at an episode whose environment fails
+BESIDE = 1.5  # episodes in play per sequence that the engine decodes at a time
+CLOSING = 5.0  # seconds for environments to close when a batch is interrupted
+ALL_FAILED = 3  # consecutive batches in which all episodes fail that end a run; 1 until an episode has succeeded
+NAMED = 3  # failures per batch that are logged in full
 PACKAGE = str(Path(__file__).parents[1])
-Failure = tuple[str, BaseException]  # (what to say, the error)
+Failure = tuple[str, BaseException]  # (message, error)
 
 
 class Episodes:
-    """Plays the episodes of a run."""
+    """The player of a run's episodes, batch by batch."""
 
     def __init__(self, specs: EnvSpecs, bounds: EpisodeBounds, stopping: Callable[[], bool] = lambda: False) -> None:
-        """`stopping` says whether the run is to end soon: then a failed episode is not played again."""
+        """`stopping` returns True if the run is about to end; a failed episode is then not played again."""
         self.specs, self.bounds, self.stopping = specs, bounds, stopping
-        self.loop = BackgroundLoop("environments")  # what an async tool keeps open belongs to its loop
+        self.loop = BackgroundLoop("environments")  # one for the run: connections of async tools are tied to it
         self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
-        self.worked = False  # whether an episode has not failed
-        self.failed_batches = 0  # in a row, in which all episodes failed
-        self.shown: set[str] = set()  # lines of users that are in the log
+        self.worked = False  # True once an episode has not failed
+        self.failed_batches = 0  # consecutive batches in which all episodes failed
+        self.shown: set[str] = set()  # tracebacks already logged
         self.said_empty = False
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`params.n` episodes of each prompt's row. The prompts get the ids that the policy got. EnvironmentFailedError
-        where all episodes fail: of the first batch, or of three batches in a row."""
+        """Play `params.n` episodes of each prompt's row. Sets each prompt's ids to those that the policy read.
+        EnvironmentFailedError if all episodes fail: of the first batch, or of three batches in a row."""
         slots = slots_of(engine)
         live = None if slots is None else math.ceil(BESIDE * slots)
         batch = EpisodeBatch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
@@ -76,14 +77,14 @@ class Episodes:
         return result
 
     def warn_of_empty_prompt(self) -> None:
-        """Warn once that a policy reads nothing of its task."""
+        """Warn once that the policy's first message is empty."""
         if not self.said_empty:
             self.said_empty = True
             logger.warning("reset returned nothing and the row has no prompt, so the policy reads an empty message of "
                            "the user, as in TRL; to give it a task let reset return a text, or give the rows a prompt")
 
     def name_failures(self, failures: list[Failure]) -> None:
-        """Name the first failures of a batch in the log, each kind once with the user's own lines."""
+        """Log the first failures of a batch, with the traceback in the user's code unless it was logged before."""
         for said, error in failures[:NAMED]:
             lines = where_it_failed(error)
             logger.warning("an environment failed: %s%s", said, "" if lines in self.shown else lines)
@@ -92,7 +93,7 @@ class Episodes:
             logger.warning("environments failed %d times in this batch", len(failures))
 
     def check_working(self, rollouts: list[Rollout], failures: list[Failure]) -> None:
-        """Raise EnvironmentFailedError where an environment seems to be broken."""
+        """Raise EnvironmentFailedError if all episodes failed in too many consecutive batches (see ALL_FAILED)."""
         failed = all(rollout.failed for rollout in rollouts)
         self.worked, self.failed_batches = self.worked or not failed, self.failed_batches + 1 if failed else 0
         if self.failed_batches >= (ALL_FAILED if self.worked else 1):
@@ -103,7 +104,7 @@ class Episodes:
 
 
 def where_it_failed(error: BaseException) -> str:
-    """The user's own lines of the error behind this one, for the log; empty where there are none."""
+    """Return the traceback of the error's cause, in the user's code only, for the log; "" if there is none."""
     if error.__cause__ is None:
         return ""
     told = traceback.TracebackException.from_exception(error.__cause__)
@@ -113,19 +114,19 @@ def where_it_failed(error: BaseException) -> str:
 
 
 class EpisodeBatch:
-    """The episodes of one call, as an engine sees them: a `Conversation`."""
+    """The episodes of one call, as a `Conversation` for the engine."""
 
     def __init__(
         self, episodes: Episodes, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None,
         most: int | None, in_rounds: bool,
     ) -> None:
-        """At most `most` episodes are played at a time, the others in their order: so groups end one after the other,
-        and an engine still has what it cached. `in_rounds` waits for all work, so that turns do not depend on its time.
-        """
+        """At most `most` episodes are in play, started in order, so that groups finish one after the other and the
+        engine's prefix cache still holds their history. With `in_rounds`, each round waits for all workers, so that the
+        turns in it do not depend on timing."""
         self.owner, self.prompts, self.n = episodes, prompts, params.n
         self.on_group, self.in_rounds = on_group, in_rounds
         self.seed = random.getrandbits(62) if params.seed is None else params.seed
-        self.first = 0 if params.part is None else params.part[0]  # place of these prompts in a whole
+        self.first = 0 if params.part is None else params.part[0]  # index of the first prompt in the whole batch
         self.workers = Workers(max(64, params.n), episodes.loop)
         self.tries: Counter[int] = Counter()
         self.live: dict[int, Episode] = {}
@@ -134,13 +135,13 @@ class EpisodeBatch:
         self.ended: dict[int, Episode] = {}
         self.results: dict[int, list[Rollout]] = {}
         self.failures: list[Failure] = []
-        self.too_long: list[int] = []  # tokens of first prompts that do not fit
+        self.too_long: list[int] = []  # lengths, in tokens, of first prompts that do not fit
         self.waiting = deque(range(len(prompts) * params.n))
         self.most = most or len(self.waiting)
         self.admit()
 
     def play(self, engine: Engine, params: SamplingParams) -> None:
-        """Play all episodes: what the policy says, and now and then what the base model is asked."""
+        """Play all episodes, alternating between the policy's turns and the questions to the base model."""
         tokenizer = self.owner.specs.tokenizer
         converse(engine, self, params, tokenizer)
         while self.other.waiting:
@@ -148,7 +149,7 @@ class EpisodeBatch:
             converse(engine, self, params, tokenizer)
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """The turns that can be decoded; see `Conversation`. None while the base model is to speak."""
+        """Return the turns that are ready (see `Conversation`); none when it is the base model's turn to speak."""
         self.collect_all(not busy)
         while not busy and self.workers.running and not (self.ready or self.held):
             self.collect(wait=True)
@@ -159,11 +160,11 @@ class EpisodeBatch:
 
     @property
     def held(self) -> bool:
-        """Whether so many episodes wait for the base model that it is to speak first."""
+        """True if at least half of the episodes in play wait for the base model, which then speaks first."""
         return 2 * len(self.other.waiting) >= len(self.live) > 0
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """A turn is drawn."""
+        """Add a sampled turn to its episode, and pass its tool calls or environment step to a worker, or end it."""
         episode = self.live[key]
         work = episode.add_turn(rollout)
         if work is not None:
@@ -176,7 +177,7 @@ class EpisodeBatch:
             self.start(self.waiting.popleft())
 
     def start(self, key: int) -> None:
-        """Begin an episode, for the first time or again."""
+        """Start an episode, for the first time or again after a failure."""
         index, member = divmod(key, self.n)
         row = self.prompts[index].row
         spec = self.owner.specs.spec_for(row)
@@ -186,7 +187,7 @@ class EpisodeBatch:
         self.submit(key, partial(self.reset, self.live[key]))
 
     def reset(self, episode: Episode, job: WorkerJob) -> Answer:
-        """Make the environment and its first observation; in a worker."""
+        """Make the environment and return its first observation. Runs in a worker."""
         specs = self.owner.specs
         if specs.factories is not None:
             made = specs.factories.make(episode.row)
@@ -196,25 +197,25 @@ class EpisodeBatch:
         return episode.reset(job)
 
     def seed_of(self, index: int, member: int, turn: int | str) -> int:
-        """The seed of a turn: not of when it came."""
+        """Return the seed of a turn, which does not depend on timing."""
         return random.Random(f"{self.seed}-{self.first + index}-{member}-{turn}").getrandbits(62)
 
     def submit(self, key: int, work: Callable[[WorkerJob], Any]) -> None:
         self.workers.submit(key, work, self.owner.bounds.call_seconds)
 
     def collect_all(self, wait: bool) -> None:
-        """Take in what workers have done; `wait` for all of them where the engine decodes in rounds."""
+        """Take in the results of finished jobs. With `wait`, wait for all jobs if the engine decodes in rounds."""
         self.collect(wait=False)
         while wait and self.in_rounds and self.workers.running:
             self.collect(wait=True)
 
     def collect(self, wait: bool) -> None:
         for job in sorted(self.workers.collect(wait), key=lambda job: job.key):
-            if job.key >= 0:  # others only close
+            if job.key >= 0:  # jobs with key -1 only close environments
                 self.settle(job, self.live[job.key])
 
     def settle(self, job: WorkerJob, episode: Episode) -> None:
-        """Make a worker's result for an episode its next turn, or its end."""
+        """Continue or end an episode with a worker's result, or fail it with its error."""
         episode.seconds += job.seconds
         if isinstance(job.error, EnvironmentFailedError | ToolOutage | TimeoutError):
             self.fail(episode, job.error)
@@ -222,7 +223,7 @@ class EpisodeBatch:
             self.fail(episode, EnvironmentFailedError(f"it called sys.exit({job.error.code!r})"))
         elif job.error is not None:
             raise job.error
-        elif episode.ending:  # that was its last job
+        elif episode.ending:  # this was the job of `finish`
             self.end_episode(episode, job.result)
         elif episode.seconds > self.owner.bounds.episode_seconds:
             self.fail(episode, TimeoutError(f"its calls took {episode.seconds:.0f} s together"))
@@ -230,14 +231,14 @@ class EpisodeBatch:
             self.go_on(episode, job)
 
     def go_on(self, episode: Episode, job: WorkerJob) -> None:
-        """An observation becomes the next prompt, or the last word."""
+        """Turn an answer into the episode's next prompt, a question to the base model, or its end."""
         try:
             if job.result.asks is not None:
                 return self.ask(episode, job.result.asks, job.seconds)
             (episode.answered(job.result, job.seconds) if episode.turns else episode.open_prompt(job.result))
             if episode.empty:
                 self.owner.warn_of_empty_prompt()
-        except (RendererError, EnvironmentFailedError) as error:  # foreign text that the template cannot hold, or none
+        except (RendererError, EnvironmentFailedError) as error:  # text that the template cannot render, or no text
             return self.fail(episode, error)
         if episode.ending == "context" and not episode.turns:
             self.too_long.append(len(episode.prompt))
@@ -264,7 +265,7 @@ class EpisodeBatch:
         self.submit(key, self.live[key].finish)
 
     def fail(self, episode: Episode, error: BaseException) -> None:
-        """An environment failed or took too long: once more from the start, or out of the step."""
+        """Restart an episode whose environment failed or took too long, or end it if that was its last try."""
         episode.trouble = f"{error} (group {episode.key // self.n})"
         self.failures.append((episode.trouble, error))
         self.workers.submit(-1, episode.close, self.owner.bounds.call_seconds)
@@ -275,7 +276,8 @@ class EpisodeBatch:
             self.end_episode(episode, None)
 
     def end_episode(self, episode: Episode, pay: float | None) -> None:
-        """The episode is over: its group may be, too."""
+        """End an episode, and report its group if that is complete. `pay`, from `get_reward`, is added to the last
+        turn's reward."""
         if pay is not None and episode.turns:
             episode.turns[-1].reward = (episode.turns[-1].reward or 0.0) + pay
         self.ended[episode.key] = self.live.pop(episode.key)
@@ -286,7 +288,7 @@ class EpisodeBatch:
         self.admit()
 
     def report(self, index: int, members: list[Episode]) -> None:
-        """All episodes of a prompt are over."""
+        """Build the rollouts of a prompt's finished episodes, and pass them to `on_group`."""
         prompt = next((episode.prompt for episode in members if episode.prompt), [])
         self.prompts[index].ids = prompt
         self.results[index] = [episode.rollout(prompt) for episode in members]
@@ -294,7 +296,7 @@ class EpisodeBatch:
             self.on_group(index, self.results[index])
 
     def close(self) -> None:
-        """Close what is still open, also where the call broke off: nobody then waits for what its calls may yet say."""
+        """Close all open environments and the workers. After an interrupted call, pending calls get CLOSING seconds."""
         if self.live:
             self.workers.hurry(CLOSING)
         for episode in self.live.values():

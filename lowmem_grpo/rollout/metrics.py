@@ -1,4 +1,4 @@
-"""Statistics of rollouts: rewards, lengths, groups with signal, and the turns of episodes."""
+"""Metrics of rollouts: rewards, lengths, groups with signal, and the turns of episodes."""
 
 from statistics import fmean, stdev
 
@@ -9,7 +9,7 @@ OF_TOOLS = ("answer", "parse_error")  # endings that only episodes with tools ha
 
 
 def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, float]:
-    """Rewards and completion lengths of a generation, under TRL's names. Lengths count what the policy drew."""
+    """Return reward and completion length metrics, under TRL's names. Lengths count the tokens that the policy drew."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_trained for rollout in rollouts]
     terminated = [r.num_trained for r in rollouts if r.finish_reason == "stop"] or [0]
@@ -29,7 +29,7 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
 
 
 def episode_metrics(episodes: list[Rollout]) -> dict[str, float]:
-    """Turns, ends by reason, calls of tools (under TRL's names), and the share of prompt tokens that were cached."""
+    """Return metrics of turns, endings, tool calls (under TRL's names), and the share of prompt tokens cached."""
     turns = [turn for rollout in episodes for turn in rollout.turns]
     numbers = [len(rollout.turns) for rollout in episodes]
     endings = [rollout.ending for rollout in episodes]
@@ -49,7 +49,7 @@ def episode_metrics(episodes: list[Rollout]) -> dict[str, float]:
 
 
 def waiting_share(groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
-    """The share of so many seconds of sampling that an episode waited for its tools and its environment, on average."""
+    """Return the mean share of the `seconds` of sampling that an episode waited for its tools and environment."""
     waited = [sum(turn.seconds for turn in rollout.turns) for group in groups for rollout in group.rollouts
               if rollout.turns]
     return {"tools/waiting_share": fmean(waited) / seconds} if waited and seconds else {}
@@ -60,7 +60,7 @@ def spread(group: RolloutGroup) -> bool:
 
 
 def mean_and_std(mean_name: str, std_name: str, values: list[float | None]) -> dict[str, float]:
-    """Mean and unbiased standard deviation of the values that are not None; empty if there are none."""
+    """Return mean and unbiased standard deviation of the values that are not None; empty if there are none."""
     present = [value for value in values if value is not None]
     if not present:
         return {}

@@ -1,6 +1,6 @@
-"""The parity gate recomputes some sampled tokens at the start and every few steps: if sampler and trainer differ, every
-ratio is wrong, and training fails without an error. Later turns of episodes are judged apart: a wrong token between two
-turns spoils only what was drawn behind it."""
+"""The parity gate recomputes the log-probabilities of some sampled tokens at the start and every few steps: if sampler
+and trainer differ, every importance ratio is wrong, and training fails silently. Later turns of episodes are judged
+separately, as a wrong token between two turns affects only the tokens after it."""
 
 import logging
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
 logger = logging.getLogger(__name__)
-BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001}  # mean differences, by weight dtype
-# The same with a cache in 8 bits. An e4m3 number has 3 bits of mantissa, an e5m2 number 2, so it rounds twice as
-# coarsely. Measured on the model that ships with the package: 0.09 and 0.2
+BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001}  # of the mean difference, by weight dtype
+# The bounds with an 8-bit KV cache. e4m3 has 3 bits of mantissa and e5m2 has 2, so it rounds twice as coarsely.
+# Measured on the model that ships with the package: 0.09 and 0.2
 BOUNDS_8_BITS = {"fp8": 0.2, "fp8_e4m3": 0.2, "fp8_e5m2": 0.4}
 MASKED = 'vllm_importance_sampling_mode="token_mask" with vllm_importance_sampling_clip_min=0.5 and _clip_max=5'
-GROUPS = 4  # that a check looks at
-TOKENS_AT_ONCE = 4096
+GROUPS = 4  # the most groups per check
+TOKENS_AT_ONCE = 4096  # per micro-batch
 CAUSES = (
     "the adapter or the base weights changed outside the trainer (merged, moved, quantized again, another adapter "
     "active); a temperature of vllm_sampling_params other than the run's; a version of the sampler whose attention or "
@@ -43,21 +43,22 @@ BETWEEN = (
 
 
 class ParityError(RuntimeError):
-    """Sampler and trainer do not compute the same probabilities."""
+    """The sampler's log-probabilities differ too much from the trainer's."""
 
 
 class ParityGate:
-    """Checks the groups of a rollout before they are trained on."""
+    """The check that sampler and trainer agree, made on sampled groups before they are trained on."""
 
     def __init__(
         self, policy: Policy, params: SamplingParams, every: int, bound: float | None, *, state: TrainerState,
         stride: int = 1, memory: BatchLimit | None = None, mismatch: MismatchWatch | None = None,
         clock: Clock | None = None, cache_dtype: str = AUTO, correction: bool | None = None,
     ) -> None:
-        """`params` are the rollouts', `every` counts optimizer steps between checks (0: none), and `stride` those
-        between two rollouts. A `bound` of None is that of BOUNDS for the dtype, or another with a cache in 8 bits
-        (`cache_dtype`), for which the first check says what corrects the difference (`correction` is set). Truncated
-        sampling is measured, not judged. `memory` bounds a micro-batch, and `mismatch` learns what was measured."""
+        """`params` are the rollouts', `every` is the number of optimizer steps between checks (0: no checks), and
+        `stride` the number between two rollouts. `bound` None takes that of BOUNDS for the dtype, or of BOUNDS_8_BITS
+        for an 8-bit `cache_dtype`; then the first check also logs if and how the difference is corrected, given the
+        run's `correction` setting. Truncated sampling is measured, not judged. `memory` limits micro-batches, and
+        `mismatch` receives the measured k3."""
         self.policy, self.temperature, self.every = policy, params.temperature, every
         self.truncates = params.truncates
         self.cache_dtype, self.correction, self.advised = cache_dtype, correction, not in_8_bits(cache_dtype)
@@ -70,8 +71,8 @@ class ParityGate:
         self.packer = Packer(policy.device, memory or RunMemory().train)
 
     def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Return the metrics of `check` if one is due. A resumed run's first rollout is checked too, without metrics,
-        so that the records are those of a run that was never stopped."""
+        """Return the metrics of `check` if one is due. A resumed run's first rollout is also checked, but without
+        metrics, so that its records equal those of a run that was never stopped."""
         step = self.state.global_step
         due = self.every and (step == 0 or step // self.every > (step - self.stride) // self.every)
         if not due and (self.started or not self.every):
@@ -85,12 +86,13 @@ class ParityGate:
         return metrics
 
     def take_in(self, metrics: dict[str, float]) -> None:
-        """Take in the metrics, measured here or by the rank that all go by."""
+        """Pass the k3 of a check on to `mismatch`; called with this rank's metrics, or those that all ranks use."""
         self.mismatch.last_k3 = metrics.get("sampling/parity/k3", self.mismatch.last_k3)
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return metrics over some groups; ParityError if the mean difference is above the bound. Tokens with NaN or
-        infinity are left out with a warning: they say nothing of the sampler (see trainer/nonfinite.py)."""
+        infinite log-probabilities are left out with a warning, as they do not show a difference of the sampler (see
+        trainer/nonfinite.py)."""
         sampled, recomputed, later = self.recompute(list(islice(groups, GROUPS)))
         finite = (sampled - recomputed).isfinite()
         if lost := int(finite.logical_not().sum()):
@@ -111,7 +113,8 @@ class ParityGate:
         return metrics
 
     def judge(self, difference: Tensor, later: Tensor) -> None:
-        """ParityError if the differences (N,) are too large, over all tokens or over those of `later` turns."""
+        """Raise ParityError if the mean difference (N,) exceeds the bound, over all tokens or over those of `later`
+        turns (N,)."""
         if self.truncates:
             return
         for whose, values in (("", difference), (" of later turns", difference[later])):
@@ -131,7 +134,7 @@ class ParityGate:
                 f"{CAUSES}")
 
     def recompute(self, groups: list[RolloutGroup]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities (N,) by sampler and trainer, dropout off, and which tokens are of later turns."""
+        """Return the log-probabilities (N,) of sampler and trainer (dropout off), and a mask (N,) of later turns."""
         was_training = self.policy.model.training
         self.policy.model.eval()
         try:
@@ -144,7 +147,7 @@ class ParityGate:
 
     @torch.no_grad()
     def pairs(self, batches: Iterator[MicroBatch]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the result of `recompute` for each micro-batch."""
+        """Return the three tensors of `recompute` for each micro-batch."""
         compared = []
         for batch in batches:
             logprobs, _ = self.policy.logprobs(batch, self.temperature)
@@ -155,7 +158,7 @@ class ParityGate:
 
 
 def later_turns(batch: MicroBatch) -> Tensor:
-    """(N,) bool on the host: which trained tokens are of later turns than the first of their episode."""
+    """Return a mask (N,) on the host, True for trained tokens of other turns than the first of their episode."""
     firsts = [len(r.turns[0].completion_ids) if r.turns else r.num_trained for r in batch.rollouts]
     flags = [with_context(rollout, torch.arange(rollout.num_trained) >= first)
              for rollout, first in zip(batch.rollouts, firsts, strict=True)]
@@ -163,7 +166,7 @@ def later_turns(batch: MicroBatch) -> Tensor:
 
 
 def advice(cache_dtype: str, metrics: dict[str, float], correction: bool | None, bound: float) -> str:
-    """Return a line on what was measured with a cache in 8 bits, what the run does about it, and what it could do."""
+    """Return a log line with the difference measured with an 8-bit KV cache, and how the run does or can correct it."""
     k3, mean, most = (metrics[f"sampling/parity/{name}"] for name in ("k3", "mean", "max"))
     if correction:
         now = "Tokens are weighed for it (vllm_importance_sampling_correction=True)"

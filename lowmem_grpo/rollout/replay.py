@@ -1,4 +1,4 @@
-"""Replay: groups with signal are kept, and each can replace a group without signal once."""
+"""Replay: groups with signal are kept, and each can later replace a group without signal, once."""
 
 import base64
 import logging
@@ -13,33 +13,33 @@ from lowmem_grpo.models.routes import Routes, give_routes, routes_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 logger = logging.getLogger(__name__)
-FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # 8, 4 and 1 bytes: every value comes back as it was
+FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # 8, 4 and 1 bytes, enough to store every value exactly
 KINDS = (INTEGERS, INTEGERS, FLOATS)  # a turn's prompt, completion and log-probabilities
 OF_TURN = ("finish_reason", "text", "policy_version", "cached_tokens", "message", "replies", "reward", "state", "calls",
            "failures", "seconds", "exact")
 OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "turns", "ending", "opening", "reward",
-              "routes")  # what a kept rollout shares with the one that was sampled
+              "routes")  # fields that a kept rollout shares with the sampled one
 
 
 class ReplayBuffer:
-    """At most `size` groups as they were sampled and scored, oldest first. Those with the largest spread of rewards
-    stay and are taken first (of equal ones the newest), each once, with their `policy_version`, so that the objective
-    sees that they are stale. What an update fills in, and `extras`, are dropped."""
+    """At most `size` groups as they were sampled and scored, oldest first. Groups with the largest spread of rewards
+    are kept, and taken first (the newest among equals), each once, with their `policy_version`, so that the objective
+    knows that they are stale. Fields that an update fills in, and `extras`, are dropped."""
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
         self.size, self.max_age = size, max_age
-        self.entries: tuple[RolloutGroup, ...] = ()  # replaced, never changed: an older one can be put back
+        self.entries: tuple[RolloutGroup, ...] = ()  # replaced, never mutated, so that an older tuple can be restored
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def offer(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keep copies of freshly sampled groups that have more spread than what is kept, or for which there is room."""
+        """Keep copies of freshly sampled groups if there is room, or if their rewards spread more than kept ones'."""
         kept = [*self.entries, *map(as_sampled, filter(usable, groups))]
         self.entries = tuple(kept[place] for place in sorted(by_spread(kept)[: self.size]))
 
     def take_groups(self, count: int, policy_version: int) -> list[RolloutGroup]:
-        """Up to `count` groups that are not too old for this version of the policy, marked as replayed."""
+        """Remove and return up to `count` groups, marked as replayed. Drops groups too old for this policy version."""
         young = [group for group in self.entries
                  if self.max_age is None or age_of(group, policy_version) <= self.max_age]
         order = by_spread(young)
@@ -47,11 +47,11 @@ class ReplayBuffer:
         return [replace(as_sampled(young[place]), replayed=True) for place in order[:count]]
 
     def state(self) -> list[dict[str, Any]]:
-        """Return what `restore` needs, as JSON: 16 characters for each token, the texts, and of each row its index."""
+        """Return the state for `restore` as JSON values: 16 characters per token, the texts, and each row's index."""
         return [pack_group(group) for group in self.entries]
 
     def restore(self, state: list[dict[str, Any]], dataset: Any, names: Sequence[str], num_generations: int) -> None:
-        """Take over a `state`. A warning counts groups of another size or with other rewards, which are left out."""
+        """Restore a `state`. Groups of another size or with other reward functions are left out, with a warning."""
         fit = [packed for packed in state if len(packed["rollouts"]) == num_generations
                and all(set(rollout["rewards"]) == set(names) for rollout in packed["rollouts"])]
         if len(fit) < len(state):
@@ -64,23 +64,23 @@ class ReplayBuffer:
 
 
 def age_of(group: RolloutGroup, policy_version: int) -> int:
-    """Return how many versions ago a group was sampled."""
+    """Return how many policy versions ago a group was sampled."""
     return policy_version - min(rollout.policy_version for rollout in group.rollouts)
 
 
 def spread_of(group: RolloutGroup) -> float:
-    """Standard deviation of a group's rewards; 0 without rewards."""
+    """Return the standard deviation of a group's rewards; 0 without rewards."""
     rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
     return pstdev(rewards) if rewards else 0.0
 
 
 def by_spread(groups: Sequence[RolloutGroup]) -> list[int]:
-    """Return the places of groups, those with the largest spread first, among equal ones the newest."""
+    """Return the indices of groups, largest spread first, and the newest first among equals."""
     return sorted(range(len(groups)), key=lambda place: (spread_of(groups[place]), place), reverse=True)
 
 
 def as_sampled(group: RolloutGroup) -> RolloutGroup:
-    """A copy with rollouts of its own, without what updates fill in."""
+    """Return a copy of a group with new rollouts, without the fields that updates fill in."""
     return replace(group, rollouts=[
         Rollout(completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
                 rewards=dict(rollout.rewards), **{name: getattr(rollout, name) for name in OF_ROLLOUT})
@@ -89,13 +89,13 @@ def as_sampled(group: RolloutGroup) -> RolloutGroup:
 
 
 def usable(group: RolloutGroup) -> bool:
-    """Return whether the group is freshly sampled, and its rewards and log-probabilities are finite."""
+    """Return True if the group is freshly sampled and its rewards and log-probabilities are finite."""
     valid = not any(rollout.invalid_rewards for rollout in group.rollouts)
     return not group.replayed and valid and all(math.isfinite(v) for r in group.rollouts for v in r.rollout_logprobs)
 
 
 def pack(kind: str, values: Sequence[float]) -> str:
-    """Numbers as text, bit for bit."""
+    """Encode numbers as base64 text, bit for bit."""
     numbers: array[Any] = array(kind, values)
     return base64.b64encode(numbers.tobytes()).decode()
 
@@ -107,7 +107,7 @@ def unpack(kind: str, text: str) -> list[Any]:
 
 
 def pack_group(group: RolloutGroup) -> dict[str, Any]:
-    """A kept group in plain values, its row as an index."""
+    """Return a kept group as JSON values, with its row as an index."""
     return {
         "row": group.row_index, "prompt": pack(INTEGERS, group.prompt_ids), "baseline": group.baseline,
         "rollouts": [
@@ -135,13 +135,13 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
 
 
 def pack_routes(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
-    """The routes of each sequence; nothing where the model has no experts."""
+    """Return the routes of each sequence as JSON values; {} if the model has no experts."""
     routes = routes_of(rollout, prompt_ids)
     return {"routes": [sequence.packed() if sequence else None for sequence in routes]} if any(routes) else {}
 
 
 def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
-    """Return the fields that a rollout has as an episode; none for a single completion."""
+    """Return the episode fields of a rollout as JSON values; {} for a single-turn completion."""
     if rollout.trained is None and not rollout.turns:
         return {}
     turns, before = [], 0
@@ -161,7 +161,7 @@ def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
 
 
 def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
-    """Set what `pack_episode` was given."""
+    """Restore the fields that `pack_episode` saved."""
     if "turns" not in saved:
         return
     trained = saved["trained"]
@@ -180,8 +180,7 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
 def numbers_of_turn(
     rollout: Rollout, prompt_ids: list[int], before: int, count: int
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return (prompt, completion, log-probabilities) of a turn behind `before` drawn tokens, as the rollout has them.
-    """
+    """Return (prompt, completion, log-probabilities) of the turn after `before` drawn tokens, from its rollout."""
     ids, trained = rollout.completion_ids, rollout.trained
     places = [place for place in range(len(ids)) if trained is None or trained[place]][before : before + count]
     if not places:

@@ -1,12 +1,12 @@
-"""Rollouts that a function of the caller's makes: TRL's `rollout_func(prompts, trainer) -> dict`, as TRL 1.16 calls it.
+"""Rollouts made by a user's function: TRL's `rollout_func(prompts, trainer) -> dict`, with the interface of TRL 1.16.
 
-The function gets every prompt as it stands in the dataset, `num_generations` times side by side, and returns one entry
-for each in `prompt_ids`, `completion_ids` and `logprobs`. `env_mask` (1: the policy drew the token) is optional. Every
-other key goes to the reward functions as a column.
+The function gets every prompt of the dataset unchanged, repeated `num_generations` times in a row, and returns one
+entry for each in `prompt_ids`, `completion_ids` and `logprobs`. `env_mask` (1: the policy drew the token) is optional.
+Every other key goes to the reward functions as a column.
 
-`rollout_of` makes a rollout of turns that a caller's code asked for. A turn whose prompt begins with all that came
-before continues a sequence, any other begins one; all share the rollout's reward, and a turn of several histories is
-trained once.
+`rollout_of` makes a rollout of the turns that user code requested. A turn whose prompt begins with all tokens of an
+earlier sequence continues it, any other turn begins a new one; all sequences share the rollout's reward, and a turn
+that occurs in several histories is trained once.
 """
 
 import copy
@@ -27,8 +27,8 @@ NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 TOKENS = (*NEEDED, "env_mask")
 GIVEN = "generate_rollout_completions(trainer, prompts) returns them for each prompt"
 History = Sequence[Turn]  # the turns of one conversation, in order
-DONE, CUT = "done", "max_tokens"  # why a rollout ended: its code came back, or its last turn was cut
-ROUNDING = 1e-3  # by which a log-probability may lie above 0
+DONE, CUT = "done", "max_tokens"  # endings of a rollout: the user's code returned, or the last turn was cut
+ROUNDING = 1e-3  # how far a log-probability may be above 0
 
 
 class RolloutFuncError(ValueError):
@@ -36,20 +36,20 @@ class RolloutFuncError(ValueError):
 
 
 class RolloutFunction:
-    """Plays with the caller's function where `Episodes` plays with environments."""
+    """A `Player` that makes rollouts with the user's function instead of environments."""
 
     def __init__(self, function: Callable[..., Any], trainer: Any) -> None:
         """`trainer` is passed to the function, and samples for it in `generate_rollout_completions`."""
         self.function, self.trainer = function, trainer
-        self.params: SamplingParams | None = None  # while a batch is played
-        self.waited = 0.0  # nobody knows what the function waits for
-        self.calls = 0  # how often the engine was called in this batch
+        self.params: SamplingParams | None = None  # of the batch being played; None between batches
+        self.waited = 0.0  # always 0, as the function's waiting cannot be measured
+        self.calls = 0  # engine calls in this batch
 
     def play(
         self, engine: Any, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """Return `params.n` rollouts of each prompt; RolloutFuncError for what cannot be trained on. A prompt's `ids`
-        become those of its first rollout; others that differ begin with a `Split`."""
+        """Return `params.n` rollouts of each prompt; RolloutFuncError for a result that cannot be trained on. A
+        prompt's `ids` become those of its first rollout; rollouts with other prompt ids begin with a `Split`."""
         n = params.n
         rows = [copy.deepcopy(prompt.row["prompt"]) for prompt in prompts for _ in range(n)]
         self.params, self.calls = params, 0
@@ -70,7 +70,7 @@ class RolloutFunction:
         return groups
 
     def checked(self, returned: Any, limits: "BatchLimits") -> tuple[list[list[int]], list[Rollout]]:
-        """The prompt's ids and the rollout of each row."""
+        """Return the prompt ids and the rollout of each row; RolloutFuncError for results that cannot be trained on."""
         lists = rows_of(returned, limits.rows)
         ends = set(self.trainer.policy.eos_token_ids(self.trainer.tokenizer))
         prompt_ids, rollouts = [], []
@@ -92,7 +92,8 @@ class RolloutFunction:
         return prompt_ids, rollouts
 
     def complete(self, prompts: list[Any], overrides: Mapping[str, Any], as_chat: bool | None) -> list[dict[str, Any]]:
-        """Return one completion of each prompt; each call of a batch has its own seed, so answers are drawn anew."""
+        """Return one completion of each prompt. Each call within a batch has another seed, so that repeated prompts get
+        new completions."""
         self.calls += 1
         usual = self.params or self.trainer.args.sampling(None)
         part = "" if usual.part is None else f"-{usual.part[0]}"
@@ -107,7 +108,7 @@ class RolloutFunction:
                  "text": rollout.text} for prompt, rollout in zip(ids, drawn, strict=True)]
 
     def encoded(self, prompt: Any, as_chat: bool | None) -> list[int]:
-        """The ids of a rendered text, of chat messages, or ids as they are."""
+        """Return the ids of a rendered text or chat messages; token ids are returned as they are."""
         tokenizer = self.trainer.tokenizer
         chat = isinstance(prompt, list) and bool(prompt) and is_message(prompt[0])
         if as_chat is not None and as_chat != chat:
@@ -124,9 +125,10 @@ def generate_rollout_completions(
     trainer: Any, prompts: list[Any], *, generation_overrides: Mapping[str, Any] | None = None,
     as_chat: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """TRL's helper for a `rollout_func`: one completion of each prompt (a rendered text, chat messages or token ids,
-    the exact way to continue) by the trainer's engine, in the run's settings; `generation_overrides` are names of
-    SamplingParams. Returns `prompt_ids`, `completion_ids`, `logprobs` and `text` of each."""
+    """Sample one completion of each prompt with the trainer's engine and the run's settings: TRL's helper for a
+    `rollout_func`. A prompt is a rendered text, chat messages, or token ids, which continue a turn exactly.
+    `generation_overrides` are fields of SamplingParams. Returns `prompt_ids`, `completion_ids`, `logprobs` and `text`
+    of each."""
     player = getattr(trainer, "player", None)
     if not isinstance(player, RolloutFunction):
         raise ValueError("generate_rollout_completions is for a trainer with a rollout_func: "
@@ -136,7 +138,7 @@ def generate_rollout_completions(
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The limits of a batch."""
+    """The limits against which a batch of results is checked."""
 
     rows: int
     vocabulary: int
@@ -144,7 +146,8 @@ class BatchLimits:
 
 
 def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
-    """Every key with one value for each row: lists as they are, anything else repeated."""
+    """Return every key's values, one per row: lists as they are, anything else repeated. RolloutFuncError for a missing
+    key or a list of another length."""
     if not isinstance(returned, Mapping):
         raise RolloutFuncError(f"rollout_func returned a {type(returned).__name__}; it returns a dictionary with "
                                f"{', '.join(NEEDED)}, and may add env_mask and columns for the reward functions")
@@ -172,7 +175,7 @@ def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
 
 
 def ids_of(name: str, row: int, entries: Any, limits: BatchLimits) -> list[int]:
-    """Return the token ids of a row."""
+    """Return the token ids of a row; RolloutFuncError if they are not ids of the vocabulary, or empty."""
     ids = [plain(token) for token in plain(entries)] if isinstance(plain(entries), (list, tuple)) else entries
     if not isinstance(ids, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise RolloutFuncError(f"rollout_func: {name}[{row}] is {shown(ids)}; it is a list of token ids")
@@ -185,7 +188,7 @@ def ids_of(name: str, row: int, entries: Any, limits: BatchLimits) -> list[int]:
 
 
 def mask_of(row: int, entries: Any, length: int) -> list[bool]:
-    """Which tokens of a row the policy drew."""
+    """Return a mask (C,) of the tokens of a row that the policy drew; RolloutFuncError if it is malformed or all 0."""
     mask = plain(entries)
     if not isinstance(mask, (list, tuple)) or not all(flag in (0, 1) for flag in mask):
         raise RolloutFuncError(f"rollout_func: env_mask[{row}] is {shown(mask)}; it is a list of 1 (the model drew the "
@@ -198,7 +201,7 @@ def mask_of(row: int, entries: Any, length: int) -> list[bool]:
 
 
 def logprobs_of(row: int, entries: Any, trained: list[bool]) -> list[float]:
-    """The log-probabilities of a row, 0 where the policy did not draw the token."""
+    """Return the log-probabilities of a row, 0 for tokens that the policy did not draw; RolloutFuncError if invalid."""
     values = plain(entries)
     if not isinstance(values, (list, tuple)):
         raise RolloutFuncError(f"rollout_func: logprobs[{row}] is {shown(values)}; it is a list with a number for each "
@@ -219,7 +222,7 @@ def same_length(name: str, row: int, values: Any, length: int) -> None:
 
 
 def finish_reason(ids: list[int], trained: list[bool], ends: set[int]) -> Any:
-    """"length" where the last token that was drawn neither ends a turn nor is followed by anything."""
+    """Return "length" if the last token is drawn by the policy and is no end token, else "stop"."""
     last = max(place for place, drawn in enumerate(trained) if drawn)
     return "stop" if last < len(ids) - 1 or ids[last] in ends else "length"
 
@@ -229,9 +232,9 @@ def shown(value: Any) -> str:
 
 
 def rollout_of(histories: Sequence[History], prompt: list[int] | None = None) -> Rollout:
-    """The rollout of these histories, in a group with this prompt (P,); without one, it is that of the first turn. A
-    turn is the same in two histories where it is the same object. Where histories share turns, their order changes
-    which of them carries a shared turn, and no gradient. ValueError where there is no turn."""
+    """Return the rollout of these histories for a group with this prompt (P,); None takes the first turn's prompt.
+    Histories share a turn if it is the same object. Their order then decides which sequence holds the shared turn, but
+    not the gradient. ValueError if there is no turn."""
     sequences = sequences_among(turns_of(histories))
     if not sequences:
         raise ValueError("a rollout without a turn of the policy has nothing to train")
@@ -250,7 +253,7 @@ def rollout_of(histories: Sequence[History], prompt: list[int] | None = None) ->
 
 
 def group_of(members: Sequence[Sequence[History]]) -> RolloutGroup:
-    """The rollouts of one task. The prompt of the group is the one that most of them began with."""
+    """Return the group of one task's rollouts. Its prompt is the most common first prompt among them."""
     firsts = [tuple(next(iter(turns_of(histories))).prompt_ids) for histories in members]
     prompt = list(Counter(firsts).most_common(1)[0][0])
     return RolloutGroup({}, prompt, [rollout_of(histories, prompt) for histories in members])
@@ -261,7 +264,7 @@ def turns_of(histories: Iterable[History]) -> list[Turn]:
 
 
 def sequences_among(turns: list[Turn]) -> list[list[Turn]]:
-    """Return the turns as sequences, each turn behind the longest that it continues."""
+    """Return the turns as sequences, each turn appended to the longest sequence that it continues."""
     sequences: list[list[Turn]] = []
     ends: list[list[int]] = []  # all ids of each sequence
     for turn in turns:
@@ -276,7 +279,7 @@ def sequences_among(turns: list[Turn]) -> list[list[Turn]]:
 
 
 def add_turns(rollout: Rollout, turns: list[Turn]) -> None:
-    """Add the turns of a sequence: what was drawn, and as context what came between."""
+    """Append the turns of a sequence to the rollout: the drawn tokens, and those between turns as untrained context."""
     assert rollout.trained is not None
     held = len(turns[0].prompt_ids)
     for turn in turns:

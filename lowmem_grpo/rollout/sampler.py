@@ -1,4 +1,4 @@
-"""From prompts to groups of rollouts, by the run's engine."""
+"""Sampling groups of rollouts for prompts with the run's engine."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -22,44 +22,45 @@ logger = logging.getLogger(__name__)
 
 
 class Player(Protocol):
-    """A player of episodes with an engine: `Episodes`, or a caller's own function."""
+    """A player of episodes with an engine: `Episodes`, or `RolloutFunction` for a user's `rollout_func`."""
 
     waited: float  # seconds of the last batch in which there was nothing to decode
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """`params.n` rollouts of each prompt. The prompts get the ids that the policy got."""
+        """Return `params.n` rollouts of each prompt. Sets each prompt's ids to those that the policy read."""
         ...
 
 
 class Overlap(Protocol):
-    """Work on prompts that are complete, while others are sampled."""
+    """Training on complete groups while others are sampled."""
 
     def start_step(self, prompts: list[Prompt], calls: RewardBatch) -> None: ...  # `calls` score the groups
 
-    def on_group(self, index: int, rollouts: list[Rollout]) -> None: ...  # all those of a prompt
+    def on_group(self, index: int, rollouts: list[Rollout]) -> None: ...  # gets all rollouts of prompt `index`
 
-    def meanwhile(self, running: int) -> None: ...  # between two steps of decoding, while so many sequences run
+    def meanwhile(self, running: int) -> None: ...  # called between decode steps, with the unfinished sequences
 
-    def beside(self) -> AbstractContextManager[None]: ...  # inside the engine samples; behind it nothing runs beside
+    def beside(self) -> AbstractContextManager[None]: ...  # surrounds sampling; on exit the overlapped work has ended
 
 
 class Sampler:
-    """Samples with the caller's engine, or with the model's own, which it asks for again before each call."""
+    """The sampler of a run, with a user-supplied engine, or the model's, which it requests again before each call."""
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
         state: TrainerState, clock: Clock, engine: Engine, is_callers: bool, player: Player | None = None,
     ) -> None:
-        """`engine` is the first one to use; `is_callers`: it is the caller's own, and stays. `player` plays turns."""
+        """`engine` is used first, and always if `is_callers` (user-supplied). `player` plays multi-turn episodes."""
         self.model, self.policy, self.tokenizer, self.memory = model, policy, tokenizer, memory
         self.state, self.clock, self.engine, self.is_callers, self.player = state, clock, engine, is_callers, player
-        self.said = False  # that the engine reports no finished groups
-        self.said_padding = False  # that ids without a text were sampled
+        self.said = False  # True once the log says that the engine reports no finished groups
+        self.said_padding = False  # True once the log says that ids without a text were sampled
 
     def renew(self) -> None:
-        """Ask for the model's engine again: a process has only one of vLLM, and another model may have used it."""
+        """Request the model's engine again: a process can have only one vLLM engine, and another model may have closed
+        this one."""
         if self.is_callers or self.engine.name != "vllm":
             return
         engine = self.model.engine(self.policy, self.tokenizer)
@@ -72,10 +73,11 @@ class Sampler:
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None,
         overlap: Overlap | None = None,
     ) -> list[RolloutGroup]:
-        """Return `params.n` unscored rollouts of each prompt; `on_group`, or `overlap`, gets each prompt's early."""
+        """Return `params.n` unscored rollouts of each prompt. `on_group` or `overlap` gets each prompt's rollouts as
+        soon as they are finished."""
         with self.clock.phase("generate"):
             self.renew()
-            self.pace()  # not what was sampled in between, as for an evaluation
+            self.pace()  # discard timings of other calls since the last, such as an evaluation's
             ids = [prompt.ids for prompt in prompts]
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)
@@ -92,7 +94,8 @@ class Sampler:
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
     def say_padding(self, completions: list[list[int]]) -> None:
-        """Warn once of sampled ids without a token, which pad the vocabulary; leaving them out would be off-policy."""
+        """Warn once if sampled ids have no token, because they pad the vocabulary. They are still trained on, as
+        leaving them out would be off-policy."""
         known = len(self.tokenizer)
         if self.said_padding or all(max(ids, default=0) < known for ids in completions):
             return
@@ -107,12 +110,12 @@ class Sampler:
                 "another model", len(beyond), beyond[0])
 
     def pace(self) -> Pace:
-        """Return where the engine's time went since this was asked last, if the engine measures it."""
+        """Return the engine's timings since the last call; empty if the engine does not measure them."""
         pace: Pace | None = getattr(self.engine, "pace", None)
         return Pace() if pace is None else pace.pop_measured()
 
     def tells(self) -> bool:
-        """Return whether the engine can report finished groups; if it cannot, one warning says so."""
+        """Return True if the engine can report finished groups; warn once if it cannot."""
         if ON_GROUP in capabilities_of(self.engine):
             return True
         if not self.said:

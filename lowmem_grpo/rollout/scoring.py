@@ -1,5 +1,5 @@
-"""The one place that uses Scores: rewards of every function, and of environments beside them, their weighted sum,
-baselines and advantages."""
+"""From Scores to rollouts: the rewards of every function and environment, their weighted sum, baselines and
+advantages."""
 
 import logging
 import math
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentReward:
-    """The reward function of the environments of one class, under the name of the class: the sum of what an episode's
-    turns were paid. None for an episode in an environment of another class, and where nothing was paid."""
+    """The reward function of one environment class, named like the class: the sum of the rewards of an episode's turns.
+    None for an episode in an environment of another class, and if no turn had a reward."""
 
-    by_group = True  # looks at one episode at a time: may be called while other groups are sampled
+    by_group = True  # judges each episode alone, so it may be called while other groups are sampled
 
     def __init__(self, kind: type) -> None:
         self.kind, self.__name__ = kind, kind.__name__
 
     def __call__(self, *, turns: list[list[Turn]], environments: list[Any], **kwargs: Any) -> list[float | None]:
-        """Return the pay (N,) of N episodes. TypeError for what is no number, ValueError for NaN and infinity."""
+        """Return the rewards (N,) of N episodes. TypeError for what is no number, ValueError for NaN and infinity."""
         played = zip(turns, environments, strict=True)
         return [self.pay(each) if environment is None or type(environment) is self.kind else None
                 for each, environment in played]
@@ -54,16 +54,17 @@ class EnvironmentReward:
 
 
 class Scoring:
-    """The rewards of a run: begins the calls of its functions, and puts what they say into rollouts."""
+    """The scoring of a run: it starts the calls of the reward functions, and writes their results into rollouts."""
 
     def __init__(
         self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None,
         credit: EpisodeSettings | None = None,
     ) -> None:
-        """`settings` make advantages of rewards, `credit` chooses turns of an episode; functions get `state`."""
+        """`settings` are those of advantages, `credit` those of credit per turn (None: none). Reward functions get
+        `state`."""
         self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
-        self.said_silent = False  # that no function gave a completion a reward
+        self.said_silent = False  # True once the log says that a completion got no reward from any function
 
     @property
     def names(self) -> list[str]:
@@ -71,17 +72,17 @@ class Scoring:
 
     @property
     def needs_baselines(self) -> bool:
-        """Whether each prompt needs the reward of a greedy completion."""
+        """True if each prompt needs the reward of a greedy completion (ReMax)."""
         return self.settings.advantage_estimator == "remax"
 
     def start_batch(self, prompts: Sequence[Prompt | RolloutGroup]) -> RewardBatch:
-        """The calls of the functions on a batch: made before the batch is sampled, settled when it is."""
+        """Return the reward calls of a batch, created before it is sampled and settled when it is."""
         return RewardBatch(self.scorer, prompts, self.state, self.clock)
 
     def apply(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
-        """Set rewards, their weighted sum and the advantage of every rollout; returns what functions logged. A reward
-        that is NaN or infinite is None and in `invalid_rewards`: a step does not train on such rollouts, unless the
-        weight is 0. A group in which a required function gives None is `unjudged`."""
+        """Set rewards, their weighted sum and the advantage of every rollout; returns logged metrics. A NaN or infinite
+        reward becomes None and, unless the function's weight is 0, goes into `invalid_rewards`, and its step is
+        skipped. A group in which a required function returns None is `unjudged`."""
         with self.clock.phase("reward"):
             self.set_rewards(groups, scores)
             unjudged = self.mark_unjudged(groups, scores)
@@ -90,18 +91,18 @@ class Scoring:
         return scores.metrics | unjudged | {f"rewards/{name}/invalid": float(n) for name, n in scores.invalid.items()}
 
     def apply_early(self, group: RolloutGroup, scores: Scores) -> None:
-        """Apply the scores, which begin with the group's own, while others are sampled; `apply` warns, once."""
+        """Apply the first entries of `scores` to one group while others are sampled; `apply` warns later, once."""
         self.set_rewards([group], scores)
         self.mark_unjudged([group], scores)
         self.assign([group])
 
     def set_rewards(self, groups: list[RolloutGroup], scores: Scores) -> None:
-        """Put the values of each function, and what it logged of each completion, into the rollouts."""
+        """Write each function's rewards, and the columns that it logged, into the rollouts."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for index, rollout in enumerate(rollouts):
-            failed = rollout.failed  # an environment's doing, for which nobody is paid
+            failed = rollout.failed  # the environment failed, so the rollout gets no reward
             rollout.rewards |= {name: None if failed else values[index] for name, values in scores.rewards.items()}
-            rollout.environment = None  # its reward is known
+            rollout.environment = None  # no longer needed once its reward is known
             rollout.extras |= {name: values[index] for name, values in scores.extras.items()}
             returned = {} if failed else {name: scores.returned[name][index] for name in self.paying}
             rollout.invalid_rewards = {n: v for n, v in returned.items() if v is not None and not math.isfinite(v)}
@@ -111,7 +112,7 @@ class Scoring:
         return [name for name, weight in zip(self.names, self.scorer.weights, strict=True) if weight]
 
     def assign(self, groups: list[RolloutGroup]) -> None:
-        """Set advantages as they are where these groups are the batch: of completions, and of the turns of episodes."""
+        """Set the advantages of completions, and of the turns of episodes, with these groups as the batch."""
         settings = self.weighted
         assign_advantages(groups, self.names, settings)
         if self.credit is not None and any(rollout.turns for group in groups for rollout in group.rollouts):
@@ -122,12 +123,12 @@ class Scoring:
 
     @property
     def weighted(self) -> AdvantageSettings:
-        """The settings with the weights of all functions: the user's own say nothing of what environments pay."""
+        """The settings with the weights of all functions, including environment rewards, which the user's lack."""
         own = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
         return AdvantageSettings(**own | {"reward_weights": self.scorer.weights})
 
     def warn(self, groups: list[RolloutGroup], scores: Scores) -> None:
-        """Say which functions gave NaN or infinity, and once that no function gave a completion a reward."""
+        """Warn of functions that returned NaN or infinity, and once if a completion got no reward from any function."""
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
         silent = [pair for pair, values in zip(rollouts, zip(*scores.returned.values(), strict=True), strict=True)
                   if all(value is None for value in values) and not (pair[0].unjudged or pair[1].failed)]
@@ -146,7 +147,7 @@ class Scoring:
                 )
 
     def mark_unjudged(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
-        """Mark the groups in which a required function had no opinion; returns on how many completions it had none."""
+        """Mark groups in which a required function returned None; returns the count of such completions by function."""
         missing = {name: [value is None for value in scores.returned[name]] for name in self.scorer.required}
         start = 0
         for group in groups:
@@ -157,9 +158,9 @@ class Scoring:
         return {f"rewards/{name}/unjudged": float(sum(places)) for name, places in missing.items()}
 
     def set_baselines(self, groups: list[RolloutGroup], greedy: list[RolloutGroup], scores: Scores) -> None:
-        """Set the baseline of each group to the reward of its prompt's greedy completion (ReMax): `greedy` has one
-        rollout for each, with these `scores`; what was logged of them is left out. It stays None if no function, or not
-        every required one, has an opinion."""
+        """Set the baseline of each group to the reward of its prompt's greedy completion (ReMax). `greedy` has one
+        rollout per group, with these `scores`, whose logged metrics are ignored. The baseline stays None if every
+        function, or any required one, returned None."""
         for name, count in scores.invalid.items():
             if count:
                 logger.warning("reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name,

@@ -1,7 +1,7 @@
-"""Who speaks in an episode beside the policy: the base model, a person, and those who are told what is said.
+"""Speakers in episodes other than the policy (the base model, a person), and an engine wrapper that reports the talk.
 
-Environments ask the base model, which the engine decodes that samples the policy. It has one set of weights at a time,
-so all that was asked is decoded together, once half of the episodes in play wait for it.
+Environments can ask the base model, which is decoded by the engine that samples the policy. The engine has one set of
+weights at a time, so questions are decoded together once half of the episodes in play wait for replies.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,24 +23,24 @@ CONTEXT = ("system", "user", "tool")
 
 
 class BaseModelPlayer:
-    """The requests of a batch's episodes to the base model, as an engine sees them: a `Conversation`."""
+    """The questions of a batch's episodes to the base model, as a `Conversation` for the engine."""
 
     def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:
-        """`heard` takes a reply in; `collect` takes in what workers have done (True: after waiting for all)."""
+        """`heard` receives each reply; `collect` takes in the results of workers (True: waits if in rounds)."""
         self.heard, self.collect = heard, collect
-        self.waiting: dict[int, tuple[Request, AskBase]] = {}  # by the key of the episode
-        self.open: dict[int, AskBase] = {}  # in the engine
-        self.temperature = 0.0  # that the requests in the engine have
+        self.waiting: dict[int, tuple[Request, AskBase]] = {}  # questions by episode key
+        self.open: dict[int, AskBase] = {}  # questions that the engine is decoding, by episode key
+        self.temperature = 0.0  # of the questions that the engine is decoding
 
     def ask(self, request: Request, ask: AskBase) -> None:
-        """A question, to be decoded with others; one that leaves no room for a reply gets an empty one at once."""
+        """Queue a question. If it leaves no room for a reply, answer it with an empty reply at once."""
         if request.max_tokens < 1:
             self.heard(request.key, ask, "")
         else:
             self.waiting[request.key] = (request, ask)
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """Return what can be decoded now; see `Conversation`."""
+        """Return the waiting questions with the current temperature; see `Conversation`."""
         self.collect(not busy)
         keys = sorted(key for key, (_, ask) in self.waiting.items() if ask.temperature == self.temperature)
         taken = [self.waiting.pop(key) for key in keys]
@@ -51,7 +51,7 @@ class BaseModelPlayer:
         self.heard(key, self.open.pop(key), rollout.text)
 
     def speak(self, engine: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Decode all that is asked, and what is asked meanwhile."""
+        """Decode all waiting questions, and those asked meanwhile, one temperature after the other."""
         with base_model(engine):
             while self.waiting:
                 self.temperature = next(iter(self.waiting.values()))[1].temperature
@@ -61,7 +61,7 @@ class BaseModelPlayer:
 
 
 def base_model(engine: Any) -> AbstractContextManager[Any]:
-    """Inside, the engine samples the base model. TypeError for a caller's own engine that cannot."""
+    """Inside, the engine samples the base model. TypeError if a user-supplied engine cannot."""
     owner: Any = engine if hasattr(engine, "base_model") else getattr(engine, "policy", None)
     if not hasattr(owner, "base_model"):
         raise TypeError(f"the environment asks the base model (AskBase), and the engine {getattr(engine, 'name', '?')} "
@@ -71,7 +71,7 @@ def base_model(engine: Any) -> AbstractContextManager[Any]:
 
 
 class HumanEngine:
-    """An engine without a model: each turn is a text that `ask` returns."""
+    """An engine without a model: each turn is a person's text, returned by `ask`."""
 
     name, slots, capabilities = "person", 1, frozenset({CONVERSE})
 
@@ -84,7 +84,7 @@ class HumanEngine:
                 conversation.add_rollout(request.key, self.turn(request))
 
     def turn(self, request: Request) -> Rollout:
-        """Return the person's words, cut where a turn may have no more tokens; log-probabilities are 0."""
+        """Return the person's text as a turn, cut at `max_tokens`, with log-probabilities of 0."""
         text = self.ask()
         ids = self.tokenizer(text, add_special_tokens=False).input_ids or [self.tokenizer.eos_token_id]
         kept = ids[: request.max_tokens]
@@ -92,19 +92,20 @@ class HumanEngine:
 
 
 class Watched:
-    """An engine whose episodes are told while they are played."""
+    """An engine wrapper that reports what is said in episodes while they are played."""
 
     capabilities = frozenset({CONVERSE})
 
     def __init__(self, engine: Any, tell: Tell, who: str = "", base: Callable[[], Any] | None = None) -> None:
-        """`who` says the engine's turns; without a name they are not told. `base` speaks for the base model."""
+        """`tell` is called with (speaker, text). `who` names the speaker of the engine's turns; if empty, they are not
+        reported. `base` returns the engine that samples the base model; None uses `engine`."""
         self.engine, self.tell, self.who = engine, tell, who
         self.base = base or (lambda: engine)
-        self.asked: Any = None  # the engine that speaks for the base model now
+        self.asked: Any = None  # the engine that samples the base model; None outside `base_model`
         self.name, self.slots = engine.name, slots_of(engine)
 
     def converse(self, conversation: Any, params: SamplingParams) -> None:
-        """Decode as `Engine.converse` does, and tell it. What the base model says is for the environment only."""
+        """Decode as `Engine.converse` does, and report it. The base model's replies are not reported."""
         if self.asked is not None:
             self.asked.converse(conversation, params)
         else:
@@ -112,7 +113,7 @@ class Watched:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Inside, the base model speaks."""
+        """Inside, `converse` samples the base model."""
         engine = self.base()
         with base_model(engine):
             self.asked = engine
@@ -123,13 +124,13 @@ class Watched:
 
 
 class TracedConversation:
-    """A conversation between an engine and a batch of episodes."""
+    """A wrapper of an EpisodeBatch that reports the messages between its episodes and the engine."""
 
     def __init__(self, batch: Any, ear: Watched) -> None:
         self.batch, self.ear = batch, ear
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """The next turns; before each, what led to it is told."""
+        """Return the next turns, after reporting the messages that lead to each."""
         requests: list[Request] = self.batch.next_requests(busy)
         for request in requests:
             episode = self.batch.live[request.key]

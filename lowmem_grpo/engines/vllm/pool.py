@@ -1,17 +1,17 @@
-"""vLLM's memory pool, which sleep unmaps and waking maps again at the same addresses: what to do when it runs out of
-memory, and a buffer of our own in it.
+"""vLLM's memory pool, which sleep unmaps and waking maps again at the same addresses: recovery when memory runs out,
+and a buffer of our own in the pool.
 
-The pool (`csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping what is not mapped sets it,
-and later allocations then return nothing, or leak. So after a shortage we leave all of the pool mapped, or none of it,
-and clear its error. Where mapping a segment fails, its record stays and looks in use: we drop such records.
-`sleep(level=1)` copies segments tagged "weights" to the host and drops the rest, so a buffer under a tag of ours costs
-nothing.
+The pool (`csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping an unmapped segment sets
+it, and later allocations then return nothing or leak. So after a shortage we leave the pool either wholly mapped or
+wholly unmapped, and clear the error. If mapping a segment fails, its record remains and looks in use: we drop such
+records. `sleep(level=1)` copies segments tagged "weights" to the host and drops the rest, so a buffer under our own tag
+costs no host memory.
 
-torch keeps a workspace for products for each stream; that of a stream on which graphs were recorded lies in their
-memory, outlives them, and torch then refuses to record another engine's graphs there ("use_count > 0 INTERNAL ASSERT
-FAILED"). So an engine that ends drops them.
+torch keeps a cuBLAS workspace per stream. The workspace of a stream on which graphs were recorded lies in the graphs'
+pool and outlives them, and torch then refuses to record another engine's graphs there ("use_count > 0 INTERNAL ASSERT
+FAILED"). So an engine that ends drops the workspaces.
 
-None of this is public, so only this file uses it. We read it in the source of vLLM 0.26 to 0.33, and ran it on an H100
+None of this is public, so only this file uses it. It was read in the source of vLLM 0.26 to 0.33, and run on an H100
 (vLLM 0.26, torch 2.11). tests/engines/vllm/test_pool.py fails if it changes.
 """
 
@@ -36,30 +36,30 @@ from lowmem_grpo.models.policy import Policy
 logger = logging.getLogger(__name__)
 
 ALLOCATOR = "vllm.device_allocator.cumem"
-CLEAR = "_cuda_clearCublasWorkspaces"  # torch._C has it
-EXTENSION = "vllm.cumem_allocator"  # in C; builds for CPUs have none
-CHECKED = ((0, 26), (0, 33))  # first and last version
-TAG = "sampling_weights"  # names segments whose contents may be dropped
-SEGMENT = 32 << 20  # bytes: torch gives 10 MiB or more a segment of its own, in steps of 2 MiB, with nothing left over
+CLEAR = "_cuda_clearCublasWorkspaces"  # in torch._C
+EXTENSION = "vllm.cumem_allocator"  # a C extension, missing in CPU builds
+CHECKED = ((0, 26), (0, 33))  # first and last vLLM version checked
+TAG = "sampling_weights"  # of segments whose contents sleep may drop
+SEGMENT = 32 << 20  # bytes; torch gives 10 MiB or more a separate segment in steps of 2 MiB, so none is shared
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
 MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported",
-           "one instance per process")  # the last: something of an engine that ended is still in it
+           "one instance per process")  # the last: an ended engine still has memory in the pool
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether vLLM did not start because its pool is not in the build or the driver, or is still in use."""
+    """Return True if vLLM did not start because its build or the driver has no pool, or the pool is still in use."""
     return any(words in str(error) for words in MISSING)
 
 
 def unmap(llm: Any) -> None:
-    """Unmap what a failed `wake_up` has mapped: we put vLLM's worker to sleep, though its executor believes that it
-    sleeps already. Older pools stop at the first part that is not mapped, which comes after those that are."""
+    """Unmap the segments that a failed `wake_up` has mapped, by calling sleep on vLLM's worker directly: its executor
+    believes it is asleep. Older pools stop at the first unmapped segment, which comes after all mapped ones."""
     with suppress(Exception):
         llm.collective_rpc("sleep", kwargs={"level": 1})
 
 
 def wake_if_room(llm: Any) -> bool:
-    """Wake an engine before it ends, if memory has room for it; returns whether it is awake."""
+    """Wake an engine that is about to end; returns False if memory has no room, and it stays asleep."""
     if not llm.llm_engine.is_sleeping():
         return True
     try:
@@ -72,9 +72,9 @@ def wake_if_room(llm: Any) -> bool:
 
 
 def drop_workspaces() -> None:
-    """Drop torch's workspaces for products, once the card is done, and graphs of our own engine that read them. The
-    next product makes what it needs."""
-    clear = getattr(torch._C, CLEAR, None)  # builds for CPUs have none
+    """Wait for the card, then drop torch's cuBLAS workspaces, and the transformers engines' graphs that read them. The
+    next matrix product allocates a new workspace."""
+    clear = getattr(torch._C, CLEAR, None)  # missing in CPU builds
     if clear is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
         forget_all_graphs()
@@ -82,8 +82,8 @@ def drop_workspaces() -> None:
 
 
 def reset() -> None:
-    """Drop the pools that an ended engine or a failed start has left. Clear the pool's error before and after: memory
-    that is freed while an error is set is lost."""
+    """Drop the pools left by an ended engine or a failed start. Clears the pool's error before and after, as memory
+    freed while an error is set leaks."""
     drop_workspaces()
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
@@ -95,22 +95,22 @@ def reset() -> None:
 
 
 def drop_records_of_failures(allocator: Any) -> None:
-    """Drop what the pool still records and torch does not hold: no engine starts while there is a record."""
+    """Drop the pool's records of segments that torch does not hold: no engine starts while there is a record."""
     held = {segment["address"] for segment in torch.cuda.memory_snapshot()} if torch.cuda.is_available() else set()
     for address in allocator.pointer_to_data.keys() - held:
         del allocator.pointer_to_data[address]
 
 
 def forget(extension: Any) -> None:
-    """Clear the extension's error, by a call that fails: unmapping nothing. A driver that accepts it goes on to release
-    the handle, so we pass one that refers to nothing."""
+    """Clear the extension's stored error by a call that fails: unmapping 0 bytes. A driver that accepts that goes on to
+    release the handle, so a null handle is passed."""
     handle = ctypes.c_ulonglong(0)
     with suppress(RuntimeError):
         extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
 
 
 def pool() -> Any:
-    """The module of vLLM that holds the pool."""
+    """Return vLLM's module with the pool."""
     return import_module(ALLOCATOR)
 
 
@@ -120,7 +120,7 @@ def vllm_version() -> str:
 
 
 def why_not() -> str | None:
-    """Why we cannot put a buffer into the pool here; None where we can."""
+    """Return why a buffer of ours cannot be put into the pool here; None if it can."""
     version = vllm_version()
     if not CHECKED[0] <= Version(version).release[:2] <= CHECKED[1]:
         first, last = (".".join(map(str, numbers)) for numbers in CHECKED)
@@ -131,13 +131,13 @@ def why_not() -> str | None:
 
 
 class SleepingRoom:
-    """A buffer in vLLM's pool, which lives as long as the engine; made while vLLM loads the model."""
+    """A buffer in vLLM's pool that lives as long as the engine, allocated while vLLM loads the model."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None  # bytes
 
     def __call__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return (numbers,), always at the same address. BorrowError if the pool is not as we read it in the source."""
+        """Return (numbers,), always at the same address. BorrowError if the pool does not behave as we expect."""
         size = numbers * dtype.itemsize
         if self.buffer is None:
             self.buffer = made_in_pool(-(-size // SEGMENT) * SEGMENT, device)
@@ -145,7 +145,7 @@ class SleepingRoom:
 
 
 def made_in_pool(size: int, device: torch.device) -> Tensor:
-    """(size,) bytes in a segment of their own, under our tag, so that nothing of vLLM's is dropped with it."""
+    """Return (size,) bytes in a separate pool segment under our tag, so that nothing of vLLM's is dropped with it."""
     if why := why_not():
         raise BorrowError(f"{why}. {ADVICE}")
     allocator = pool().CuMemAllocator.get_instance()
@@ -159,7 +159,8 @@ def made_in_pool(size: int, device: torch.device) -> Tensor:
 
 
 def choose_for_engine(asked: str | None, policy: Policy, capacity: Capacity, eager: bool) -> tuple[str, int]:
-    """`sampling_weights.choose` for an engine. With CUDA graphs (not `eager`) the weights also need vLLM's pool."""
+    """Choose the weights' form as `sampling_weights.choose` does; with CUDA graphs (not `eager`) 16 bits also need
+    vLLM's pool. EngineUnavailableError if the user `asked` for 16 bits and the pool cannot be used."""
     form, left = wide.choose(asked, policy, capacity.kv_budget, capacity.kv_given, capacity.wanted_seqs,
                              capacity.max_seq_length, capacity.cache_dtype)
     why = None if form == FOUR or eager else why_not()
@@ -173,7 +174,8 @@ def choose_for_engine(asked: str | None, policy: Policy, capacity: Capacity, eag
 
 
 def room_for(form: str, eager: bool) -> wide.Room | None:
-    """Return the memory for dequantized weights. CUDA graphs need addresses that last, which vLLM's pool has."""
+    """Return the allocator of dequantized weights: vLLM's pool, whose addresses last as CUDA graphs need, or plain
+    memory if `eager`; None if nothing is dequantized."""
     if form == FOUR:
         return None
     return wide.new_buffer if eager else SleepingRoom()

@@ -1,8 +1,8 @@
-"""What vLLM changes in the process it runs in, and how we put it back; the one engine that a process can have, and the
-words where it does not start.
+"""Process-wide state around vLLM: undoing its changes to the process, the one engine that a process can have, and
+errors of its start.
 
-When it starts, vLLM seeds every random generator, hooks torch.distributed into tracebacks, and freezes every object
-against garbage collection. Its import keeps the errors of imports that failed.
+When it starts, vLLM seeds every random generator, replaces sys.excepthook (through torch.distributed), and freezes all
+objects against garbage collection. Importing it stores the errors of failed imports.
 """
 
 import gc
@@ -31,7 +31,7 @@ NOT_STARTED = "vLLM did not start"
 
 @contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
-    """Whatever happens inside, the random states of Python, numpy and torch (CPU and `device`) are as before."""
+    """Restore the random states of Python, numpy and torch (CPU and `device`), and sys.excepthook, on exit."""
     states, hook = (random.getstate(), np.random.get_state()), sys.excepthook
     try:
         with torch_states_kept(device):
@@ -43,21 +43,21 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 
 def torch_states_kept(device: torch.device) -> AbstractContextManager[None]:
-    """The same for torch's random states, the only ones that a step of the engine changes."""
+    """Restore torch's random states on exit; an engine step changes no others."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def import_from_a_thread() -> None:
-    """Import vLLM on a stack of its own: it keeps errors of failed imports, and these the frames of all callers, with
-    what is local there."""
+    """Import vLLM in a thread with an empty stack: it keeps the errors of failed imports, whose tracebacks would keep
+    alive the local variables of all callers."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         thread.submit(import_plugin).result()
 
 
 @contextmanager
 def collectable() -> Iterator[None]:
-    """Afterwards garbage collection sees what it saw before. vLLM freezes every object that exists when it starts, so
-    a model among them could never be freed."""
+    """Undo vLLM's gc.freeze() on exit. It freezes every object that exists when it starts, so that a model among them
+    could never be freed."""
     frozen = gc.get_freeze_count()
     try:
         yield
@@ -68,20 +68,22 @@ def collectable() -> Iterator[None]:
 
 @dataclass
 class Process:
-    engine: "weakref.ref[Any] | None" = None  # the VLLMEngine that is open
-    clean: bool = True  # whether vLLM's memory pool can serve another engine as it is
+    """The vLLM state of this process."""
+    engine: "weakref.ref[Any] | None" = None  # the open VLLMEngine
+    clean: bool = True  # False if vLLM's memory pool must be reset before another engine uses it
 
 
 PROCESS = Process()
 
 
 def living() -> Any:
+    """Return the open vLLM engine of this process; None if there is none."""
     engine = None if PROCESS.engine is None else PROCESS.engine()
     return engine if engine is not None and engine.llm is not None else None
 
 
 def check_alone() -> None:
-    """Raise EngineUnavailableError where another engine is open."""
+    """Raise EngineUnavailableError if another vLLM engine is open."""
     if living() is not None:
         gc.collect()  # it may be unreachable already
     if living() is not None:
@@ -89,26 +91,26 @@ def check_alone() -> None:
 
 
 def end(llm: Any, loan: WeightSharing) -> None:
-    """Shut vLLM down and return the trainer's tensors; also when an engine is deleted without `close`. A sleeping cache
-    is unmapped already, and the pool fails if it unmaps it again, so we wake it first where memory has room."""
+    """Shut vLLM down and stop sharing the trainer's tensors; also called when an engine is deleted without `close`. The
+    pool fails if it unmaps a sleeping cache again, so the engine is woken first if memory has room."""
     loan.close()
     try:
         PROCESS.clean = vllm_pool.wake_if_room(llm)
         llm.llm_engine.engine_core.shutdown()
-    except Exception as error:  # noqa: BLE001 - a dead engine may fail in any way, and has to go all the same
+    except Exception as error:  # noqa: BLE001 - a dead engine may raise anything, and is dropped in any case
         PROCESS.clean = False
         logger.warning("vLLM's engine did not end cleanly (%s: %s)", type(error).__name__, error)
     vllm_pool.drop_workspaces()
 
 
 def explain(error: BaseException, policy: Policy) -> None:
-    """Add to the message of a failed start of vLLM what was tried and what to do; our own errors say it already."""
+    """Add a note to the error of a failed start of vLLM with the model and advice; our own errors have both already."""
     if isinstance(error, Exception) and not isinstance(error, BorrowError):
         error.add_note(f"{NOT_STARTED} with {type(policy.base).__name__} and these settings. Change them, or "
                        'sample with fast_inference="transformers"')
 
 
 def is_of_start(error: Exception) -> bool:
-    """Return whether vLLM could not be used, or did not start: whatever it raised then has a note of `explain`."""
+    """Return True if the error means that vLLM cannot be used or did not start (it then has `explain`'s note)."""
     noted = any(note.startswith(NOT_STARTED) for note in getattr(error, "__notes__", ()))
     return noted or isinstance(error, EngineUnavailableError | BorrowError)

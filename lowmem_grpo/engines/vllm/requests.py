@@ -1,9 +1,9 @@
-"""What vLLM is asked for, prompts or turns of a conversation, its steps, and its outputs as rollouts.
+"""Requests to vLLM (prompts, or turns of a conversation), its steps, and the conversion of its outputs to rollouts.
 
-`LLM.generate` returns when all is finished. To report each prompt at once, to let turns enter, and to measure steps, we
-use the two public methods that it consists of: `LLM.enqueue` and `LLMEngine.step` (the same in vLLM 0.26 to 0.33). How
-many sequences run is asked of the scheduler, by `get_request_counts`, which all of vLLM's schedulers have; the way to
-it is not public, so it stands here and nowhere else.
+`LLM.generate` returns only when all requests are finished. To report each prompt at once, admit new turns and measure
+steps, we use the two public methods that it is made of: `LLM.enqueue` and `LLMEngine.step` (the same in vLLM 0.26 to
+0.33). The number of running sequences comes from the scheduler's `get_request_counts`, which all of vLLM's schedulers
+have; the path to the scheduler is not public, so only this file uses it.
 """
 
 import math
@@ -23,12 +23,12 @@ from lowmem_grpo.engines.vllm.process_state import torch_states_kept
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import Rollout
 
-COLDEST = 0.01  # vLLM raises a lower temperature to this one
+COLDEST = 0.01  # vLLM silently raises lower temperatures to this
 
 
 @dataclass(frozen=True)
 class CallSampling:
-    """vLLM's sampling options in one call of the engine."""
+    """The sampling options of one engine call, in vLLM's form."""
 
     params: SamplingParams
     max_seq_length: int
@@ -36,17 +36,19 @@ class CallSampling:
     eos_ids: list[int]
     tokenizer: PreTrainedTokenizerBase
     make: Callable[..., Any]  # vLLM's SamplingParams
-    routed: tuple[int, ...] = ()  # the layers that have experts
+    routed: tuple[int, ...] = ()  # indices of the layers with experts
 
     def settings(self, asked: list[Request]) -> list[Any]:
-        """Return vLLM's own settings for each request; ValueError for what vLLM would change or cannot compute."""
+        """Return vLLM's SamplingParams of each request. ValueError for a temperature that vLLM would change, and for
+        invalid token ids or budgets."""
         if 0 < (temperature := self.params.temperature) < COLDEST:
             raise ValueError(f"temperature is {temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
         check_vocabulary([request.ids for request in asked], self.vocabulary)
         return [self.settings_of(request) for request in asked]
 
     def settings_of(self, request: Request) -> Any:
-        """Return vLLM's settings for a request. We pass the end tokens; vLLM decodes text only for stop strings."""
+        """Return vLLM's SamplingParams of a request. EOS ids are passed as stop tokens; vLLM detokenizes only if there
+        are stop strings."""
         params, budget = self.params, budget_of(request.ids, request.max_tokens, self.max_seq_length)
         return self.make(
             n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
@@ -57,7 +59,8 @@ class CallSampling:
         )
 
     def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
-        """Return a completion of vLLM as a rollout, with log-probabilities, and routes if vLLM returned them."""
+        """Return vLLM's completion as a rollout, with routes if vLLM returned them. RuntimeError if vLLM aborted it,
+        ArithmeticError for NaN log-probabilities."""
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)
@@ -70,7 +73,8 @@ class CallSampling:
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
-        """Return the routes of so many tokens; None where vLLM returned none. RuntimeError where they do not fit."""
+        """Return the expert routes of an output; None if vLLM returned none, RuntimeError if not those of `tokens`
+        tokens."""
         experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
         if experts is None:
             return None
@@ -82,13 +86,13 @@ class CallSampling:
 
 
 class Steps:
-    """The part of vLLM that a call uses: requests enter, and steps are made."""
+    """The vLLM interface of a call: enqueue requests, run steps, abort."""
 
     def __init__(self, llm: Any, pace: Pace) -> None:
         self.llm, self.pace = llm, pace
 
     def enqueue(self, prompts: list[list[int]], settings: list[Any]) -> list[str]:
-        """Ask vLLM for completions of prompts (token ids); returns the names of the requests."""
+        """Queue prompts (token ids) in vLLM; returns the request ids."""
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         names: list[str] = self.llm.enqueue(requests, settings, use_tqdm=False)
         return names
@@ -106,8 +110,8 @@ class Steps:
             self.llm.llm_engine.abort_request(numbers)
 
     def step(self) -> list[Any]:
-        """Make a step; returns the outputs of the requests that end with it. A step that takes in waiting sequences
-        computes their prompts, so its time is that of prefill; one that takes a sequence out takes none in."""
+        """Run a step; returns the outputs of the requests that it finishes. A step that admits waiting sequences also
+        prefills them, so its time counts as prefill. A step that preempts a sequence admits none."""
         running, waiting = self.counts()
         self.pace.resume()
         outputs: list[Any] = self.llm.llm_engine.step()
@@ -119,21 +123,21 @@ class Steps:
         return [output for output in outputs if output.finished]
 
     def was_read(self, tokens: int) -> None:
-        """A request has ended of whose prompt vLLM computed so many tokens."""
+        """Count the prompt tokens that vLLM computed for a finished request."""
         self.pace.spent["prefill"].tokens += tokens
 
     def counts(self) -> tuple[int, int]:
-        """Sequences that run, and that wait."""
+        """Return the numbers of running and of waiting sequences."""
         running, waiting = self.llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()
         return running, waiting
 
 
 class Prompts(FinishedPrompts):
-    """The prompts of one call of `generate`, and which of them are finished."""
+    """The prompts of one call of `generate`, and the rollouts of those that are finished."""
 
     def __init__(self, prompts: list[list[int]], sampling: CallSampling, on_group: OnGroup | None,
                  meanwhile: Meanwhile | None = None, expected: ExpectedLengths | None = None) -> None:
-        """With `expected` the prompts enter vLLM in its order. Their seeds follow from the given order."""
+        """With `expected`, prompts enter vLLM longest expected first; seeds do not depend on that order."""
         super().__init__(len(prompts), on_group, meanwhile)
         self.expected = expected
         params, self.sampling = sampling.params, sampling
@@ -143,7 +147,7 @@ class Prompts(FinishedPrompts):
         self.settings = sampling.settings(self.asked)
 
     def run(self, steps: Steps, version: int) -> None:
-        """Sample all that is missing; each prompt is told as it finishes."""
+        """Sample the missing prompts, and report each as it finishes."""
         for prompt, output in self.outputs(steps, self.in_order()):
             with self.outside_the_engine():
                 ids = self.asked[prompt].ids
@@ -158,7 +162,7 @@ class Prompts(FinishedPrompts):
         return [missing[place] for place in self.expected.order([self.asked[prompt].ids for prompt in missing])]
 
     def outputs(self, steps: Steps, missing: list[int]) -> Iterator[tuple[int, Any]]:
-        """(prompt, vLLM's output with all completions) for the `missing` prompts, in the order in which they finish."""
+        """Yield (prompt, vLLM's output with all its completions) as the `missing` prompts finish."""
         names = steps.enqueue([self.asked[prompt].ids for prompt in missing],
                               [self.settings[prompt] for prompt in missing])
         prompts = {number_of(name): prompt for name, prompt in zip(names, missing, strict=True)}
@@ -170,22 +174,22 @@ class Prompts(FinishedPrompts):
 
 
 class OpenTurns(Calls):
-    """The turns of one call of `converse` that are asked for and not given yet, in the order in which they came."""
+    """The requested turns of one call of `converse` that are not finished, in the order of their requests."""
 
     def __init__(self, conversation: Conversation, sampling: CallSampling, device: torch.device) -> None:
         self.conversation, self.sampling, self.device = conversation, sampling, device
-        self.open: dict[int, tuple[Request, Any]] = {}  # by the key of the episode, with vLLM's settings
-        self.routes: dict[int, tuple[list[int], Routes]] = {}  # by key: the tokens that ran, and their routes
-        self.keys: dict[str, int] = {}  # the open turns, by the number of vLLM's request
+        self.open: dict[int, tuple[Request, Any]] = {}  # by episode key, with vLLM's SamplingParams
+        self.routes: dict[int, tuple[list[int], Routes]] = {}  # by episode key: the tokens fed, and their routes
+        self.keys: dict[str, int] = {}  # episode keys of the open turns by vLLM's request number
 
     def run(self, steps: Steps, version: int) -> None:
-        """Decode until the conversation has no more. Turns that were lost with another engine are asked for again;
-        those that the conversation leaves behind with an error are taken back."""
+        """Decode until the conversation has no more. Turns lost with an earlier engine are queued again; if the
+        conversation raises an error, its open turns are aborted."""
         self.keys = {}
         self.enter(steps, list(self.open.values()))
         try:
             while self.more(steps):
-                with torch_states_kept(self.device):  # not the conversation, whose environments may draw numbers
+                with torch_states_kept(self.device):  # around the step only: environments may draw random numbers
                     outputs = steps.step()
                 for output in outputs:
                     steps.was_read(self.give_turn(output, version))
@@ -195,6 +199,7 @@ class OpenTurns(Calls):
             raise
 
     def more(self, steps: Steps) -> bool:
+        """Queue the conversation's next requests; returns False once no turn is left."""
         with self.outside_the_engine():
             asked = self.conversation.next_requests(busy=bool(self.open))
             new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []
@@ -209,8 +214,8 @@ class OpenTurns(Calls):
             self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
 
     def give_turn(self, output: Any, version: int) -> int:
-        """Give a turn that is drawn; whatever happens then, it is not given again. Returns how many tokens of its
-        prompt were computed."""
+        """Pass a finished turn to the conversation, once even if that raises; returns how many tokens of its prompt
+        were computed."""
         key = self.keys.pop(number_of(output.request_id))
         request, _ = self.open.pop(key)
         cached = output.num_cached_tokens or 0
@@ -221,7 +226,7 @@ class OpenTurns(Calls):
         return len(request.ids) - cached
 
     def share_routes(self, request: Request, rollout: Rollout) -> None:
-        """Let the routes of a turn share those of the last turn that it goes on from."""
+        """Reuse the routes of the episode's last turn for the tokens that this turn's prompt shares with it."""
         if rollout.routes is not None:
             ids, known = self.routes.get(request.key, ([], Routes(())))
             if request.ids[: len(ids)] == ids:
@@ -230,20 +235,20 @@ class OpenTurns(Calls):
 
 
 def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) -> list[int]:
-    """Return a seed for each prompt, far apart because vLLM adds the number of the completion to it. `part` is that of
-    SamplingParams: the seeds are those of these places."""
+    """Return a seed per prompt, far apart because vLLM adds the completion's index to it. With `part` of SamplingParams
+    (first, whole), the seeds are those that the prompts would get in the whole call."""
     source = random.Random(seed) if seed is not None else random.SystemRandom()
     first = 0 if part is None else part[0]
     return [source.getrandbits(62) for _ in range(first + count)][first:]
 
 
 def number_of(name: str) -> str:
-    """Return a request's number: vLLM appends a random ending to its name."""
+    """Return the number in a request id, to which vLLM appends a random suffix."""
     return name.partition("-")[0]
 
 
 def check_vocabulary(prompts: list[list[int]], size: int) -> None:
-    """Raise ValueError for a token that the model does not know."""
+    """Raise ValueError for a token id outside the model's vocabulary."""
     for number, prompt in enumerate(prompts):
         unknown = [token for token in prompt if not 0 <= token < size]
         if unknown:

@@ -1,8 +1,8 @@
-"""4-bit and FP8 weights in 16 bits while an engine samples: dequantized once a phase, in one buffer at fixed addresses.
+"""4-bit and FP8 weights dequantized to 16 bits while an engine samples, once per sampling phase, in one fixed buffer.
 
-A kernel that reads codes repeats the arithmetic of dequantization for each token. Where memory has room while training
-sleeps, we dequantize the weights once when sampling begins, and multiply with them plainly. The base weights never
-change, so the values are those that training computes with, to the bit. Their dtype is the engine's compute dtype: 16
+A kernel that reads quantized codes repeats the dequantization for each token. If memory has room between training
+steps, the weights are dequantized once when sampling begins, and used in plain matrix products. The base weights never
+change, so the values are bit for bit those that training computes with. Their dtype is the engine's compute dtype: 16
 bits on a card, 32 for a float32 model.
 """
 
@@ -27,22 +27,22 @@ from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 
-ALIGN = 128  # numbers: each group begins at a multiple
-# Memory for so many numbers, uninitialised; where CUDA graphs read it, it has the same addresses each time
+ALIGN = 128  # numbers; each weight starts at a multiple
+# Allocates uninitialized memory for a number of values; for CUDA graphs, at the same addresses each time
 Room = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 def new_buffer(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a new tensor each time. It is freed when nobody holds it, so nothing may remember its address."""
+    """Return a new tensor each time. It is freed when unreferenced, so nothing may store its address."""
     return torch.empty(numbers, dtype=dtype, device=device)
 
 
 class SamplingWeights:
-    """The dequantized weights of an engine's quantized products, from `fill` to `drop`."""
+    """The dequantized weights of an engine's quantized products, which use them from `fill` to `drop`."""
 
     def __init__(self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room,
                  few: int = 0) -> None:
-        """They serve more than `few` rows; fewer are multiplied with the codes."""
+        """The dequantized weights serve inputs of more than `few` rows; smaller inputs use the quantized codes."""
         self.pairs = [(product, product.weight) for product in products if not isinstance(product.weight, Tensor)]
         self.dtype, self.device, self.room, self.few = dtype, device, room, few
         self.filled = False
@@ -57,7 +57,7 @@ class SamplingWeights:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Dequantize everything that is not there yet; from now on the products multiply with it."""
+        """Dequantize all weights, if that is not done yet, and make the products use them."""
         if self.filled:
             return
         with torch.inference_mode(False):
@@ -71,7 +71,7 @@ class SamplingWeights:
         self.filled = True
 
     def drop(self) -> None:
-        """Release the buffer, or treat its contents as lost; the codes serve until the next `fill`."""
+        """Stop using the buffer, whose contents may then be lost; the products use the codes until the next `fill`."""
         for product, _ in self.pairs:
             product.wide = None
         self.filled = False
@@ -82,7 +82,7 @@ def aligned(numbers: int) -> int:
 
 
 def wide_bytes(policy: Policy) -> int:
-    """Bytes of all 4-bit and FP8 weights of a model in its compute dtype; 0 where it has none."""
+    """Return the bytes of a model's 4-bit and FP8 weights once dequantized to its compute dtype; 0 if it has none."""
     weights = [weight for _, weight in policy.base.named_parameters() if hasattr(weight, "quant_state")]
     shapes = [w.quant_state.shape for w in weights] + [layer.weight.shape for layer in fp8_linears(policy.base)]
     return sum(aligned(math.prod(shape)) for shape in shapes) * policy.head.weight.dtype.itemsize
@@ -90,12 +90,12 @@ def wide_bytes(policy: Policy) -> int:
 
 def choose(asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, sequences: int, tokens: int,
            cache_dtype: str = AUTO) -> tuple[str, int]:
-    """The form to sample with, and the bytes that are left for the key-value cache.
+    """Return the form of weights to sample with, and the bytes left for the KV cache.
 
-    `FOUR` is the form in which weights are held, 4 bits or FP8, and `kv_bytes` the cache's size with it; dequantized
-    ones take their room from it, unless the user gave it. If no form is `asked`, we dequantize only on a card whose
-    data sheet says that it decodes faster, and where the cache of `sequences` of `tokens` tokens still fits. ValueError
-    for a model that is not quantized.
+    `FOUR` is the form in which weights are held (4 bits or FP8), and `kv_bytes` the cache's size with it; dequantized
+    weights take their room from the cache, unless the user set its size. If no form is `asked`, weights are dequantized
+    only on a card, if its data sheet says that this decodes faster and the cache of `sequences` sequences of `tokens`
+    tokens still fits. ValueError if a form is `asked` of a model that is not quantized.
     """
     size = wide_bytes(policy)
     check_four_bit(asked, size > 0)
@@ -114,26 +114,26 @@ def choose(asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, seq
 
 
 def check_four_bit(asked: str | None, quantized: bool) -> None:
-    """Raise ValueError where the user `asked` for a form of weights and there are no quantized ones."""
+    """Raise ValueError if the user `asked` for a form of weights and the model has no quantized ones."""
     if asked is not None and not quantized:
         raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits or FP8, so there is nothing to "
                          "dequantize. Leave it out, or load with load_in_4bit=True or load_in_fp8=True")
 
 
 def pays(policy: Policy, sequences: int, tokens: int) -> bool:
-    """Return whether the card decodes faster with dequantized weights, as far as can be estimated."""
+    """Return True if the card is estimated to decode faster with dequantized weights, or no estimate is possible."""
     known = known_of(policy.base, policy.device)
     return known is None or faster_in_16_bit(*known[:2], sequences, tokens, known[2])
 
 
 def few_rows(base: Any, device: torch.device) -> int:
-    """Return up to how many rows a card computes sooner with codes than with dequantized weights; 0: unknown."""
+    """Return the largest number of rows for which codes are faster than dequantized weights on the card; 0: unknown."""
     known = known_of(base, device)
     return 0 if known is None else rows_of_codes(*known)
 
 
 def known_of(base: Any, device: torch.device) -> tuple[ModelShape, str, str] | None:
-    """Return the shape of a model, its card, and the form of its weights; None where no plan can be made for it."""
+    """Return the model's shape, its card's name and its weights' form; None if its config cannot be planned for."""
     form = FP8 if any(fp8_linears(base)) else NF4
     try:
         shape = ModelShape.from_config(base.config)

@@ -1,5 +1,5 @@
-"""What vLLM is told when it starts: the model's config without weights, the bytes of its key-value cache, the sequences
-that it decodes together, its share of the card, and the tokens of a pass."""
+"""vLLM's start options: the model's config without weights, the KV cache size, the sequences decoded together, vLLM's
+share of the card, and the tokens per pass."""
 
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,21 @@ from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.utils import size_text
 
-CPU_KV_BYTES = 1 << 30  # key-value cache on the CPU, where no card's memory sets the size
-BLOCK = 128  # tokens in a block of the cache, at most, unless the user gave more; vLLM never uses one of the blocks
+CPU_KV_BYTES = 1 << 30  # default KV cache on the CPU, where no card's memory sets the size
+BLOCK = 128  # the most tokens in a cache block, unless the user set more; vLLM leaves one block unused
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # no compilation; decoding replays CUDA graphs
-BLOCK_ON_CPU = 32  # tokens of a block of the cache, the fewest that vLLM's attention for CPUs takes; its default is 128
-SHORT = 2048  # tokens of a context up to which these are used: at 1,000 tokens attention is a tenth slower with them
-PREFILL_TOKENS = 4096  # read in one pass on the CPU, at least
-RESIZABLE_ROPE = {"default", "llama3"}  # kinds whose angles do not depend on the length of the table
+BLOCK_ON_CPU = 32  # tokens in a cache block, the fewest that vLLM's CPU attention takes; its default is 128
+SHORT = 2048  # context length up to which BLOCK_ON_CPU is used: it makes attention 10% slower at 1,000 tokens
+PREFILL_TOKENS = 4096  # the least tokens per pass on the CPU
+RESIZABLE_ROPE = {"default", "llama3"}  # rope types whose angles do not depend on the length of the table
 
 
 class Capacity:
-    """The sizes that were asked for, and those that memory had room for (`bound`, which shrinks at each shortage).
+    """The requested sizes, and the limits that memory sets (`bound`, which shrinks whenever memory runs out).
 
     `max_num_seqs` None takes the `sampled` sequences of a call, as far as the cache has room; `kv_bytes` None takes
-    what `utilization` of the card leaves. One sequence of `max_seq_length` tokens always fits. `block`: tokens of a
-    block, where the user gave them.
+    what is free of the card's `utilization` share. One sequence of `max_seq_length` tokens always fits. `block` is the
+    user's block size in tokens, if set.
     """
 
     def __init__(self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float,
@@ -48,7 +48,7 @@ class Capacity:
 
     @property
     def wanted_seqs(self) -> int:
-        """Sequences decoded together if memory has room: the given number, otherwise what a run samples."""
+        """Sequences to decode together if memory has room: the user's number, else what a run samples per call."""
         if self.given_seqs is not None:
             return self.given_seqs
         return sequences_at_once(self.sampled, self.kv_budget // self.least_cache)
@@ -59,8 +59,8 @@ class Capacity:
         return self.wanted_seqs if bound is None else bound
 
     def check(self, policy: Policy) -> None:
-        """ValueError where one sequence of the longest length does not fit, or the cache has more bytes than are free.
-        A cache that was too large before (`bound`) is no error: it is answered like any shortage."""
+        """Raise ValueError if one sequence of `max_seq_length` does not fit in the cache, or the cache exceeds the free
+        memory. Once `bound` limits the cache, nothing is checked: a shortage then shrinks it further."""
         if self.bound.kv_bytes is not None:
             return
         if self.kv_budget < self.least_cache:
@@ -75,8 +75,8 @@ class Capacity:
                              "the card. Lower gpu_memory_utilization or kv_cache_bytes")
 
     def lower(self, shortage: OutOfMemory, sampling: bool) -> None:
-        """Halve the cache, and the sequences where memory ran out while `sampling`: down to one sequence of the longest
-        length. MemoryExhaustedError where neither can be less."""
+        """Halve the cache, and also the sequences if memory ran out while `sampling`, down to one sequence of
+        `max_seq_length`. MemoryExhaustedError if neither can shrink."""
         before, less = self.cache, max(self.least_cache, self.cache // 2)
         seqs, fewer = self.seqs, max(1, self.seqs // 2) if sampling else self.seqs
         what = f"sampling at most {seqs} at once" if sampling else "making room for vLLM's cache"
@@ -92,12 +92,12 @@ class Capacity:
 
 
 def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
-    """Bytes that one sequence of `tokens` tokens takes of the cache, without sliding windows."""
+    """Return the cache bytes of one sequence of `tokens` tokens, without sliding windows."""
     return ModelShape.from_config(policy.base.config).paged_bytes(tokens, block, itemsize_of(policy, cache_dtype))
 
 
 def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
-    """Bytes of the smallest cache: that of one sequence of the longest length, and a block that is never used."""
+    """Return the bytes of the smallest cache: one sequence of `max_seq_length`, and the block that vLLM never uses."""
     whole = ModelShape.from_config(policy.base.config).paged_block(block, itemsize_of(policy, cache_dtype))
     blocks = -(-max_seq_length // whole) + 1
     return kv_bytes_of(policy, blocks * whole, block, cache_dtype)
@@ -108,8 +108,8 @@ def itemsize_of(policy: Policy, cache_dtype: str) -> int:
 
 
 def default_kv_bytes(policy: Policy, utilization: float) -> int:
-    """Return what `utilization` of the card leaves beside what is in use; a fixed size on the CPU. A process that keeps
-    to a share of its card takes this part of its share, beside what it uses itself."""
+    """Return `utilization` of the card's memory minus what is in use; a fixed size on the CPU. If the process is
+    limited to a fraction of the card, `utilization` applies to that fraction, minus what the process itself uses."""
     if policy.device.type != "cuda":
         return CPU_KV_BYTES
     free, total = torch.cuda.mem_get_info(policy.device)
@@ -119,8 +119,8 @@ def default_kv_bytes(policy: Policy, utilization: float) -> int:
 
 
 def check_room(device: torch.device, size: int) -> None:
-    """Raise OutOfMemoryError where a cache of `size` bytes cannot be had now. We ask before vLLM tries: it would stop
-    half-way, and its memory pool has no way back from there."""
+    """Raise OutOfMemoryError if `size` bytes are not free now. Checked before vLLM allocates, as its memory pool cannot
+    recover from an allocation that fails half-way."""
     free = free_bytes(device)
     if free is not None and size > free:
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes for the key-value cache; "
@@ -128,12 +128,12 @@ def check_room(device: torch.device, size: int) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes of the card that nobody holds; None on the CPU, where the operating system manages memory."""
+    """Return the free bytes of the card; None on the CPU, where the operating system manages memory."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, folder: Path) -> None:
-    """Write the tokenizer, and the model's config as vLLM reads it: without the quantization, which we handle."""
+    """Write the tokenizer and the model's config for vLLM, without its quantization, which the plugin handles."""
     config = policy.base.config
     values = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     values["architectures"] = [type(policy.base).__name__]
@@ -141,10 +141,10 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
     resizable = {str(settings.get("rope_type")) for settings in rope} <= RESIZABLE_ROPE
     if resizable and values.get("max_position_embeddings"):
         original = [settings.get("original_max_position_embeddings") or 0 for settings in rope]
-        # rows of vLLM's table of angles; a config with fewer than scaled rope refers to would contradict itself
+        # the rows of vLLM's rope table; scaled rope requires more than its original_max_position_embeddings
         values["max_position_embeddings"] = max(max_seq_length, max(original, default=0) + 1)
     row = family_of(config)
-    if row is not None and row.attention.stretched:  # vLLM reads it under another name
+    if row is not None and row.attention.stretched:  # vLLM reads this scaling under another name
         (scaling,) = rope
         values["llama_4_scaling"] = {"beta": scaling["llama_4_scaling_beta"],
                                      "original_max_position_embeddings": scaling["original_max_position_embeddings"]}
@@ -153,20 +153,20 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """The rope parameters; one entry for each kind of layer where these differ."""
+    """Return the rope parameters: one entry, or one per layer type if these differ."""
     settings = getattr(config, "rope_parameters", None) or {}
     return [settings] if "rope_type" in settings else [part for part in settings.values() if isinstance(part, dict)]
 
 
 def on_card(policy: Policy) -> bool:
-    """Return whether the engine is on a card, where it can sleep."""
+    """Return True if the model is on a card, where vLLM can sleep."""
     return policy.device.type == "cuda"
 
 
 def llm_options(policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool,
                 routes: bool = False) -> dict[str, Any]:
-    """The options of vLLM's `LLM`. `name` is that of our quantization method and loader; `routes`: whether vLLM returns
-    which experts tokens took."""
+    """Return the options of vLLM's `LLM`. `name` is that of our quantization method and loader; with `routes`, vLLM
+    returns the experts chosen for each token."""
     cache, sequences = capacity.cache, capacity.seqs
     return {
         "quantization": name, "load_format": name, "dtype": policy.head.weight.dtype, "model_impl": "vllm",
@@ -182,30 +182,30 @@ def llm_options(policy: Policy, max_seq_length: int, name: str, capacity: Capaci
 
 
 def memory_share(policy: Policy, budget: int) -> dict[str, float]:
-    """The share of the card that vLLM may ask for; its default would count what the trainer holds."""
+    """Return vLLM's share of the card, set to the cache alone: its default would count the trainer's memory."""
     if policy.device.type != "cuda":
         return {}
     return {"gpu_memory_utilization": budget / torch.cuda.mem_get_info(policy.device)[1]}
 
 
 def has_states(policy: Policy) -> bool:
-    """Return whether the model has gated delta nets, whose states vLLM keeps only where it may cut prompts (see
+    """Return True if the model has gated delta nets, whose states vLLM caches only with chunked prefill (see
     `prefill`)."""
     family = family_of(policy.base.config)
     return family is not None and bool(family.delta_net)
 
 
 def block_size(policy: Policy, max_seq_length: int, asked: int | None) -> dict[str, int]:
-    """Tokens of a block of the cache, vLLM's own unless `asked`. A turn takes whole blocks of its history, so they are
-    small on the CPU too, where contexts are short."""
+    """Return the cache's block size in tokens: the one `asked` for, else vLLM's default, but BLOCK_ON_CPU for short
+    contexts on the CPU. Turns reuse only whole blocks of their history, so smaller blocks reuse more."""
     if asked is None and (policy.device.type == "cuda" or max_seq_length > SHORT):
         return {}
     return {"block_size": BLOCK_ON_CPU if asked is None else asked}
 
 
 def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, Any]:
-    """Tokens that vLLM reads in one pass: on a card as many as the memory plan counts. On the CPU a prompt must not be
-    cut: vLLM would take random numbers back, which a generator of the CPU cannot do."""
+    """Return the options for tokens per pass: on a card as many as the memory plan assumes. On the CPU prompts must not
+    be chunked: vLLM would rewind the random generator, which CPU generators cannot do."""
     if policy.device.type == "cuda":
         total = torch.cuda.get_device_properties(policy.device).total_memory
         return {"max_num_batched_tokens": prefill_tokens(total, sequences)}
@@ -213,8 +213,9 @@ def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, An
 
 
 def is_eager(policy: Policy, asked: bool | None) -> bool:
-    """Return whether vLLM decodes without CUDA graphs: what is asked for, or else on the CPU, and with a mixture, whose
-    operation reads on the host how many tokens each expert has. ValueError where that is asked for with graphs."""
+    """Return True if vLLM decodes without CUDA graphs: as `asked`, else True on the CPU and for mixtures of experts,
+    whose operation reads the tokens per expert on the host. ValueError if graphs are `asked` for such a mixture on a
+    card."""
     if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")
@@ -222,6 +223,6 @@ def is_eager(policy: Policy, asked: bool | None) -> bool:
 
 
 def why_no_routes(error: BaseException) -> str:
-    """In vLLM's words, why it cannot return routes; "" where it did not start for another reason."""
+    """Return vLLM's own reason why it cannot return routes; "" if the error has another cause."""
     lines = [line.strip() for line in str(error).splitlines() if NO_ROUTES in line]
     return lines[0].partition("[type=")[0].strip() if lines else ""

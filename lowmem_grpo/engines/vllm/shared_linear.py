@@ -1,12 +1,11 @@
-"""The trainer's linear layers, experts and routers as another engine computes with them: on the same frozen tensors.
+"""The trainer's linear layers, experts and routers as vLLM's layers compute with them, on the same frozen tensors.
 
-An engine's layer may stand for several modules of the trainer (qkv_proj for q_proj, k_proj, v_proj): its output is
-theirs side by side, with LoRA and biases, by one product where their weights lie so. Everything goes through one opaque
-op, which an engine's compiler and CUDA graphs do not look into. A graph keeps addresses and what Python decided, so the
-op decides nothing: the same tensors hold the adapter's numbers or zeros.
+An engine's layer may correspond to several modules of the trainer (qkv_proj to q_proj, k_proj, v_proj): its output is
+their concatenation, with LoRA and biases, in one product if their weights are adjacent in memory. Everything goes
+through one opaque custom op, which the engine's compiler does not trace. A CUDA graph freezes addresses and Python's
+control flow, so the op never branches on the adapter: the same tensors hold the adapter's values, or zeros.
 
-Of a mixture, the engine's own router chooses, from the trainer's logits in float32, and tells which experts tokens
-took.
+In a mixture of experts, the engine selects experts from the trainer's float32 router logits, and returns the choices.
 """
 
 from collections.abc import Sequence
@@ -28,11 +27,11 @@ from lowmem_grpo.models.experts import RoutedBlock
 from lowmem_grpo.models.fused_weights import joined, joined_weights
 from lowmem_grpo.models.lora_layers import base_of, held_weight
 
-LAYERS: dict[str, "BorrowedLinear"] = {}  # where the op finds layers by name, while an engine is open
+LAYERS: dict[str, "BorrowedLinear"] = {}  # the custom op's layers by name, while an engine is open
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ADVICE = "Close the engine before moving, merging, quantizing or reloading the model, and make a new one"
 OTHER_ENGINE = 'Sample with fast_inference="transformers"'
-NO_ROUTES = "AuxOutput Connector"  # what vLLM names where it can return no routes
+NO_ROUTES = "AuxOutput Connector"  # appears in vLLM's error when it cannot return routes
 
 
 class BorrowError(ValueError):
@@ -40,7 +39,7 @@ class BorrowError(ValueError):
 
 
 def check_family(config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """BorrowError for a family that vLLM has no class for, and where its class cannot compute here."""
+    """Raise BorrowError for a model family without a vLLM class, and if that class cannot compute here."""
     family = family_of(config)
     if has_experts(config) and (family is None or family.experts is None):
         raise BorrowError(f"experts of {getattr(config, 'model_type', 'this model')} are not shared with vLLM, which "
@@ -59,17 +58,17 @@ def check_family(config: Any, dtype: torch.dtype, device: torch.device) -> None:
 
 
 class Product:
-    """Matrices that lie side by side, or a single one: x (N, in) -> (N, sum of out), with biases and LoRA.
+    """One matrix, or several that are adjacent in memory: x (N, in) -> (N, sum of out), with biases and LoRA.
 
-    A quantized weight with a LoRA of one rank and scale on each matrix takes two launches for a few rows on a card.
-    `wide` is the same weight dequantized, if there is one, for more than `few` rows.
+    For few rows on a card, a quantized weight takes two kernel launches if all its matrices have LoRA of the same rank
+    and scale. `wide`, if set, is the dequantized weight, used for more than `few` rows.
     """
 
     def __init__(self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],
                  dtype: torch.dtype) -> None:
         self.weight, self.loras = weight, loras
         self.wide: Tensor | None = None
-        self.few = 0  # rows up to which the codes are read all the same: a CUDA graph is of one number of rows
+        self.few = 0  # up to this many rows the codes are used; safe in CUDA graphs, which have a fixed number of rows
         self.features = features
         self.bias = joined_bias(biases, features, dtype)
         present = [lora for lora in loras if lora is not None]
@@ -102,8 +101,8 @@ class Product:
 
 
 def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.dtype) -> Tensor | None:
-    """Return (sum of out,) in `dtype`, with zeros where a matrix has no bias; None if none has. A view of the trainer's
-    where these lie side by side, else a copy, made once because they are frozen."""
+    """Return the joined bias (sum of out,) in `dtype`, with zeros for matrices without one; None if none has one. It is
+    a view if the trainer's biases are adjacent in memory, else a copy, which stays valid because they are frozen."""
     present = [bias.detach() for bias in biases if bias is not None]
     if not present:
         return None
@@ -116,15 +115,15 @@ def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.d
 
 @dataclass
 class BorrowedLinear:
-    """Linear modules of the trainer (plain, 4-bit or FP8) on one input, with the LoRA tensors that are sampled with."""
+    """The trainer's linear modules (plain, 4-bit or FP8) behind one engine layer, with the engine's LoRA tensors."""
 
     name: str  # the engine's name of the layer
-    modules: dict[str, nn.Module]  # the trainer's, by their path
-    loras: list[LoRA | None]  # in `dtype`; all the a lie side by side, and so do the b
-    dtype: torch.dtype  # that the engine computes in
-    twice: bool = False  # the last module's output stands for two parts: keys that are the values too
+    modules: dict[str, nn.Module]  # the trainer's modules by path
+    loras: list[LoRA | None]  # in `dtype`; all A factors are adjacent in memory, and so are all B factors
+    dtype: torch.dtype  # the engine's compute dtype
+    twice: bool = False  # the last module's output is used twice, as keys and as values
     products: list[Product] = field(init=False)
-    held: list[Tensor] = field(init=False)  # what was borrowed: holding it keeps its addresses from being reused
+    held: list[Tensor] = field(init=False)  # the shared tensors; holding them keeps their addresses from being reused
 
     def __post_init__(self) -> None:
         weights = [weight_of(path, module) for path, module in self.modules.items()]
@@ -144,11 +143,11 @@ class BorrowedLinear:
 
     @property
     def out_features(self) -> int:
-        """The width of the result: of all matrices, the last one twice where keys are values too."""
+        """The width of the output; the last matrix counts twice if keys are also the values."""
         return sum(shape[0] for shape in self.shapes) + (self.shapes[-1][0] if self.twice else 0)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the trainer that the products read, except adapters."""
+        """Return every tensor of the trainer that the products read, except adapters."""
         tensors = []
         for path, module in self.modules.items():
             weight, bias = weight_of(path, module), base_of(module).bias
@@ -157,7 +156,7 @@ class BorrowedLinear:
         return tensors
 
     def check(self) -> None:
-        """Raise BorrowError if a tensor has been moved, replaced or merged since."""
+        """Raise BorrowError if a tensor has been moved or replaced, or the adapter merged, since the engine started."""
         if any(getattr(module, "merged", False) for module in self.modules.values()):
             raise BorrowError(f"{self.name}: the adapter was merged into the weights while an engine samples with "
                               f"them. {ADVICE}")
@@ -178,19 +177,19 @@ class BorrowedLinear:
 
 @dataclass
 class BorrowedExperts:
-    """The experts of one layer, and its router."""
+    """The trainer's experts and router of one layer."""
 
     name: str  # the engine's name of the experts
-    path: str  # the trainer's block
+    path: str  # of the trainer's block
     block: Any  # RoutedBlock
-    held: list[Tensor] = field(init=False)  # holding what was borrowed keeps its addresses from being reused
+    held: list[Tensor] = field(init=False)  # the shared tensors; holding them keeps their addresses from being reused
 
     def __post_init__(self) -> None:
         self.held = self.tensors()
 
     @classmethod
     def from_model(cls, base: Any, prefix: str) -> "BorrowedExperts":
-        """Those behind the engine's layer `prefix`; BorrowError where the trainer has no block of ours there."""
+        """Return the experts behind the engine's layer `prefix`; BorrowError if there is no RoutedBlock."""
         path = prefix.rpartition(".")[0]
         block = dict(base.named_modules()).get(path)
         if not isinstance(block, RoutedBlock):
@@ -202,7 +201,7 @@ class BorrowedExperts:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Experts, width, inner width, experts of a token."""
+        """(experts, width, inner width, experts per token)."""
         (experts, width, inner), k = self.block.experts.down_proj.frozen.shape, self.block.gate.top_k
         return experts, width, inner, k
 
@@ -211,19 +210,19 @@ class BorrowedExperts:
         return [self.block.gate.weight.detach(), *(tensor for stack in stacks for tensor in stack.tensors)]
 
     def check(self) -> None:
-        """Raise BorrowError if a tensor has been moved or replaced since."""
+        """Raise BorrowError if a tensor has been moved or replaced since the engine started."""
         same_tensors(self.name, self.held, self.tensors())
 
     @torch.no_grad()
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """(T, D), from x (T, D), and of each token the experts (T, k) and the values of their gates (T, k)."""
+        """Return the output (T, D) for x (T, D), the chosen experts `ids` (T, k) and their gate `weights` (T, k)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         y: Tensor = self.block.experts(x, ids, weights.to(wide))
         return y
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """(T, E) float32, of the router."""
+        """Return the router's logits (T, E) float32."""
         logits: Tensor = self.block.logits(x).float()
         return logits
 
@@ -232,7 +231,7 @@ class BorrowedExperts:
 
 
 def weight_of(path: str, module: Any) -> FrozenWeight:
-    """The frozen weight of a linear module; BorrowError where we cannot compute with its kind."""
+    """Return the frozen weight of a linear module; BorrowError if its type or dtype is not supported."""
     base = base_of(module)
     if not isinstance(base, nn.Linear):
         raise BorrowError(f"{path} is a {type(base).__name__}; expected a torch.nn.Linear or one of bitsandbytes. "
@@ -248,7 +247,7 @@ def weight_of(path: str, module: Any) -> FrozenWeight:
 
 
 def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> None:
-    """Raise BorrowError if the tensors that are there now are not those that were borrowed."""
+    """Raise BorrowError if the tensors `now` differ from those `held` in address, shape or dtype."""
     places = [[(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors] for tensors in (held, now)]
     if places[0] != places[1]:
         raise BorrowError(
@@ -257,6 +256,7 @@ def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> No
 
 
 def linear_by_name(x: Tensor, out_features: int, layer: str) -> Tensor:
+    """Compute the engine layer of that name on x (..., in): the body of the custom op."""
     with torch.no_grad():
         return LAYERS[layer].forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], out_features)
 

@@ -1,7 +1,7 @@
-"""The adapter that an engine samples with: which one the trainer would use now, and its numbers in fixed places.
+"""The adapter that an engine samples with: the trainer's active adapter, copied to fixed addresses.
 
-An engine reads the same tensors in every call: slots in its compute dtype, those of one layer side by side. We fill
-them before each call: with the active adapter, another one, or zeros for the base model.
+An engine reads the same tensors in every call, in its compute dtype, with those of one layer adjacent in memory. They
+are filled before each call: with the active adapter, another one, or zeros for the base model.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -14,19 +14,20 @@ from torch import Tensor
 from lowmem_grpo.engines.vllm.shared_linear import ADVICE, BorrowError
 from lowmem_grpo.kernels.lora import LoRA
 
-Loras = Mapping[str, Sequence[LoRA | None]]  # for each layer of an engine, one for each module behind it
+Loras = Mapping[str, Sequence[LoRA | None]]  # by engine layer, one per trainer module behind it
 
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """The adapter that the trainer's model computes with now."""
+    """The adapter that the trainer's model currently uses."""
 
-    name: str | None  # None where no layer has one
-    off: bool  # peft has turned it off
+    name: str | None  # None if no layer has one
+    off: bool  # True while peft has disabled it
 
 
 def active_in(modules: Mapping[str, Any]) -> ActiveAdapter:
-    """The active adapter of modules by their path; BorrowError where no engine can follow it."""
+    """Return the active adapter of modules, given by path. BorrowError if several are active, or it is disabled in only
+    some layers."""
     names = {name for module in modules.values() for name in active_names(module)}
     if len(names) > 1:
         raise BorrowError(f"adapters {sorted(names)} are active at once; an engine samples with one. Choose it with "
@@ -45,7 +46,7 @@ def active_names(module: Any) -> list[str]:
 
 
 def lora_of(path: str, module: Any, name: str | None) -> LoRA | None:
-    """A module's LoRA of that name, as its own tensors, or None. BorrowError where it is more than plain LoRA."""
+    """Return a module's LoRA of that name (not copied), or None. BorrowError if it is not plain LoRA."""
     check_kind(path, module, name)
     if name is None or name not in getattr(module, "lora_A", {}):
         return None
@@ -70,7 +71,7 @@ def check_kind(path: str, module: Any, name: str | None) -> None:
 
 
 def check_same(targets: Loras, sources: Loras, name: str) -> None:
-    """Raise BorrowError where an adapter has other layers, shapes or scales than when the engine started."""
+    """Raise BorrowError if an adapter's layers, shapes or scales have changed since the engine started."""
     for layer, target, source in pairs_of(targets, sources):
         forms = [form(target), form(source)]
         if forms[0] != forms[1]:
@@ -79,7 +80,7 @@ def check_same(targets: Loras, sources: Loras, name: str) -> None:
 
 
 def check_fits(targets: Loras, sources: Loras, name: str) -> None:
-    """Raise BorrowError where an adapter cannot be put into the tensors of the one that is sampled with."""
+    """Raise BorrowError if an adapter does not fit into the engine's tensors: a layer too many, or a larger rank."""
     for layer, target, source in pairs_of(targets, sources):
         if source is None:
             continue
@@ -93,7 +94,7 @@ def check_fits(targets: Loras, sources: Loras, name: str) -> None:
 
 @torch.no_grad()
 def fill(targets: Loras, sources: Loras) -> None:
-    """Copy the values of `sources` into `targets`, in place; a smaller rank is padded with zeros."""
+    """Copy the values of `sources` into `targets` in place; smaller ranks are padded with zeros."""
     pairs = [(target, source) for _, target, source in pairs_of(targets, sources) if target is not None]
     same = [(target, source) for target, source in pairs if source is not None and form(source) == form(target)]
     if same:  # all in a few launches, which also cast
@@ -105,7 +106,7 @@ def fill(targets: Loras, sources: Loras) -> None:
 
 
 def fill_other(target: LoRA, source: LoRA | None) -> None:
-    """The same for a source of a smaller rank or another scale; None means zeros."""
+    """Copy a source of smaller rank or another scale, padded and rescaled; None sets the target to zero."""
     rank = 0 if source is None else source.a.shape[0]
     target.a[rank:].zero_()
     target.b[:, rank:].zero_()
@@ -115,7 +116,7 @@ def fill_other(target: LoRA, source: LoRA | None) -> None:
 
 
 def form(lora: LoRA | None) -> tuple[Any, ...] | None:
-    """Return what may not change about an adapter while an engine samples with it: shapes and scale."""
+    """Return the shapes and scale of a LoRA, which may not change while an engine samples with it."""
     return None if lora is None else (lora.a.shape, lora.b.shape, lora.scale)
 
 
@@ -126,27 +127,27 @@ def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None,
 
 
 class AdapterCopy:
-    """An adapter's numbers as an engine reads them: in its dtype, side by side, in places that never move.
+    """The engine's copy of an adapter, in its compute dtype, contiguous, at fixed addresses.
 
-    Each call samples with the adapter as it is when the call begins. Room is made before an engine starts, because vLLM
-    owns, and may move, what is allocated while it loads a model.
+    Each call samples with the adapter as it is when the call begins. Memory is allocated before the engine starts,
+    because vLLM owns, and may move, what is allocated while it loads a model.
     """
 
     def __init__(self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device) -> None:
-        """Make room for `loras`."""
+        """Allocate memory for `loras`."""
         size = sum(lora.a.numel() + lora.b.numel() for lora in loras)
         self.room, self.taken = torch.zeros(size, dtype=dtype, device=device), 0
-        self.sampled: dict[str, list[LoRA | None]] = {}  # what is sampled with, by layer
+        self.sampled: dict[str, list[LoRA | None]] = {}  # by engine layer, the LoRA tensors that the engine reads
 
     def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
-        """The tensors of a layer that are sampled with; new ones begin with the values of `live`."""
+        """Return the engine's LoRA tensors of a layer; new ones are filled with the values of `live`."""
         if layer not in self.sampled:
             self.sampled[layer] = self.carve(live)
             fill({layer: self.sampled[layer]}, {layer: live})
         return self.sampled[layer]
 
     def carve(self, live: Sequence[LoRA | None]) -> list[LoRA | None]:
-        """Room for the LoRAs of one layer: first all the a, then all the b, side by side."""
+        """Take tensors for the LoRAs of one layer from `room`: first all A factors, then all B factors."""
         present, places = [lora for lora in live if lora is not None], list[Tensor]()
         for like in [*(lora.a for lora in present), *(lora.b for lora in present)]:
             places.append(self.room[self.taken : self.taken + like.numel()].view(like.shape))
@@ -155,18 +156,18 @@ class AdapterCopy:
         return [None if lora is None else LoRA(*next(pairs), lora.scale) for lora in live]
 
     def use_adapter(self, live: Loras) -> Hashable:
-        """Sample with `live`; returns what identifies it, as far as we can tell. We copy in any case: the optimizers of
-        bitsandbytes write through addresses, which no version counter notices."""
+        """Sample with `live`; returns a hash that identifies its values as far as torch's version counters tell. They
+        do not see the writes of bitsandbytes optimizers through raw addresses, so the values are always copied."""
         fill(self.sampled, live)
         tensors = [tensor for loras in live.values() for lora in loras if lora is not None
                    for tensor in (lora.a, lora.b)]
         return hash(tuple((tensor.data_ptr(), tensor._version) for tensor in tensors))
 
     def substitute(self, other: Loras, name: str) -> None:
-        """Sample with another adapter, of at most this rank, until the next `use_adapter`."""
+        """Sample with another adapter, of at most the same rank, until the next `use_adapter`."""
         check_fits(self.sampled, other, name)
         fill(self.sampled, other)
 
     def clear(self) -> None:
-        """Sample with the base model until the next `use_adapter`: all numbers of the adapter are zero."""
+        """Sample with the base model until the next `use_adapter`, by setting the adapter's values to zero."""
         self.room.zero_()

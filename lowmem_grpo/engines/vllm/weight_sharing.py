@@ -1,4 +1,4 @@
-"""What one engine borrows from the trainer's model, from its start to its end."""
+"""The tensors that one engine shares with the trainer's model, from its start to its end."""
 
 import logging
 from collections.abc import Hashable
@@ -28,32 +28,34 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSharing:
-    """The trainer's frozen tensors under the engine's names, and a copy of the adapter that is sampled with.
+    """The trainer's frozen tensors under the engine's names, and the engine's copy of the adapter.
 
-    `base` has peft's layers in place. `adapter` None takes the active one. `room`: where dequantized weights lie while
-    the engine samples; None computes with the codes.
+    `base` is the base model with peft's layers injected. `adapter` None takes the active one. `room` allocates
+    dequantized weights for sampling; None samples with the quantized codes.
     """
 
     def __init__(self, base: Any, device: torch.device, adapter: str | None = None, room: Room | None = None) -> None:
         self.base, self.device, self.room = base, device, room
         self.wide: SamplingWeights | None = None
-        self.dtype = base.get_input_embeddings().weight.dtype  # that the engine computes in
+        self.dtype = base.get_input_embeddings().weight.dtype  # the engine's compute dtype
         self.adapter = adapter or active_adapter(base)
         self.copy = AdapterCopy(loras_of(base, self.adapter), self.dtype, device)
         self.row = family_of(base.config)
         stored = () if self.row is None else self.row.buffers
         self.buffers = [name for name, _ in base.named_buffers() if name.rpartition(".")[2] in stored]
         self.linears: dict[str, BorrowedLinear] = {}
-        self.experts: dict[str, BorrowedExperts] = {}  # by the path of the block
+        self.experts: dict[str, BorrowedExperts] = {}  # by the path of the trainer's block
         self.others: dict[str, Tensor] = {}  # embeddings, head and norms, by the trainer's names
 
-    # While the engine starts.
+    # While the engine starts
 
     def linear(self, prefix: str, parts: dict[str, list[str]]) -> BorrowedLinear:
-        """The trainer's modules behind the engine's linear layer `prefix`, whose `parts` its model class names."""
+        """Return the trainer's modules behind the engine's linear layer `prefix`. `parts` is the engine's mapping of
+        fused layers to their parts (packed_modules_mapping)."""
         parent, _, name = prefix.rpartition(".")
-        known = parts if self.row is None else {FUSED_GATE_UP[0]: [*self.row.mlp.inner]} | parts  # not all say it
-        names = known.get(name, [name]) if self.lacks(prefix) else [name]  # the trainer's may be one layer as well
+        # some of vLLM's model classes leave the fused gate_up layer out of their mapping
+        known = parts if self.row is None else {FUSED_GATE_UP[0]: [*self.row.mlp.inner]} | parts
+        names = known.get(name, [name]) if self.lacks(prefix) else [name]  # the trainer's layer may be fused as well
         shared = self.row is not None and self.row.attention.values_are_keys
         keys_twice = shared and names[-1:] == ["v_proj"] and self.lacks(f"{parent}.v_proj")
         modules = {path: self.module(path, prefix)
@@ -63,12 +65,12 @@ class WeightSharing:
         return self.linears[prefix]
 
     def routed(self, prefix: str) -> BorrowedExperts:
-        """Return the trainer's block behind the engine's experts `prefix`, or behind their router."""
+        """Return the trainer's experts behind the engine's experts or router layer `prefix`."""
         experts = BorrowedExperts.from_model(self.base, prefix)
         return self.experts.setdefault(experts.path, experts)
 
     def is_router(self, prefix: str) -> bool:
-        """Return whether the engine's linear layer `prefix` is the router of a block with experts."""
+        """Return True if the engine's linear layer `prefix` is the router of an experts block."""
         parent, _, name = prefix.rpartition(".")
         return name == "gate" and isinstance(dict(self.base.named_modules()).get(parent), RoutedBlock)
 
@@ -77,7 +79,7 @@ class WeightSharing:
         return getattr(self.base.get_submodule(parent), name, None) is None
 
     def module(self, path: str, prefix: str) -> nn.Module:
-        """The trainer's module at `path`, which the engine's `prefix` stands for."""
+        """Return the trainer's module at `path`, behind the engine's layer `prefix`; BorrowError if there is none."""
         try:
             return self.base.get_submodule(path)
         except AttributeError as error:
@@ -85,9 +87,10 @@ class WeightSharing:
                               f"for. {OTHER_ENGINE}") from error
 
     def embedding(self, prefix: str, head: bool) -> nn.Module:
+        """Return the trainer's embedding, or head, behind the engine's `prefix`; BorrowError if it has an adapter."""
         module: Any = self.base.get_output_embeddings() if head else self.base.get_input_embeddings()
         other = None if head or not prefix or self.lacks(prefix) else self.base.get_submodule(prefix)
-        module = other if isinstance(other, nn.Embedding) else module  # a family may have a second table
+        module = other if isinstance(other, nn.Embedding) else module  # some families have a second embedding
         name = next(path for path, own in self.base.named_modules() if own is module)
         if hasattr(module, "base_layer") or (prefix and not head and prefix != name):
             raise BorrowError(f"the engine's {prefix} is not the trainer's plain embedding {name} "
@@ -96,8 +99,9 @@ class WeightSharing:
         return module
 
     def parameter(self, name: str, like: Tensor) -> Tensor:
-        """The trainer's tensor of that name, in place of the engine's `like`. A vector that the engine wants in float32
-        (decays of a gated delta net) is copied: it is frozen, and a few numbers."""
+        """Return the trainer's tensor of that name, to replace the engine's `like`; BorrowError if shape, dtype or
+        device differ. A vector that the engine wants in float32 (decays of a gated delta net) is copied, which is safe
+        as it is frozen."""
         theirs = next(iter(tensor_at(self.base, name)), None)
         if theirs is not None and theirs.ndim == 1 and like.dtype == torch.float32:
             self.others[name] = theirs.detach()
@@ -111,7 +115,7 @@ class WeightSharing:
         return theirs.detach()
 
     def check_complete(self) -> None:
-        """Raise BorrowError if the trainer has weights that the engine does not ask for."""
+        """Raise BorrowError if the trainer has weights that the engine did not ask for."""
         linears = tuple(f"{path}." for path in (*self.modules(), *self.experts))
         left = [name for name in (*dict(self.base.named_parameters()), *self.buffers)
                 if name not in self.others and not name.startswith(linears)]
@@ -120,7 +124,7 @@ class WeightSharing:
                               f"{left[:5]}. {OTHER_ENGINE}")
 
     def widen(self) -> None:
-        """Dequantize the 4-bit weights of all layers once, now that they are known, where memory has room for it."""
+        """Dequantize the 4-bit weights of all layers, now that they are known, if wanted and memory has room."""
         if self.room is not None:
             products = [product for linear in self.linears.values() for product in linear.products]
             few = few_rows(self.base, self.device)
@@ -134,10 +138,10 @@ class WeightSharing:
                 self.wide = None
                 logger.warning("sampling with 4-bit weights: there is no room to dequantize them (%s)", error)
 
-    # While it lives.
+    # While the engine lives
 
     def check(self) -> None:
-        """Raise BorrowError if the trainer's tensors are not those that were borrowed."""
+        """Raise BorrowError if the trainer's tensors are no longer those that the engine shares."""
         for linear in self.linears.values():
             for path, module in linear.modules.items():
                 if self.module(path, linear.name) is not module:
@@ -163,7 +167,7 @@ class WeightSharing:
                 for prefix, linear in self.linears.items()}
 
     def use_policy(self, base_model: bool) -> Hashable:
-        """From now on compute what the trainer would compute now, or the base model; returns what identifies it."""
+        """Make the engine compute with the trainer's current adapter, or the base model; returns its identity."""
         active = adapters.active_in(self.modules())
         if base_model or active.off or active.name is None:
             self.copy.clear()
@@ -171,7 +175,7 @@ class WeightSharing:
         if active.name == self.adapter:
             return self.copy.use_adapter(self.loras(active.name))
         self.copy.substitute(self.loras(active.name), active.name)
-        return object()  # equal to nothing else, because we do not track these values
+        return object()  # equal to no other identity, because these values are not tracked
 
     def modules(self) -> dict[str, nn.Module]:
         return {path: module for linear in self.linears.values() for path, module in linear.modules.items()}
@@ -188,7 +192,7 @@ class WeightSharing:
 
 
 def adapted(base: nn.Module) -> dict[str, Any]:
-    """The modules that have adapters, by their path; BorrowError if one is not LoRA."""
+    """Return the modules with adapters by path; BorrowError if one is not LoRA."""
     modules = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
     for path, module in modules.items():
         adapters.check_kind(path, module, None)
@@ -196,7 +200,7 @@ def adapted(base: nn.Module) -> dict[str, Any]:
 
 
 def active_adapter(base: nn.Module) -> str | None:
-    """The name of the adapter that is active in a model, even while it is turned off."""
+    """Return the name of a model's active adapter, even while it is disabled; None if there is none."""
     return adapters.active_in(adapted(base)).name
 
 
@@ -206,7 +210,7 @@ def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
 
 
 def tensor_at(base: nn.Module, name: str) -> list[Tensor]:
-    """The parameter of that name, which may be tied to another, or the buffer; empty if there is none."""
+    """Return the parameter (possibly tied to another) or buffer of that name, in a list; empty if there is none."""
     for get in (base.get_parameter, base.get_buffer):
         with suppress(AttributeError):
             return [get(name)]

@@ -1,1 +1,1 @@
-"""Functions that a policy may call."""
+"""Tools: functions that a policy may call."""

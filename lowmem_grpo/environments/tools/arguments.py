@@ -1,7 +1,8 @@
-"""The arguments that a policy wrote, held against the JSON schema of the tool.
+"""Validation of a policy's tool arguments against the tool's JSON schema.
 
-Keywords of JSON schema that are not read here (`pattern`, `$ref`, `allOf` ...) are left to the tool itself: jsonschema
-asks the network for a `$ref`, hangs on a `pattern` such as `(a+)+$`, and takes 3.0 for an integer.
+Schema keywords that are not checked here (`pattern`, `$ref`, `allOf` ...) are left to the tool itself. The jsonschema
+package is not used: it fetches a `$ref` from the network, hangs on a `pattern` such as `(a+)+$`, and accepts 3.0 as an
+integer.
 """
 
 import json
@@ -12,7 +13,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
     "object": (dict,), "null": (type(None),),
 }
-WORDS = {"True": True, "False": False, "None": None}  # Python's, as some templates print them
+WORDS = {"True": True, "False": False, "None": None}  # Python literals, which some templates write
 BOUNDS = {
     "minimum": (lambda value, bound: value >= bound, "at least"),
     "maximum": (lambda value, bound: value <= bound, "at most"),
@@ -20,12 +21,12 @@ BOUNDS = {
     "exclusiveMaximum": (lambda value, bound: value < bound, "below"),
 }
 SHOWN = 60  # characters of a wrong value in a message
-DEPTH = 50  # lists in lists; all that handles a call later can still follow it
-INTEGER_BITS = 4096  # Python prints no much longer ones
+DEPTH = 50  # the deepest nesting allowed, safe for all code that handles the call later
+INTEGER_BITS = 4096  # Python refuses to print much longer integers
 
 
 def loads(text: str) -> Any:
-    """Return the value of a JSON text. ValueError for any other text, and for what `writable` refuses."""
+    """Return the value of a JSON text. ValueError for other text, and for values that `writable` refuses."""
     try:
         return writable(json.loads(text))
     except RecursionError as error:
@@ -35,6 +36,7 @@ def loads(text: str) -> Any:
 
 
 def writable(value: Any, depth: int = 0) -> Any:
+    """Return the value; ValueError if it is not valid JSON, nested too deeply, or has too long an integer."""
     if depth > DEPTH:
         raise ValueError("it is nested too deeply")
     if isinstance(value, float) and not math.isfinite(value):
@@ -50,7 +52,7 @@ def writable(value: Any, depth: int = 0) -> Any:
 
 
 def fault(schema: Any, value: Any, where: str = "") -> str | None:
-    """Return why a value does not fit the schema, as the policy reads it; None if it does."""
+    """Return why a value does not fit the schema, in words for the policy; None if it fits."""
     if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
         return None
     choices = schema.get("anyOf") or schema.get("oneOf")
@@ -76,11 +78,11 @@ def fault(schema: Any, value: Any, where: str = "") -> str | None:
 
 
 def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -> str | None:
-    """Return the first of: what is missing, what is unknown, and what has the wrong type."""
+    """Return the first fault of an object: a missing key, else an unknown key or a wrong value; None if it fits."""
     properties = schema.get("properties") or {}
     if missing := [name for name in schema.get("required") or [] if name not in value]:
         return f"{inside(where, str(missing[0]))} is missing"
-    rest = schema.get("additionalProperties", not properties)  # an object that lists its keys has no others
+    rest = schema.get("additionalProperties", not properties)  # by default a schema that lists keys allows no others
     for name, item in value.items():
         if name not in properties and rest is False:
             known = f"; known are {', '.join(properties)}" if properties else ""
@@ -91,7 +93,7 @@ def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -
 
 
 def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str | None:
-    """Return the first item that does not fit; a tuple has as many items as its hint."""
+    """Return the fault of the first item that does not fit, or of a tuple's length; None if the array fits."""
     places = schema.get("prefixItems")
     if isinstance(places, list) and len(value) != len(places) and "items" not in schema:
         return f"{where or 'it'} must have {len(places)} items, got {len(value)}"
@@ -119,13 +121,13 @@ def inside(where: str, name: str) -> str:
 def shown(value: Any, most: int = SHOWN) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError):  # a number of endless digits
+    except (ValueError, RecursionError):  # such as an integer with too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def typed(schema: Any, text: str) -> Any:
-    """Return the value of an argument that was written as text: text where the schema wants it, else what it says."""
+    """Return the value of an argument written as text: unchanged if the schema allows text, else parsed as JSON."""
     if allows_text(schema):
         return text
     word = text.strip()
@@ -136,7 +138,7 @@ def typed(schema: Any, text: str) -> Any:
 
 
 def allows_text(schema: Any) -> bool:
-    """Return whether the schema has a place for text. An unknown argument is text."""
+    """Return True if the schema allows text, or is no schema because the argument is unknown."""
     if not isinstance(schema, dict):
         return True
     names = schema.get("type")

@@ -1,6 +1,6 @@
-"""What stands between the marks of a tool call: one small reader for each way of writing it.
+"""Parsers of tool call bodies, the text between the marks of a call: one small function per format.
 
-A reader takes the text and the schemas of the arguments by tool, and gives the calls; CallError says why it cannot.
+Each takes the body and the argument schemas by tool, and returns the calls; CallError says why it cannot be parsed.
 """
 
 import ast
@@ -11,8 +11,8 @@ from typing import Any
 from lowmem_grpo.environments.tools.arguments import loads, typed, writable
 from lowmem_grpo.types import ToolCall
 
-Schemas = Mapping[str, Any]  # JSON schema of the arguments, by name of the tool
-PYTHON_CHARACTERS = 100_000  # in a Python list: its parser takes a hundred times the text in memory
+Schemas = Mapping[str, Any]  # JSON schema of the arguments, by tool name
+PYTHON_CHARACTERS = 100_000  # limit of Python calls, as the parser needs a hundred times the text's memory
 CONSTANTS = {"true": True, "false": False, "null": None}
 PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
 PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
@@ -21,11 +21,11 @@ NO_CALLS = "it is not a list of calls such as [name(key='value')]"
 
 
 class CallError(ValueError):
-    """A call that cannot be read. The text says why."""
+    """A tool call that cannot be parsed; the message says why."""
 
 
 def json_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """{"name": ..., "arguments": {...}}, or a list of these."""
+    """Parse {"name": ..., "arguments": {...}}, or a list of these."""
     try:
         value = loads(body)
     except ValueError as error:
@@ -34,7 +34,7 @@ def json_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Return the call that an object of JSON stands for. Arguments may be JSON in a string, as OpenAI has them."""
+    """Return the call in a JSON object. Arguments may be a string of JSON, as in OpenAI's format."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise CallError('it has no "name"')
     key = next((key for key in ARGUMENTS if key in value), None)
@@ -52,7 +52,8 @@ def call_of(value: Any) -> ToolCall:
 
 
 def xml_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """<function=NAME><parameter=KEY>VALUE</parameter>...</function>; a value is JSON unless the schema wants text."""
+    """Parse <function=NAME><parameter=KEY>VALUE</parameter>...</function>; a value is JSON unless its schema allows
+    text."""
     body = body.strip()
     if not body.startswith("<function="):
         raise CallError("it does not begin with <function=NAME>")
@@ -75,7 +76,7 @@ def xml_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """NAME, then pairs of <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value>."""
+    """Parse NAME, then pairs of <arg_key>KEY</arg_key> and <arg_value>VALUE</arg_value>."""
     name, mark, rest = body.strip().partition("<arg_key>")
     rest, at, arguments = mark + rest, 0, dict[str, str]()
     if not name.strip() or "\n" in name.strip():
@@ -89,7 +90,7 @@ def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def add(arguments: dict[str, str], key: str, value: str) -> None:
-    """Put in a new argument. CallError for one that is there."""
+    """Add an argument; CallError if it is given twice."""
     if key in arguments:
         raise CallError(f"{key[:60]} is given twice")
     arguments[key] = value
@@ -101,7 +102,7 @@ def typed_call(name: str, arguments: dict[str, str], schemas: Schemas) -> ToolCa
 
 
 def python_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """[NAME(key=value, ...), ...], of literals."""
+    """Parse [NAME(key=value, ...), ...] with literal values."""
     if len(body) > PYTHON_CHARACTERS:
         raise CallError(f"it has {len(body)} characters; at most {PYTHON_CHARACTERS} are read")
     try:
@@ -116,9 +117,9 @@ def python_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def call_of_node(node: ast.expr) -> ToolCall:
-    """Return the call that a piece of Python stands for. Nothing is run."""
+    """Return the call in a Python expression, without evaluating it."""
     head = ""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):  # the hyphens of a name stand before the call
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):  # a name with hyphens parses as a difference
         head, node = f"{name_of(node.left)}-", node.right
     if not isinstance(node, ast.Call):
         raise CallError(NO_CALLS)
@@ -129,7 +130,7 @@ def call_of_node(node: ast.expr) -> ToolCall:
 
 
 def name_of(node: ast.expr) -> str:
-    """Return the name of a tool, which may have dots and hyphens; Python reads these as attributes and differences."""
+    """Return a tool's name, whose dots and hyphens Python parses as attributes and differences."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -140,7 +141,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def literal(node: ast.expr) -> Any:
-    """Return the value of a literal of Python or JSON. CallError for anything else."""
+    """Return the value of a Python or JSON literal. CallError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
@@ -159,7 +160,7 @@ def literal(node: ast.expr) -> Any:
 
 
 def mistral_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """NAME[ARGS]{...}, with [CALL_ID] and an id behind the name in some models; in older ones a JSON list of calls."""
+    """Parse NAME[ARGS]{...}, in some models with [CALL_ID] and an id after the name; or older models' JSON list."""
     name, mark, arguments = body.partition("[ARGS]")
     if not mark:
         return json_calls(body, schemas)

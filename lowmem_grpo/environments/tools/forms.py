@@ -1,4 +1,4 @@
-"""Which form of tool calls a chat template has: a call is rendered, and the form that reads it back is the one."""
+"""Detection of a chat template's tool call format: a call is rendered, and the format that parses it back is used."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ from lowmem_grpo.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
-OWN = "response_template"  # the form that the tokenizer itself can read
-SHOWN = 160  # characters of an error of transformers
+OWN = "response_template"  # parsing by the tokenizer's own response template
+SHOWN = 160  # characters of transformers' errors that are shown
 CALL = ToolCall("look_up_weather", {"place": "New York", "days": 3})
 ASKED, ANSWER = "What is the weather there?", "Warm."
 SCHEMA: dict[str, Any] = {"type": "function", "function": {
@@ -26,16 +26,16 @@ SCHEMA: dict[str, Any] = {"type": "function", "function": {
 
 
 class ToolFormError(ValueError):
-    """A tokenizer whose template has no tool calls, or has them in a form that is not known here."""
+    """The tokenizer's chat template has no tool calls, or an unknown format of them."""
 
 
 class TemplateParser:
-    """Reads completions by the tokenizer's own response template, where they follow `prefix`, the prompt of a turn. See
-    https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets the template for
-    models that it knows. It is for forms that `FORMS` has not: most calls that cannot be read become text, or calls
-    with other arguments, and the policy would not be told. `example` is a turn with a call as the template writes it.
-    Its tokens that `answer`, a turn without one, has not are the `signs` of a call: the response template passes over
-    what it cannot read, and that must not be taken for text."""
+    """A parser that uses the tokenizer's own response template, on completions that follow `prefix`, a turn's prompt.
+    See https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets it for models
+    that it knows. It is only for formats that `FORMS` lacks, because it turns most malformed calls into text or
+    into calls with other arguments, without telling the policy. `example` is a rendered turn with a call. Added tokens
+    that occur in it, but not in `answer`, a rendered turn without a call, are the `signs` of a call: the response
+    template skips malformed calls, and a completion with a sign but no call must not be taken for text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
                  answer: str) -> None:
@@ -44,17 +44,17 @@ class TemplateParser:
         self.signs = [token for token in tokenizer.get_added_vocab() if token in example and token not in answer]
 
     def read(self, ids: Sequence[int], text: str) -> Reading:
-        """Return what a completion says. `text` is `ids` without special tokens; without ids it is all there is."""
+        """Parse a completion. `text` is `ids` decoded without special tokens; without ids, only `text` is used."""
         whole = str(self.tokenizer.decode(list(ids))) if len(ids) else text
         try:
             fields = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
             calls = [call_of(writable(call["function"])) for call in fields.pop("tool_calls", None) or []]
-        except Exception as error:  # noqa: BLE001, of several kinds, as templates are data
+        except Exception as error:  # noqa: BLE001, response templates may raise anything
             return self.failed(text, f"{(str(error) or type(error).__name__).strip().splitlines()[0][:SHOWN]}")
         if not calls and any(sign in whole for sign in self.signs):
             return self.failed(text, "it is not in the form of the chat template")
         content, _ = fields.pop("content", None), fields.pop("role", None)
-        if not content and not calls:  # what the response template passed over
+        if not content and not calls:  # the response template skipped the whole completion
             return Reading(text)
         return Reading(content or "", calls, fields=fields)
 
@@ -67,7 +67,8 @@ Reads = Parser | TemplateParser
 
 def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]], named: str | None,
               template_kwargs: Mapping[str, Any]) -> Reads:
-    """Return a parser of calls of these tools: of the form that was named, or of the chat template's. ToolFormError."""
+    """Return a parser of calls of these tools, in the format `named`, or else the chat template's. ToolFormError if the
+    name is unknown, or the template has no known format."""
     if named not in (None, OWN, *FORMS):
         raise ToolFormError(f"the parser of tool calls is {named!r}; allowed are {', '.join(FORMS)}, {OWN}, or a "
                             "function of a completion's text")
@@ -81,7 +82,7 @@ def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]],
 
 
 class ToolCallTemplate:
-    """A tokenizer's chat template, as it renders a question and an answer."""
+    """A tokenizer's chat template, tried on a question and an answer with and without a tool call."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         if not tokenizer.chat_template:
@@ -91,14 +92,14 @@ class ToolCallTemplate:
         self.calls = list(self.renderings())
 
     def renderings(self) -> Iterator[str]:
-        """Yield a turn with a call, for each way in which templates want a message."""
+        """Yield a rendered turn with a call, for each message form that the template accepts."""
         for arguments in (CALL.arguments, '{"place": "New York", "days": 3}'):
             for content in ("", None):
                 called = {"name": CALL.name, "arguments": arguments}
-                calls = [{"id": "abcdefghi", "type": "function", "function": called}]  # Mistral wants nine letters
+                calls = [{"id": "abcdefghi", "type": "function", "function": called}]  # Mistral wants 9 letters
                 try:
                     yield self.turn({"role": "assistant", "content": content, "tool_calls": calls})
-                except Exception as error:  # noqa: BLE001, Jinja's and the template's own: another way may do
+                except Exception as error:  # noqa: BLE001, Jinja's and the template's own; another form may work
                     logger.debug("the chat template refuses a call written as %s: %s", called, error)
 
     def turn(self, message: Message) -> str:
@@ -112,7 +113,7 @@ class ToolCallTemplate:
             messages, tools=[SCHEMA], tokenize=False, add_generation_prompt=prompts, **self.template_kwargs))
 
     def call(self) -> str:
-        """Return a turn with a call; empty where the template leaves it out."""
+        """Return a rendered turn with a call; "" if the template leaves calls out."""
         return next((text for text in self.calls if CALL.name in text), "")
 
     def answer(self) -> str:
@@ -123,18 +124,18 @@ class ToolCallTemplate:
         return THINK in scaffold and THOUGHT not in scaffold.rpartition(THINK)[2]
 
     def form(self) -> Form | None:
-        """Return the form that reads back what the template writes; None where there is none."""
+        """Return the format that parses the template's calls back; None if there is none."""
         if not self.call():
             return self.form_of_marks() if self.calls else None
         schemas = {CALL.name: SCHEMA["function"]["parameters"]}
-        end = self.answer().rpartition(ANSWER)[2].strip()  # what ends a turn is no part of a call
+        end = self.answer().rpartition(ANSWER)[2].strip()  # the end of the turn is not part of the call
         calls = [text.rstrip().removesuffix(end) for text in self.calls]
         return next((form for form in FORMS.values()
                      if any(Parser(form, schemas).read([], text).calls == [CALL] for text in calls)), None)
 
     def form_of_marks(self) -> Form | None:
-        """Return the only form whose marks are tokens of the tokenizer, for a template that tells of tools and leaves
-        calls out, as LFM2's first one does; None where there are several, or none."""
+        """Return the only format whose marks are tokens of the tokenizer, for a template that describes tools but
+        leaves calls out, as LFM2's first one does; None if there are several, or none."""
         known = self.tokenizer.get_added_vocab()
         forms = [form for form in FORMS.values() if form.open in known and form.close in known]
         return forms[0] if len(forms) == 1 and CALL.name in self.prompt() else None

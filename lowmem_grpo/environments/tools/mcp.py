@@ -3,8 +3,8 @@
     with mcp_tools(command=["python", "server.py"]) as tools:
         trainer = GRPOTrainer(..., tools=[*tools, my_function])
 
-The client lives in an event loop of its own, in a thread. A session ends with `close`, with the `with` statement, when
-nothing holds its tools any more, and at the latest when the program ends.
+The client runs in a separate event loop in a thread. A session ends with `close`, with the `with` statement, when its
+tools are garbage collected, or at the latest when the program ends.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from lowmem_grpo.environments.tools.toolbox import Tool
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 
 logger = logging.getLogger(__name__)
-CLOSE_SECONDS = 10.0  # for a server to end; the library kills one that does not after 4 s
+CLOSE_SECONDS = 10.0  # for a server to end; the library kills it after 4 s
 PACKAGE = "tools of an MCP server need the package mcp: pip install 'mcp>=2.0'"
 
 
 class MCPTools(list[Tool]):
-    """The tools of one server, each of which a Toolbox takes as a function."""
+    """The tools of one server, which can be passed to a Toolbox as functions."""
 
     def __init__(self, tools: list[Tool], session: "MCPSession") -> None:
         super().__init__(tools)
@@ -47,12 +47,12 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
               start_seconds: float = 60.0) -> MCPTools:
     """Return the tools of a server that `command` starts (stdio), or that listens at `url` (streamable HTTP).
 
-    `server` is anything else that mcp.Client takes: a transport with headers of your own, or a server in this process.
-    `names` are those of its tools to take, all by default; `prefix` goes before each, where two servers share a name.
-    `env` are variables for the command beside those that the library hands on.
+    `server` is anything else that mcp.Client takes: a transport with your own headers, or a server in this process.
+    `names` selects tools, all by default; `prefix` is put before each name, for two servers that share a name. `env`
+    holds environment variables for the command, in addition to those that the library passes on.
 
-    Raises ValueError for none or several of the three and for an unknown name, ImportError without the library, and
-    ToolOutage if the server does not answer within `start_seconds`.
+    Raises ValueError unless exactly one of `command`, `url` and `server` is given, and for an unknown name, ImportError
+    without the library, and ToolOutage if the server does not answer within `start_seconds`.
     """
     sources = [source for source in (command, url, server) if source is not None]
     if len(sources) != 1 or not sources[0] or isinstance(command, str):
@@ -84,13 +84,13 @@ def tool_of(offered: Any, prefix: str, session: "MCPSession") -> Tool:
 
 
 class MCPSession:
-    """One client in one event loop."""
+    """The session of one MCP client, in its own event loop."""
 
     def __init__(self, client: Any, name: str) -> None:
         self.name, self.client, self.loop = name, client, BackgroundLoop(f"mcp {name}")
 
     def open(self, seconds: float) -> list[Any]:
-        """Return the server's tools. ToolOutage if they are not there in time."""
+        """Start the session and return the server's tools. ToolOutage if it fails, or takes more than `seconds`."""
         stop, ready = asyncio.Event(), Future[tuple[asyncio.Task[Any], list[Any]]]()
         ended = self.loop.submit(partial(serve, self.client, stop, ready))
         self.close = weakref.finalize(self, end, self.loop, stop, ended)
@@ -124,7 +124,7 @@ class MCPSession:
 
 
 async def serve(client: Any, stop: asyncio.Event, ready: "Future[tuple[asyncio.Task[Any], list[Any]]]") -> None:
-    """Keep a session open until `stop` is set. It does not hold the Session, which could not be given up otherwise."""
+    """Keep a session open until `stop` is set. Holds no reference to the MCPSession, so that it can be collected."""
     try:
         async with client:
             task: Any = asyncio.current_task()
@@ -133,13 +133,13 @@ async def serve(client: Any, stop: asyncio.Event, ready: "Future[tuple[asyncio.T
     except BaseException as error:
         if not ready.done():
             ready.set_exception(error)
-        logger.debug("the session with an MCP server ended with %s", innermost(error))  # each call has said so
+        logger.debug("the session with an MCP server ended with %s", innermost(error))  # calls report it themselves
         if not isinstance(error, Exception):
             raise
 
 
 async def answer_to(call: Callable[[], Coroutine[Any, Any, Any]], serving: "asyncio.Task[Any]") -> Any:
-    """Return what a call returns. RuntimeError where the session ends before, which the call itself may not notice."""
+    """Return the result of a call. RuntimeError if the session ends first, which the call itself may not notice."""
     answer = asyncio.ensure_future(call())
     try:
         await asyncio.wait([answer, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -163,13 +163,13 @@ def end(loop: BackgroundLoop, stop: asyncio.Event, ended: "Future[None]") -> Non
     if loop.loop is None or ended.done():
         return
     loop.loop.call_soon_threadsafe(stop.set)
-    if threading.current_thread() is not loop.thread:  # which may be the one that collects garbage
+    if threading.current_thread() is not loop.thread:  # garbage collection may run in the loop's own thread
         wait([ended], CLOSE_SECONDS)
         ended.cancel()
 
 
 def text_of(result: Any) -> str:
-    """Return the text of mcp.types.CallToolResult. ToolError for a failure, and for pictures and sound."""
+    """Return the text of an mcp.types.CallToolResult. ToolError for a failure, and for images and sound."""
     parts = [block.text for block in result.content if block.type == "text"]
     if result.is_error:
         raise ToolError("\n".join(parts) or "the tool failed without a word")
@@ -179,7 +179,7 @@ def text_of(result: Any) -> str:
 
 
 def innermost(error: BaseException) -> str:
-    """Return what went wrong below the groups in which the library's tasks report."""
+    """Return the first error inside nested exception groups, which the library's tasks raise, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return described(error)

@@ -1,8 +1,8 @@
-"""Finds the tool calls in what a policy wrote.
+"""Parsing of the tool calls in a policy's completion.
 
-A call that cannot be read is an error with a text for the policy, never plain text: an episode would end unremarked.
-Calls inside of <think> are thoughts. Where the marks around a call are tokens of the vocabulary, the token ids decide
-what is a mark; else the text does.
+A malformed call is an error with a message for the policy, never plain text, which would silently end the episode.
+Calls inside <think> are thoughts. If the marks around a call are tokens of the vocabulary, the token ids decide what is
+a mark; otherwise the text does.
 """
 
 import json
@@ -31,21 +31,21 @@ THINK, THOUGHT = "<think>", "</think>"
 CALL_LIKE = re.compile(r'\{\s*"(?:name|arguments|parameters|type|function)"\s*:')
 UNMARKED = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"\s*:|<function=\w')
 LISTED = re.compile(r"\s*\[([\w.-]+)\(")
-MOST_FAULTS = 5  # that are told about one completion
-Piece = tuple[str, str]  # a mark and "", or "" and text
+MOST_FAULTS = 5  # errors reported per completion
+Piece = tuple[str, str]  # (mark, "") or ("", text)
 
 
 @dataclass
 class Reading:
-    """A policy's text, the tools that it calls, and what is wrong with calls that could not be read."""
+    """A parsed completion: its text, tool calls, and an error for each call that could not be read."""
 
     content: str
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    fields: Message = field(default_factory=dict)  # what else the message has, such as thoughts
+    fields: Message = field(default_factory=dict)  # other fields of the message, such as thoughts
 
     def message(self) -> Message:
-        """Return the assistant's message, in OpenAI's form."""
+        """Return the assistant message in OpenAI's format."""
         called = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                   for call in self.calls]
         calls = {"tool_calls": called} if called else {}
@@ -54,13 +54,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Form:
-    """One way of writing tool calls."""
+    """A format of tool calls."""
 
     name: str
-    open: str  # the mark before a call; empty for bare JSON
-    close: str  # the mark behind it; empty where the next call or the end of the turn ends it
+    open: str  # the mark before a call; "" for bare JSON
+    close: str  # the mark after a call; "" if the next call or the end of the turn ends it
     calls: Callable[[str, Schemas], list[ToolCall]]
-    example: str  # for the policy
+    example: str  # shown to the policy after a malformed call
     inner: tuple[str, ...] = ()  # marks inside a call, which may be special tokens
 
     @property
@@ -84,7 +84,7 @@ FORMS = {form.name: form for form in (
 
 
 class Parser:
-    """Reads one form from the completions of one tokenizer. `thinking` says that the prompt opens a thought."""
+    """The parser of one format for one tokenizer's completions. `thinking`: the prompt opens a thought."""
 
     def __init__(self, form: Form, schemas: Schemas, tokenizer: PreTrainedTokenizerBase | None = None,
                  thinking: bool = False) -> None:
@@ -94,7 +94,7 @@ class Parser:
         self.plain = [mark for mark in form.marks if mark not in known]
 
     def read(self, ids: Sequence[int], text: str) -> Reading:
-        """Return what a completion says. `text` is `ids` without special tokens; without ids it is all there is."""
+        """Parse a completion. `text` is `ids` decoded without special tokens; without ids, only `text` is used."""
         by_ids = any(token in self.tokens for token in ids)
         thoughts, pieces, faults = self.thoughts(self.pieces_of_ids(ids) if by_ids else split(text, self.form.marks))
         calls, outside = [], []
@@ -112,7 +112,7 @@ class Parser:
         return Reading(thoughts + (said.rstrip() if calls else said), calls)
 
     def pieces_of_ids(self, ids: Sequence[int]) -> list[Piece]:
-        """Return marks and the text between them. Text that looks like a mark with a token of its own is text."""
+        """Return marks and the text between them. If a mark is a token, its characters in other tokens are text."""
         pieces: list[Piece] = []
         for token, run in groupby(ids, lambda token: token if token in self.tokens else None):
             if token is not None:
@@ -122,19 +122,19 @@ class Parser:
         return pieces
 
     def thoughts(self, pieces: list[Piece]) -> tuple[str, list[Piece], list[str]]:
-        """Return the thoughts at the beginning, what follows them, and what is wrong with them."""
+        """Return the thoughts at the beginning as text, the pieces after them, and faults."""
         first = next((mark for mark, text in pieces if mark or text.strip()), "")
         end = next((at for at, (mark, _) in enumerate(pieces) if mark == THOUGHT), -1)
-        if end < 0 and first == THINK:  # all that was written
+        if end < 0 and first == THINK:  # the thought is not closed, so all of it is thought
             fault = f"it stands inside of {THINK}, which {THOUGHT} must close first"
             return joined(pieces), [], [fault] if (self.form.open, "") in pieces else []
         marks = [mark for mark, _ in pieces[:max(end, 0)] if mark and mark in (self.form.open, self.form.close)]
-        if first != THINK and not self.thinking and marks[-1:] == [self.form.open]:  # it is part of an argument
+        if first != THINK and not self.thinking and marks[-1:] == [self.form.open]:  # </think> is inside a call
             end = -1
         return joined(pieces[:end + 1]), pieces[end + 1:], []
 
     def parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """Yield (is it inside of a call, text). The last mark may be missing where all of the call is there."""
+        """Yield (inside a call, text). The last closing mark may be missing if the call is complete."""
         inside: list[str] | None = None
         for mark, text in [*pieces, (self.form.open, "")]:
             if mark and mark in (self.form.open, self.form.close):
@@ -149,7 +149,7 @@ class Parser:
                 inside.append(mark or text)
 
     def bare_parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """Yield the same where calls are JSON without marks. Objects that are no calls are text."""
+        """Do the same for calls that are JSON without marks. JSON objects that are no calls are text."""
         text, at = joined(pieces), 0
         decoder = json.JSONDecoder()
         while begin := CALL_LIKE.search(text, at):
@@ -167,7 +167,7 @@ class Parser:
         yield False, text[at:]
 
     def is_unmarked(self, said: str) -> bool:
-        """Return whether text without marks reads like a call all the same."""
+        """Return True if text outside marks looks like a call."""
         listed = LISTED.match(said)
         return UNMARKED.search(said) is not None or (listed is not None and listed[1] in self.schemas)
 
@@ -184,13 +184,13 @@ def joined(pieces: Sequence[Piece]) -> str:
 
 
 def unreadable(why: str, example: str) -> str:
-    """Return what the policy reads of a call that could not be read."""
+    """Return the error message to the policy about a malformed call."""
     return f"error: the tool call could not be read: {why}. Write it like this:\n{example}"
 
 
 def custom(parse: Callable[..., Any], text: str) -> Reading:
-    """Read a completion by the caller's function, which returns a Reading, or calls as ToolCall or in OpenAI's form. An
-    error that it raises is that of a call that could not be read."""
+    """Parse a completion with the user's function, which returns a Reading, or calls as ToolCall or in OpenAI's format.
+    If it raises, the completion has a malformed call."""
     try:
         result = parse(text)
         if isinstance(result, Reading):

@@ -1,4 +1,4 @@
-"""A tool that runs Python which a policy wrote, in the sandbox. `rewards/sandbox` says what that prevents."""
+"""A tool that runs a policy's Python code in the sandbox; see `rewards/sandbox` for what that prevents."""
 
 import logging
 import time
@@ -10,16 +10,17 @@ from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.trial import too_large, why_refused
 from lowmem_grpo.rewards.sandbox.worker import CannotStart, Worker, WorkerEnded
 
-OWN_FRAME = '  File "code.py"'  # where a traceback reaches the program; above it is the sandbox's
+OWN_FRAME = '  File "code.py"'  # first traceback frame of the program; those above are the sandbox's
 NOTHING = "(it printed nothing; print what you want to see)"
 logger = logging.getLogger(__name__)
 
 
 def python_tool(isolation: str | None = None, limits: Limits | None = None) -> Callable[[str], str]:
-    """Return a tool `python(code)`: what the program prints. Each call is a process of its own, in an empty folder.
+    """Return a tool `python(code)` that returns what the program prints. Each call runs in a new process and an empty
+    folder.
 
     `isolation`: None takes bubblewrap; "process" is an opt-in to less protection.
-    `limits` hold for one call. Raises SandboxError, with what to do, if no sandbox works, and ValueError for an unknown
+    `limits` apply to each call. Raises SandboxError, with advice, if no sandbox works, and ValueError for an unknown
     isolation.
     """
     sandbox = open_sandbox(isolation, limits)
@@ -56,7 +57,7 @@ def printed_by(code: str, sandbox: Sandbox) -> str:
 
 
 def started(code: str, sandbox: Sandbox) -> Worker:
-    """Return a process for the program; a second try, since the machine may be short of something for a moment."""
+    """Return a process for the program. Tries twice, as resources may be short for a moment; then ToolOutage."""
     try:
         return sandbox.start("program", code, stdin="")
     except CannotStart as error:

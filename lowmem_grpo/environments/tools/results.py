@@ -1,4 +1,4 @@
-"""What a tool returned, as the text that the policy reads, cut to so many tokens."""
+"""Tool results as text for the policy, cut to a number of tokens."""
 
 import copy
 import json
@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import IMAGE_PARTS
 
-MOST_CHARACTERS = 64  # a token; of a longer text not all is looked at
+MOST_CHARACTERS = 64  # per token; a text beyond that is not encoded whole
 
 class ToolError(Exception):
-    """A call that failed. Its text is what the policy reads."""
+    """A tool call that failed; the policy reads the message."""
 
     def __init__(self, words: str) -> None:
         super().__init__(f"error: {words}")
@@ -21,13 +21,13 @@ class ToolError(Exception):
 
 
 class ToolOutage(RuntimeError):  # noqa: N818, says what happened
-    """A tool that does not work whatever it is asked, such as one whose server is gone. It is not the policy's failure,
-    so no text for the policy is made of it."""
+    """A tool that does not work whatever its arguments, such as one whose server is gone. As that is not the policy's
+    fault, it gets no message about it."""
 
 
 class FinalResult(str):
-    """A text that a tool returns to end the episode, such as that of a tool which hands in an answer. The policy is not
-    asked again; calls beside it in the same turn are run. Elsewhere, as in TRL, it is a text like any other."""
+    """A text that a tool returns to end the episode, for example when it submits an answer. The policy gets no further
+    turn, but the other calls of the same turn are run. Elsewhere, as in TRL, it is an ordinary text."""
 
 
 def refuse_images(content: Any, source: str) -> None:
@@ -38,7 +38,7 @@ def refuse_images(content: Any, source: str) -> None:
 
 
 def text_of(result: Any) -> str:
-    """Return text as it is, the text of a content's parts, and other plain data as JSON. DataError for an image,
+    """Return text unchanged, the text of a content's parts, and other plain data as JSON. DataError for an image,
     and ToolError for anything else."""
     if isinstance(result, str):
         return result
@@ -54,7 +54,7 @@ def text_of(result: Any) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return an exception in one line; one that has no text, or raises in telling it, by its type."""
+    """Return an exception's type and message; only the type if the message is empty or cannot be formatted."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001, a class of the user's
@@ -63,8 +63,8 @@ def described(error: BaseException) -> str:
 
 
 class TokenLimit:
-    """Cuts texts to so many tokens, in any thread. A tokenizer keeps the options of its last call, so that two threads
-    must not use one: this one has a copy."""
+    """A thread-safe cutter of texts to `most` tokens. It has a copy of the tokenizer, because a tokenizer keeps the
+    options of its last call, so that threads must not share one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
         self.tokenizer, self.most, self.lock = copy.deepcopy(tokenizer), most, threading.Lock()
@@ -75,9 +75,9 @@ class TokenLimit:
 
 
 def within_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
-    """The text if it has at most `max_tokens` tokens, else its head and its tail with a note of what was left out. Only
-    so much of the text is encoded as could be kept, however long it is. Half a surrogate pair, which no tokenizer
-    takes, becomes a question mark."""
+    """Return the text if it has at most `max_tokens` tokens, else its head and tail around a note of what was left out.
+    However long the text is, only as much as could be kept is encoded. A lone surrogate, which no tokenizer accepts,
+    becomes a question mark."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     bound = MOST_CHARACTERS * max_tokens
     if len(text) <= bound and fits(text, tokenizer, max_tokens):
@@ -89,7 +89,7 @@ def within_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 
 
 def most_kept(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, bound: int) -> int:
-    """Return the largest number of characters, below `bound`, for which the cut text was seen to fit."""
+    """Return, by bisection, the number of characters below `bound` to keep so that the cut text fits."""
     low, high = 0, bound
     while high - low > 1:
         middle = (low + high) // 2
@@ -98,12 +98,12 @@ def most_kept(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, bo
 
 
 def joined(text: str, kept: int) -> str:
-    """Head and tail, of `kept` characters together, around a note."""
+    """Return the text's head and tail, `kept` characters in all, around a note."""
     head = (kept + 1) // 2
     tail = text[len(text) - (kept - head):]
     return f"{text[:head]}\n[... {len(text) - kept} characters left out ...]\n{tail}"
 
 
 def fits(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> bool:
-    """Return whether a text has at most so many tokens. What looks like a special token counts as plain text."""
+    """Return True if the text has at most `max_tokens` tokens. Text like a special token is counted as plain text."""
     return len(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)) <= max_tokens

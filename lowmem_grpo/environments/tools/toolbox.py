@@ -1,6 +1,6 @@
-"""The tools of a run, or of an episode: what the template is told of them, which are called, and what they answer.
+"""The tools of a run or an episode: their schemas for the chat template, and running the policy's calls.
 
-A tool is a function that a policy may call, with the schema that a chat template is told of it.
+A tool is a function that a policy may call, with the schema that the chat template shows it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from lowmem_grpo.environments.tools.parsers import Reading, custom
 from lowmem_grpo.environments.tools.results import FinalResult, TokenLimit, ToolError, ToolOutage, described, text_of
 from lowmem_grpo.types import Message, ToolCall
 
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # what OpenAI allows, and the dots of MCP servers; "_" leads nowhere
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # as OpenAI allows, plus dots for MCP servers; no leading "_"
 JSON_TYPES = (str, int, float, bool, NoneType, list, tuple, dict)
 EXAMPLE = '''
 def add(a: int, b: int) -> int:
@@ -38,10 +38,10 @@ def add(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function and its schema."""
+    """A tool: a function and its schema."""
 
     name: str
-    schema: dict[str, Any]  # in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}
+    schema: dict[str, Any]  # OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}
     function: Callable[..., Any]
 
     def __call__(self, **arguments: Any) -> Any:
@@ -57,11 +57,12 @@ class Tool:
 
 
 class ToolSchemaError(ValueError):
-    """A function that cannot be a tool. The message says which, why, and what to write."""
+    """A function that cannot be a tool; the message says which, why, and how to fix it."""
 
 
 def tool_of(function: Any) -> Tool:
-    """Return the tool of a function, a bound method or an async one; a Tool as it is. Raises ToolSchemaError."""
+    """Return the tool of a function, bound method or async function; a Tool is returned as it is. ToolSchemaError if it
+    cannot be a tool."""
     if isinstance(function, Tool):
         return checked_name(function)
     name = getattr(function, "__name__", None)
@@ -73,13 +74,13 @@ def tool_of(function: Any) -> Tool:
     check_signature(name, function)
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # there are several kinds, with words for developers
+    except Exception as error:  # of several types, with messages for developers
         raise ToolSchemaError(f"the tool {name} has no schema: {error}. A tool reads like this:{EXAMPLE}") from error
     return checked_name(Tool(name, schema, function))
 
 
 def checked_name(tool: Tool) -> Tool:
-    """Return the tool, if a policy may write its name."""
+    """Return the tool; ToolSchemaError if its name is not allowed."""
     if not NAME.fullmatch(tool.name):
         raise ToolSchemaError(f"a tool cannot be called {tool.name!r}: a name begins with a letter and has letters, "
                               "digits, _, . and - after it, 64 at most; rename the function")
@@ -87,11 +88,12 @@ def checked_name(tool: Tool) -> Tool:
 
 
 def check_signature(name: str, function: Callable[..., Any]) -> None:
-    """Refuse a function that has arguments without a type, a description, or a name that a call can give."""
+    """Raise ToolSchemaError for a function without a docstring, or with arguments that lack a JSON type or description
+    or cannot be passed by name."""
     try:
         arguments = inspect.signature(function).parameters.values()
         hints = get_type_hints(function)
-    except Exception as error:  # a hint may name what does not exist
+    except Exception as error:  # a hint may name an undefined type
         raise ToolSchemaError(f"the arguments of the tool {name} cannot be read ({error}); write their types as in:"
                               f"{EXAMPLE}") from error
     doc = inspect.getdoc(function)
@@ -114,7 +116,7 @@ def check_signature(name: str, function: Callable[..., Any]) -> None:
 
 
 def not_json(hint: Any) -> Iterator[str]:
-    """Yield the types in a hint that JSON has no value for."""
+    """Yield the names of the types in a hint that JSON cannot represent."""
     if get_origin(hint) is Literal or hint in (Any, ...):
         return
     if inner := get_args(hint):
@@ -125,12 +127,12 @@ def not_json(hint: Any) -> Iterator[str]:
 
 
 class Toolbox:
-    """Functions that a policy may call.
+    """The tools that a policy may call.
 
-    `functions` are plain or async functions, bound methods and tools of MCP servers. `max_tokens` bounds what one call
-    returns; more is cut out of its middle. `parse` is None for the form of the tokenizer's template, the name of a form
-    (`parsers.FORMS`, or "response_template"), or a function of a completion's text that gives its calls and raises for
-    one that is malformed. `template_kwargs` are those with which prompts are rendered.
+    `functions` are plain or async functions, bound methods and tools of MCP servers. `max_tokens` limits the result of
+    one call; longer ones are cut in the middle. `parse` is None for the format of the tokenizer's template, the name of
+    a format (`parsers.FORMS`, or "response_template"), or a function that returns the calls in a completion's text, and
+    raises for a malformed one. `template_kwargs` are those with which prompts are rendered.
 
     Raises ValueError for two tools of one name, functions that cannot be tools, and a template without tool calls.
     """
@@ -149,8 +151,9 @@ class Toolbox:
         return [tool.schema for tool in self.tools.values()]
 
     def with_functions(self, functions: Sequence[Any]) -> "Toolbox":
-        """Do the same for other functions of these names, such as the methods of another instance of an environment."""
-        known = {shared(tool.function): tool for tool in self.tools.values()}  # their schemas are not made again
+        """Return a copy with other functions of the same names and schemas, such as the methods of another environment
+        instance. ValueError if the schemas differ."""
+        known = {shared(tool.function): tool for tool in self.tools.values()}  # schemas of the same methods are reused
         other = copy(self)
         other.tools = named([tool_of(function) if isinstance(function, Tool) or shared(function) not in known
                              else replace(known[shared(function)], function=function) for function in functions])
@@ -160,24 +163,24 @@ class Toolbox:
         return other
 
     def read(self, completion_ids: Sequence[int], text: str) -> Reading:
-        """Return what a completion says and calls. `text` is it without special tokens."""
+        """Parse a completion. `text` is its text without special tokens."""
         if callable(self.parse):
             return custom(self.parse, text)
         return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
 
     def is_async(self, call: ToolCall) -> bool:
-        """Return whether the call should be awaited in an event loop: `answer`. Any other is for a thread: `run`."""
+        """Return True if the call is to be made with `answer` in an event loop; other calls use `run` in a thread."""
         tool = self.tools.get(call.name)
         return tool is not None and tool.is_async
 
     def run(self, call: ToolCall) -> str:
-        """Return what the policy reads of a call. ToolError for one that failed, ToolOutage for a broken tool."""
+        """Run a call and return its result as text. ToolError if it fails, ToolOutage if the tool is broken."""
         with self.failures_told():
             result = self.started(call)
             return self.as_text(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
 
     async def answer(self, call: ToolCall) -> str:
-        """Do the same in an event loop."""
+        """Do the same as `run` in an event loop."""
         with self.failures_told():
             result = self.started(call)
             return self.as_text(await result if inspect.isawaitable(result) else result)
@@ -191,14 +194,13 @@ class Toolbox:
         return tool.function(**call.arguments)
 
     def as_text(self, result: Any) -> str:
-        """Return a result as text, cut. One that ends the episode still does."""
+        """Return a result as text, cut to the limit; a FinalResult stays one."""
         text = self.limit.cut(text_of(result))
         return FinalResult(text) if isinstance(result, FinalResult) else text
 
     @contextmanager
     def failures_told(self) -> Iterator[None]:
-        """Whatever is raised becomes a ToolError with a text for the policy, cut like a result; not an outage, nor what
-        is not supported."""
+        """Turn any error but ToolOutage and DataError into a ToolError, whose message is cut like a result."""
         try:
             yield
         except (ToolOutage, DataError):
@@ -212,7 +214,7 @@ class Toolbox:
 
 
 def named(tools: list[Tool]) -> dict[str, Tool]:
-    """Return the tools by name. ValueError for a name that comes twice."""
+    """Return the tools by name. ValueError for a duplicate name."""
     by_name: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in by_name:
@@ -222,7 +224,7 @@ def named(tools: list[Tool]) -> dict[str, Tool]:
 
 
 def shared(function: Any) -> Any:
-    """Return the function in the class, which methods of several instances share; any other function as it is."""
+    """Return a bound method's underlying function, which is the same for all instances; other functions unchanged."""
     return getattr(function, "__func__", function)
 
 
