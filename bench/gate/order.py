@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from bench.gate.stages import Piece
 
 ENGINE = "tests/smoke vllm"  # its outcome decides which of vLLM's model runners the others use
-SECONDS_OF_A_CALL = 500.0  # of ten minutes; the rest is for unpacking and for bringing results back
+SECONDS_OF_A_CALL = 500.0  # out of ten minutes; the rest is for unpacking and for bringing results back
 CALLS: dict[int, tuple[str, ...]] = {
     1: (ENGINE, "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear", "memory/step-16",
         "tests/kernels logprob", "tests/kernels nf4", "tests/kernels"),
@@ -27,8 +27,8 @@ DEFAULT = (
 
 
 def ordered(pieces: Iterable[Piece], asked: Iterable[str]) -> list[Piece]:
-    """The pieces that were asked for, in that order, each once. The name of a piece means only that piece; any other
-    name means all pieces whose names begin with it."""
+    """Return the pieces that were asked for, in that order, each once. The name of a piece means only that piece; any
+    other name means all pieces whose names begin with it."""
     held = {piece.name: piece for piece in pieces}
     names = [name for wanted in asked
              for name in ([wanted] if wanted in held else [name for name in held if name.startswith(wanted)])]
