@@ -95,7 +95,7 @@ class Provider:
         return version_of(OWN if self.package == OURS else self.package)
 
     def build(self, problem: Problem) -> Run:
-        """Return the call to be timed. ImportError if it is not installed, UnsupportedError if the case lacks a need."""
+        """Return the call to time. ImportError if it is not installed, UnsupportedError if the case lacks a need."""
         made = self.make(problem)
         for has, words in map(NEEDS.__getitem__, self.needs):
             if not has(problem.case):
