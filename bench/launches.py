@@ -1,4 +1,4 @@
-"""Kernel launches of a decoder layer, and host microseconds of a call, counted on the CPU.
+"""Count the kernel launches of a decoder layer, and the host microseconds of a call, on the CPU.
 
     python -m bench.launches [--json]  make bench-launches [JSON=1]
 

@@ -26,7 +26,7 @@ CALLS = ("first rollout()", "second rollout()", "update()", "chat call", "train(
 
 
 class Trace:
-    """The files of the package whose functions any thread enters while a call is recorded."""
+    """Records the files of the package whose functions any thread enters during a call."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()

@@ -23,7 +23,7 @@ from bench.common import child, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTER = ("server", "agents", "integrations", "recipes", "cli")  # not the core
-SHORT = 60  # lines: a file below it earns its place by two importers
+SHORT = 60  # lines; a shorter file should have at least two importers
 VAGUE = ("found", "one", "given")  # names of variables that do not say what they hold
 NO_OBJECT = {"begin", "end", "take", "give", "of", "whole", "look", "told", "said"}  # methods whose name has no object
 NO_VERB = re.compile(r"\W*(What|Whether|Of|How|Where)\b")  # begins a docstring without a verb

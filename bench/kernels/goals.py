@@ -72,8 +72,8 @@ def layer_goals() -> Iterator[Goal]:
 
 
 def beside_nf4(rows: int) -> list[str]:
-    """Return the peers of NF4 products. With 64 rows, the batch of 8 x 8, that is not the dense product, because it
-    reads little more there."""
+    """Return the peers of NF4 products. The dense product is left out at 64 rows, the batch of 8 x 8, because it reads
+    little more there."""
     return ["bnb_matmul_4bit", *(["bnb_gemv_4bit"] if rows == 1 else []), *(["dense"] if rows < 64 else [])]
 
 

@@ -17,7 +17,7 @@ FLUSH_BYTES = 2**31  # written before each timed call: empties the L2 cache and 
 
 @dataclass
 class Clock:
-    """Milliseconds of single calls, on the CPU or on the current card."""
+    """Times single calls in milliseconds, on the CPU or on the current card."""
 
     device: str
     fewest: int = 3  # rounds on the CPU

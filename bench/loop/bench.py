@@ -1,4 +1,4 @@
-"""A step of the whole GRPO loop at full size: its time, phase by phase, and its memory; ours beside TRL and Unsloth.
+"""Measure a step of the whole GRPO loop at full size: time by phase, and memory; ours beside TRL and Unsloth.
 
     python -m bench.loop.bench                  8B, random weights, prompts of 1,024 tokens, 8 completions of 4,096
     python -m bench.loop.bench --device cpu     a tiny one on the CPU, within minutes

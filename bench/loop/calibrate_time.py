@@ -16,7 +16,7 @@ from typing import Any
 from bench.common.rows import RESULTS, read_rows
 from lowmem_grpo.memory.cards import card_of
 
-PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # a plan's phase: the phases of a row
+PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # a phase of the plan: the phases of a row
 
 
 def rows() -> list[dict[str, Any]]:

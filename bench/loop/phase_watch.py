@@ -1,4 +1,4 @@
-"""Seconds and peak memory of each phase of a training step, measured in the same way for every provider.
+"""Measure seconds and peak memory of each phase of a training step, in the same way for every provider.
 
 Nothing here imports the package, so that it also runs in a peer's environment. Phases nest: while an inner phase runs,
 the outer one is not counted, so the phases of a step add up to the step.

@@ -1,4 +1,4 @@
-"""One GRPO step, generation included: ours against TRL's, same model, LoRA, prompts and rewards.
+"""Time one GRPO step, generation included: ours against TRL's, with the same model, LoRA, prompts and rewards.
 
     python -m bench.loop.step_time                  makes TRL's environment (.venv-trl) if it does not exist
 

@@ -17,7 +17,7 @@ from lowmem_grpo.models import attention
 from lowmem_grpo.models.experts import expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import GROUPS, fuse
 
-BLOCK, NESTED_BLOCK = 64, 256  # weights per scale, scales per scale of scales
+BLOCK, NESTED_BLOCK = 64, 256  # weights per scale, scales per nested scale
 SCALES = ("absmax", "code", "offset")
 OF_4BIT = ("quant_state", "blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
 

@@ -1,4 +1,4 @@
-"""The longest context whose training step fits a limited card: first planned, then tried.
+"""Find the longest context whose training step fits a limited card: first planned, then tried.
 
     python -m bench.memory.longest_context --gib 16     Llama-3.1-8B, 8 completions; with --device cuda for real
 
@@ -23,8 +23,8 @@ from bench.memory.stages import CASES, Case
 from lowmem_grpo.utils import GIB
 
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
-CLOSE = 1.06  # the search ends where a length fits and one at most this much longer does not
-FILLED, NEARLY = 0.93, 0.97  # of the limit: planned for the first trial, and the aim of later ones
+CLOSE = 1.06  # the search ends when a length fits and one at most this many times as long does not
+FILLED, NEARLY = 0.93, 0.97  # shares of the limit: planned for the first trial, and aimed at by later ones
 SHOWN: dict[str, tables.Figure] = {
     "context": ("context", ","), "fits": "fits", "device GiB": ("device_bytes", ".2f", GIB),
     "host GiB": ("host_bytes", ".2f", GIB), "": "error"}

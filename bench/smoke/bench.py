@@ -1,4 +1,4 @@
-"""A few real GRPO steps of the model in the package, with each engine and option.
+"""Run a few real GRPO steps of the model in the package, with each engine and option.
 
     python -m bench.smoke.bench                      every variant, on the card if there is one, else on the CPU
 

@@ -30,7 +30,7 @@ from lowmem_grpo.rewards import (
 )
 
 logger = logging.getLogger(__name__)
-HUB = "openai/gsm8k"  # its configuration `main`
+HUB = "openai/gsm8k"  # read with its configuration `main`
 REWARDS: list[Callable[..., Any]] = [
     xmlcount_reward_func, soft_format_reward_func, strict_format_reward_func, int_reward_func, correctness_reward_func,
 ]

@@ -54,7 +54,7 @@ class Guess:
     def reset(self, seed: int = 0, **row: object) -> str:
         """Hide a number from 1 to `largest`; return the rules."""
         self.hidden = random.Random(f"guess-{seed}").randint(1, self.largest)
-        self.low, self.high = 1, self.largest  # the range that the policy's answers so far leave
+        self.low, self.high = 1, self.largest  # the remaining range, as the game has told it
         self.left, self.won = self.tries, False
         return f"Guess my number from 1 to {self.largest} in {self.tries} tries. Reply with a number."
 
@@ -86,7 +86,7 @@ def number_in(reply: str) -> int | None:
 
 
 def blind(game: Guess, rng: random.Random) -> str:
-    """Guess in the range at the start, ignoring the answers."""
+    """Guess in the initial range, ignoring the answers."""
     return str(rng.randint(1, game.largest))
 
 

@@ -175,7 +175,7 @@ def truthful(told: str) -> str:
 
 
 def blind(game: TwentyQuestions, rng: random.Random) -> str:
-    """Ask and guess in the range at the start, ignoring the answers; guess in the last turn."""
+    """Ask about numbers of the initial range, ignoring the answers; guess in the last turn."""
     return question_of(rng.randint(1, LARGEST - 1)) if game.left > 1 else f"Guess: {rng.randint(1, LARGEST)}"
 
 

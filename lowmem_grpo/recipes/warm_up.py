@@ -25,7 +25,7 @@ class WarmUp:
 
     demonstrations: Callable[[int, int], Dataset]  # (size, seed) -> different rows with `prompt` and `completion`
     steps: int
-    form: str  # the format as people read it
+    form: str  # the format, as messages show it
     has_form: Callable[[str], bool]  # whether a completion has the format
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of SFTConfig. Other fields that GRPOConfig has too are as in the run."""
