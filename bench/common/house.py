@@ -116,7 +116,7 @@ class Checkout:
                    if isinstance(node, ast.ClassDef) for method in node.body)
 
     def docstrings_without_verb(self, name: str) -> int:
-        """Return the number of docstrings of functions that begin with What, Whether, Of, How or Where. Properties may
+        """Return the number of functions whose docstring begins with What, Whether, Of, How or Where. Properties may
         begin with Whether."""
         begins = ((node, NO_VERB.match(ast.get_docstring(node) or "")) for node in ast.walk(self.trees[name])
                   if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))

@@ -1,8 +1,8 @@
 """The order in which the pieces of the gate run, by their names or the beginnings of their names.
 
-The first piece is the one that most others depend on: an engine of vLLM that samples, sleeps and wakes. Numbers come
-next, long lists of tests last. Calls 1, 2 and 3 are for a machine that is lent for ten minutes at a time, 25 minutes in
-all. A piece that does not fit into the rest of a call is not begun, but shorter ones after it are.
+The first piece is the one that most others depend on: an engine of vLLM that samples, sleeps and wakes. Measurements
+come next, long lists of tests last. Calls 1, 2 and 3 are for a machine that is lent for ten minutes at a time, 25
+minutes in all. A piece that does not fit into the rest of a call is not begun, but shorter ones after it are.
 """
 
 from collections.abc import Iterable

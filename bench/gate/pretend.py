@@ -1,6 +1,6 @@
 """A pretend CUDA device: allocations, types and streams are real, kernels do nothing, and so every value is garbage.
 
-It walks the code for a card where there is none. The card's name in a row shows that the row was made on it.
+It runs the code for a card where there is none. The card's name in a row shows that the row was made on it.
 """
 
 NAME = "Null CUDA"  # the beginning of such a device's name

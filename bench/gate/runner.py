@@ -150,8 +150,8 @@ def verdict(piece: Piece, setup: Setup, code: int, log: Path) -> tuple[str, str]
 
 
 def pytest_verdict(report: Path, form: str, last: str) -> tuple[str, str]:
-    """Judge by pytest's own report. On a card at least one test must have run. On a pretend card, whose kernels compute
-    nothing, assertions about values cannot hold, so only other errors count."""
+    """Return the verdict of pytest's report. On a card, at least one test must run. On a pretend card, whose kernels
+    compute nothing, assertions about values cannot hold, so only other errors count."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):

@@ -77,7 +77,7 @@ class Bench:
     providers: list[str]  # empty: all
     output: Path
     common: dict[str, Any]  # fields of every row
-    failures: list[str] = field(default_factory=list)  # of our own providers; the run continues and ends with an error
+    failures: list[str] = field(default_factory=list)  # in our own providers; the run continues and ends with an error
 
     def measure(self, case: Case) -> None:
         """Measure all providers of one case in turn; each leaves a row."""

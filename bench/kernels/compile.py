@@ -76,7 +76,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def list_jobs(modules: list[ModuleType], chips: list[int], hints: list[str], one_dtype: bool = False) -> list[Job]:
-    """Return every variant of every module for every chip, dtype and set of hints; with `one_dtype` fp16 only where a
+    """Return every variant of every module for every chip, dtype and set of hints; with `one_dtype`, fp16 only if a
     chip has no bf16."""
     return [
         Job(module.__name__.rpartition(".")[2], variant, chip, dtype, hint)

@@ -1,8 +1,8 @@
 """Log-probabilities (and entropy) of target tokens from hidden states and a frozen head: ours and others'.
 
 N rows, D hidden size, V vocabulary. The rows are N / 8 tokens of 8 sequences, and the upstream gradient of a row is
--advantage(sequence) / N: that of GRPO's loss on policy, so that a provider that returns this loss (Liger) can be held
-to the same gradient of the hidden states.
+-advantage(sequence) / N: that of GRPO's loss on policy, so that a provider that returns this loss (Liger) must have
+the same gradient of the hidden states.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ ROOM = 4 * GIB  # memory that a vLLM with its own weights needs beside weights a
 NO_CARD = 64 * GIB  # bytes of which the share is taken on the CPU
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GENERATIONS = {"full": 8, "3b": 8, "tiny": 4}
-TOKENS = {"full": (1024, 4096), "3b": (100, 202), "tiny": (24, 32)}  # of a prompt and of a completion
+TOKENS = {"full": (1024, 4096), "3b": (100, 202), "tiny": (24, 32)}  # per prompt, per completion
 PACKAGE = Shape({}, prompts=32, n=8, prompt_tokens=192, completion_tokens=64)  # steps of the model in the package
 
 

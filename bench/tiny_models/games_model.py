@@ -2,11 +2,11 @@
 
     python -m bench.tiny_models.games_model --out DIR
 
-It begins with the weights of the embedded model `tiny`, gets a tokenizer of its own, and is trained on demonstrations:
-players of `guess` who mostly do not listen, random legal moves in `tictactoe`, and answers to problems of `calculator`
-that call the tool in CALLS of all cases and are wrong in the others. GRPO then has something to improve. The files (2.5
-MB of weights in bfloat16, a byte-level tokenizer with a chat template that knows tools, a model card) ship in
-`lowmem_grpo/assets/tiny-games`.
+It begins with the weights of the embedded model `tiny`, gets its own tokenizer, and is trained on demonstrations:
+players of `guess` who listen in a share LISTENS of games, random legal moves in `tictactoe`, and answers to problems of
+`calculator` that call the tool in a share CALLS of all cases and are wrong in the others. GRPO then has something to
+improve. The files (2.5 MB of weights in bfloat16, a byte-level tokenizer with a chat template that knows tools, a model
+card) ship in `lowmem_grpo/assets/tiny-games`.
 """
 
 import random

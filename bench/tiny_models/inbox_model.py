@@ -1,11 +1,11 @@
-"""Make the embedded model of the recipe `inbox`: it knows all forms, and searches badly.
+"""Make the embedded model of the recipe `inbox`: it knows the form of every call, and searches badly.
 
     python -m bench.tiny_models.inbox_model --out DIR
 
 It begins with the weights of the embedded model `tiny-games`, gets a tokenizer in which each name and number is one
 token, and is trained first to copy, and then on demonstrations of a clerk who mostly searches for the wrong words, and
-often answers without reading. GRPO then has something to improve. The mails are those of other seeds than a recipe's,
-and the questions only those of the training split. The files (2.5 MB of weights in bfloat16, a tokenizer, a model card)
+often answers without reading. GRPO then has something to improve. The mails come from other seeds than a recipe's,
+and the questions only from the training split. The files (2.5 MB of weights in bfloat16, a tokenizer, a model card)
 ship in `lowmem_grpo/assets/tiny-inbox`.
 """
 

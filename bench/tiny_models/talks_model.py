@@ -5,8 +5,8 @@
 It begins with the weights of the embedded model `tiny-inbox`, and gets a tokenizer in which each move, number and
 answer is one token. It is trained on moves on boards of 2048; on players of `twenty_questions`; and on the other side
 of that game, which is told a number and answers rightly whether it is above another. At first all moves are possible
-ones, on boards where not every move is, and all players listen: so the model learns where to look. Then most moves and
-questions are blind, so that GRPO has something to improve; the base model, which stays as it is, answers them. The
+ones, on boards with few of them, and all players listen, so that the model learns where to look. Then most moves and
+questions are blind, so that GRPO has something to improve; the base model, which is not trained, answers them. The
 files (2.5 MB of weights in bfloat16, a tokenizer, a model card) ship in `lowmem_grpo/assets/tiny-talks`.
 """
 
