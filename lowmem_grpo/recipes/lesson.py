@@ -55,7 +55,7 @@ class Lesson:
 
 def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOTrainer:
     """Load the model, measure, train, measure again, report; the returned trainer's `state` says how far it came. If
-    Ctrl-C stops training, raises SystemExit with the exit status 130."""
+    a signal stops training, raises SystemExit with its exit status (130 for Ctrl-C)."""
     with ranks().together():
         return taught(setup, lesson, opened(lesson, console))
 
@@ -103,7 +103,7 @@ def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) ->
 
 
 def opened(lesson: Lesson, console: Console | None) -> Console:
-    """Print the lesson's note; return the console, or the default one for None."""
+    """Print the lesson's note; return the console, a new one for None."""
     console = console or any_console()
     if lesson.note:
         print_line(console, lesson.note)
