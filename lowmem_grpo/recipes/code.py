@@ -190,7 +190,7 @@ def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def right(completions: list[Any], tests: list[list[str]], **kwargs: Any) -> list[float | None]:
-    """Return 1 where the code passes its tests in this machine's sandbox, else 0; None if time ran out before it began."""
+    """Return 1 where the code passes its tests in this machine's sandbox, else 0; None if no time was left for it."""
     return exam_verifier().reward()(completions=completions, tests=tests)
 
 
