@@ -1,11 +1,11 @@
-"""Do public programs of ART run here? Each one with only its import, backend, model and number of steps replaced.
+"""Run public programs of ART here, with only their import, backend, model and number of steps replaced.
 
     python -m bench.agents FOLDER
 
 FOLDER is `examples` of a checkout of OpenPipe/ART; nothing of it is kept here. Each program runs in a process and a
 temporary folder of its own, on the tiny model of the package. `changed` counts what is replaced: ART by this package,
 its LocalBackend by ours, lines of a shell (`imports`); statements that copy a run to or from S3 (`backend`); the name
-of the base `model`; the end of the training loop (`steps`). What a program imports for logging is there, idle.
+of the base `model`; the end of the training loop (`steps`). Loggers are replaced by stubs.
 """
 
 import ast
@@ -34,7 +34,7 @@ COLUMNS = ("program", "steps", "trajectories trained", "changed", "time", "verdi
 
 
 class ProgramChanges(public.Changes):
-    """What is changed in a program of ART; `model` is the name of a small model."""
+    """The changes to a program of ART; `model` is the small model to use instead of its own."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ProgramChanges(public.Changes):
 
 
 class NoClient:
-    """A client without a key, which programs do not report to."""
+    """A stub of a logging client. It has no key, so programs report nothing to it."""
 
     api_key: str | None = None
 
@@ -82,13 +82,13 @@ class NoClient:
 
 
 def stand_in(name: str, **members: Any) -> None:
-    """Put a module in place of one that programs log to."""
+    """Replace a module that programs log to by a stub with these members."""
     module = sys.modules[name] = ModuleType(name)
     vars(module).update(members)
 
 
 def quieten() -> None:
-    """Put dotenv, weave and openpipe in place, which read no file of secrets, trace nothing and report nothing."""
+    """Replace dotenv, weave and openpipe by stubs that read no secrets, trace nothing and report nothing."""
     stand_in("dotenv", load_dotenv=lambda *args, **options: False)
     stand_in("weave", init=lambda *args, **options: None,
              op=lambda function=None, **options: (lambda inner: inner) if function is None else function)
@@ -97,7 +97,7 @@ def quieten() -> None:
 
 
 def run(examples: Path, file: str, folder: Path) -> public.Row:
-    """Run a program or notebook of the folder of examples in a copy of its own, and say how far it came."""
+    """Run a program or notebook of the examples in a copy of its folder; return how far it got."""
     home = folder / "examples"
     shutil.copytree((examples / file).parent, (home / file).parent, dirs_exist_ok=True)
     program, changes = home / file, ProgramChanges(public.long_copy("tiny-games", folder / "tiny"))
@@ -134,12 +134,12 @@ def trained(folder: Path) -> public.Row:
 
 
 def shown(row: public.Row) -> list[str]:
-    """Return the cells of a program's line."""
+    """Return a program's cells for the table."""
     return public.cells(row, "program", str(row["steps"]), f"{row.get('trained', 0):,} of {row.get('total', 0):,}")
 
 
 def agents_table(rows: list[public.Row]) -> list[str]:
-    """Return the part of RESULTS.md: the newest row of each program."""
+    """Return the section of RESULTS.md with the newest row of each program."""
     last = public.latest(rows, "program")
     told = f"{sum(map(public.ran, last))} of {len(last)} ran to their end"
     return ["", "## Public programs of ART with import, backend, model and steps replaced", "",

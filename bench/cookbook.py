@@ -1,11 +1,11 @@
-"""Recipes of tinker-cookbook, as they are, against `lowmem-grpo serve` with the model in the package.
+"""Run unchanged recipes of tinker-cookbook against `lowmem-grpo serve` with the model in the package.
 
     python -m bench.cookbook
 
 A supervised recipe and two of reinforcement learning: arithmetic with right answers, and shorter answers by a pairwise
-preference. They run in an environment of their own (runs/cookbook), which is made the first time, since the cookbook
-wants an older transformers. Each must come to its end and save its weights; the supervised loss must fall, and what
-sampled must have the log-probabilities of what trains, as the recipes measure it (`optim/kl_sample_train_v2`).
+preference. They run in a separate environment (runs/cookbook), made the first time, because the cookbook needs an older
+transformers. Each must finish and save its weights; the supervised loss must fall, and sampler and trainer must agree
+on log-probabilities, as the recipes measure them (`optim/kl_sample_train_v2`).
 """
 
 import json
@@ -29,14 +29,14 @@ from lowmem_grpo.server.server_dir import Address, read_address
 # torch as it is here: another build would bring gigabytes of CUDA packages where there is no card
 PACKAGES = ("tinker==0.38.0", "tinker-cookbook==0.5.8", "sympy", "pylatexenc", "math-verify")
 MODEL = str(files("lowmem_grpo") / "assets" / "tiny")
-AGREE = 1e-3  # of the mean squared difference of log-probabilities, which is 0 to the digits that recipes print
-STARTS = 400.0  # seconds in which the server comes up
+AGREE = 1e-3  # limit of the mean squared difference of log-probabilities, which recipes print as 0 here
+STARTS = 400.0  # seconds within which the server must be up
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A program, and what must hold of the lines that it logs; `wrong` says what does not."""
+    """A program, and a check of the rows that it logs: `wrong` returns what is wrong with them, or ""."""
 
     name: str
     words: Callable[[str, Path], list[str]]
@@ -54,7 +54,7 @@ def sampler_agrees(rows: Rows) -> str:
 
 
 def of_module(module: str, *settings: str) -> Callable[[str, Path], list[str]]:
-    """A recipe of the cookbook's command line."""
+    """Return the function that makes the command of a recipe in the cookbook's module."""
     return lambda url, folder: ["-m", f"tinker_cookbook.recipes.{module}", f"model_name={MODEL}",
                                 "renderer_name=role_colon", f"log_path={folder}", "behavior_if_log_dir_exists=delete",
                                 "eval_every=0", "learning_rate=1e-3", "max_steps=2", *settings]
@@ -83,7 +83,7 @@ def environment(folder: Path) -> Path:
 
 @contextmanager
 def served(folder: Path) -> Iterator[Address]:
-    """A server of the model in the package."""
+    """Run a server of the model in the package; yield its address."""
     shutil.rmtree(folder, ignore_errors=True)
     server = subprocess.Popen([sys.executable, "-m", "lowmem_grpo", "serve", "--port", "0", "--folder", str(folder),
                                "--model", MODEL, "--16bit", "--max-seq-length", "256"])
@@ -100,7 +100,7 @@ def served(folder: Path) -> Iterator[Address]:
 
 
 def tried(recipe: Recipe, python: Path, address: Address, folder: Path) -> str:
-    """What is wrong with a recipe's run; "" where nothing is."""
+    """Run a recipe; return what went wrong, "" if nothing did."""
     given = {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": address.key, "HF_HUB_OFFLINE": "1"}
     shutil.rmtree(folder, ignore_errors=True)
     done = subprocess.run([str(python), *recipe.words(address.url, folder)], env=os.environ | given, text=True,

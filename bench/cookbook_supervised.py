@@ -1,4 +1,4 @@
-"""The cookbook's supervised training on the conversations that it ships; runs where the cookbook is installed.
+"""Run the cookbook's supervised training on the conversations that it ships; the cookbook must be installed.
 
     python bench/cookbook_supervised.py MODEL URL LOG_FOLDER
 """

@@ -1,15 +1,15 @@
-"""Kernel launches of a decoder layer, and host microseconds of a call, counted on the CPU.
+"""Count the kernel launches of a decoder layer, and the host microseconds of a call, on the CPU.
 
     python -m bench.launches [--json]  make bench-launches [JSON=1]
 
-A launch is an operation that a card would run a kernel for, as a dispatch mode sees it while the embedded model trains
-in NF4 and bfloat16 with LoRA, under gradient checkpointing, on one micro-batch of two prompts with two completions
-each. Every operation below autograd counts once, one of `lowmem_grpo::` too, but for views, sizes and allocations
-(`FREE`); a layer is the model's count less that of the same model without its last layer. Gradients of the adapters are
-new, as in the first micro-batch of a step; each later one adds one launch a LoRA tensor. Attention's backward pass
-counts as one operation, of which a card makes several launches. For a sampled token, the four borrowed linear layers of
-a layer of Qwen2.5-3B's form run on fake tensors "on a card"; what vLLM launches itself beside them in a captured graph
-was read in its source (0.32), not counted: `VLLM_OWN`. Nothing here is a time on a card.
+A launch is an operation for which a card would run a kernel, as a dispatch mode sees it while the embedded model trains
+in NF4 and bfloat16 with LoRA and gradient checkpointing, on one micro-batch of two prompts with two completions each.
+Every operation below autograd counts once, those of `lowmem_grpo::` too, except views, sizes and allocations (`FREE`).
+A layer's count is the model's minus that of the same model without its last layer. Gradients of the adapters are new,
+as in the first micro-batch of a step; each later micro-batch adds one launch per LoRA tensor. Attention's backward pass
+counts as one operation, although a card makes several launches. For a sampled token, the four borrowed linear layers of
+one layer of Qwen2.5-3B's shape run on fake tensors "on a card"; vLLM's own launches beside them in a captured graph
+were read from its source (0.32), not counted: `VLLM_OWN`. Nothing here is a time on a card.
 """
 
 import json
@@ -46,16 +46,16 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 ROUNDS, CALLS = 30, 300
 HIDDEN, QUERIES, KEYS, INNER, RANK, ROWS = 2048, 2048, 256, 11008, 16, 8
-LAYERS = {  # of a decoder layer: outputs of each matrix, inputs, whether they have biases
+LAYERS = {  # linear layers of a decoder layer: output size of each matrix, input size, biases or not
     "qkv": ([QUERIES, KEYS, KEYS], HIDDEN, True), "o": ([HIDDEN], QUERIES, False),
     "gate_up": ([INNER, INNER], HIDDEN, False), "down": ([HIDDEN], INNER, False),
 }
-FORMS = ("4bit", "fp8", "16bit")  # of weights; the last are dequantized while sampling
+FORMS = ("4bit", "fp8", "16bit")  # forms of weights; "16bit" ones are dequantized while sampling
 VLLM_OWN = {  # launches of one layer and token on its FlashAttention path; split keys add one
     "input norm, with the residual": 1, "rope of q and k": 1, "keys and values into the cache": 1, "attention": 1,
     "sum of the parts of attention": 1, "second norm, with the residual": 1, "silu and product": 1,
 }
-FREE = {  # operations that only look at memory in another way, or set it aside
+FREE = {  # operations that only view or allocate memory
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like", "empty_strided",
     "expand", "is_same_size", "new_empty", "new_empty_strided", "permute", "promote_types", "select", "slice", "split",
     "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
@@ -63,8 +63,7 @@ FREE = {  # operations that only look at memory in another way, or set it aside
 
 
 class Launches(TorchDispatchMode):
-    """Inside, `counts` grows by one for each operation that a card would run a kernel for, under its name and the
-    function that asked for it."""
+    """A mode that counts the operations for which a card would run a kernel, by (name, calling function)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class Launches(TorchDispatchMode):
 
 
 def place() -> str:
-    """Return the function of ours, or of transformers' model, that asked for an operation; else autograd did."""
+    """Return the innermost function of ours, or of transformers' model, that called an operation, else "autograd"."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -90,11 +89,11 @@ def place() -> str:
 
 
 def layer_launches() -> dict[str, Counter[tuple[str, str]]]:
-    """Return the launches of one decoder layer, forward, and backward with recompute."""
+    """Return the launches of one decoder layer: forward, and backward with recompute."""
     model, _ = FastLanguageModel.from_pretrained("tiny", dtype=torch.bfloat16, max_seq_length=128)
     model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=True).train()
     base = model.get_base_model()
-    count(model)  # what is only found out once is known now
+    count(model)  # warm-up: what happens only once is not counted
     whole = count(model)
     base.model.layers = base.model.layers[:-1]
     base.config.num_hidden_layers -= 1
@@ -103,7 +102,7 @@ def layer_launches() -> dict[str, Counter[tuple[str, str]]]:
 
 
 def count(model: Any) -> dict[str, Counter[tuple[str, str]]]:
-    """Return the launches of a micro-batch through the whole model."""
+    """Return the launches of one micro-batch through the whole model."""
     completions = [Rollout(list(range(10, 10 + length)), [0.0] * length, "stop") for length in (6, 9)]
     (batch,) = pack([RolloutGroup({}, [5, 6, 7, 8, 9], completions) for _ in range(2)])
     policy = Policy(model)
@@ -117,8 +116,8 @@ def count(model: Any) -> dict[str, Counter[tuple[str, str]]]:
 
 
 def host_microseconds() -> float:
-    """Return the host time of one of our operations above that of its body, which does nothing here: one that writes
-    in place. Of many rounds the smallest counts, because other load can only add."""
+    """Return the host overhead in microseconds of one of our in-place custom ops, compared with calling its empty body
+    directly. The minimum over many rounds counts, because other load can only add time."""
     out, values = torch.zeros(0), torch.zeros(0)
     calls = custom_op("bench_nothing", no_body, mutates=("out",)), no_body
     times = [min(timeit.repeat(partial(call, out, values, 3), number=CALLS, repeat=ROUNDS)) for call in calls]
@@ -129,16 +128,16 @@ def no_body(out: Tensor, values: Tensor, number: int) -> None:
     return None
 
 
-# A token of a layer
+# Launches of one layer for one sampled token
 
 
 def breakdown(form: str = "4bit") -> dict[str, int]:
-    """Return launches by what they are for, with weights in one of FORMS."""
+    """Return launches by their purpose, with weights in one of FORMS."""
     return {name: counts.total() for name, counts in counted(form).items()} | VLLM_OWN
 
 
 def counted(form: str = "4bit") -> dict[str, Counter[str]]:
-    """Return the operations of each borrowed layer, by name."""
+    """Return the operations of each borrowed layer, counted by name."""
     counts: dict[str, Counter[str]] = {}
     with on_a_pretend_card():
         for name, (features, inputs, biased) in LAYERS.items():
@@ -153,7 +152,7 @@ def counted(form: str = "4bit") -> dict[str, Counter[str]]:
 
 @contextmanager
 def on_a_pretend_card() -> Iterator[None]:
-    """Inside, tensors on "cuda" are fake ones, of a card with tensor cores."""
+    """Make tensors on "cuda" fake inside the block, as on a card with tensor cores."""
     with FakeTensorMode(), patch.object(few_rows, "capability", lambda device: 90), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # all of them are 0
         yield
@@ -164,7 +163,7 @@ def on_card(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def make_product(features: list[int], inputs: int, biased: bool, form: str) -> Product:
-    """Return a borrowed layer whose matrices and adapters lie side by side, as the engine's do."""
+    """Return a borrowed layer whose matrices and adapters are adjacent in memory, as the engine's are."""
     biases = [nn.Parameter(on_card(size), requires_grad=False) if biased else None for size in features]
     a = on_card(len(features) * RANK, inputs).split(RANK)
     b = on_card(sum(features), RANK).split(features)
@@ -176,7 +175,7 @@ def make_product(features: list[int], inputs: int, biased: bool, form: str) -> P
 
 
 def fake_nf4(features: list[int], inputs: int) -> NF4Weight:
-    """Return matrices in NF4 with double quantization, one below the other."""
+    """Return matrices in NF4 with double quantization, stacked by rows."""
     byte, wide = partial(on_card, dtype=torch.uint8), partial(on_card, dtype=torch.float32)
     numbers = sum(features) * inputs
     blocks, groups = numbers // 64, -(-numbers // 64 // 256)
@@ -185,7 +184,7 @@ def fake_nf4(features: list[int], inputs: int) -> NF4Weight:
 
 
 def fake_fp8(features: list[int], inputs: int) -> FP8Weight:
-    """Return the same in FP8, with a scale for each row."""
+    """Return matrices in FP8, stacked by rows, with a scale for each row."""
     codes, scales = on_card(sum(features), inputs, dtype=torch.uint8), on_card(sum(features), 1, dtype=torch.float32)
     return replace(FP8Weight.from_codes(codes, scales, (1, inputs), torch.bfloat16), out_features=tuple(features))
 

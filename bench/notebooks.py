@@ -1,17 +1,17 @@
-"""Do public notebooks run here? Each one in a folder, with only imports, model, dataset and number of steps replaced.
+"""Run the public notebooks of a folder here, with only imports, model, dataset and number of steps replaced.
 
     python -m bench.notebooks FOLDER
 
 FOLDER holds notebooks as their authors publish them. Each runs in a process and a temporary folder of its own.
 `changed` counts what is replaced: install and import lines (`imports`); the `model`, by the one in the package, and
 names of layers that only the replaced one has, by "all-linear"; the `dataset`, by made rows with the same columns; the
-number of `steps`, by two. `device`: without a card, what asks for one asks for the CPU. `login`: nobody logs in to the
-hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's name or
-under a placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer where none was
+number of `steps`, by two. `device`: without a card, requests for one become requests for the CPU. `login`: there is no
+login to the hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's
+name or a placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer if none was
 uploaded. `length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of
-vLLM's own LLM are four times as long. It knows <think> and </think>, as many of the replaced ones do. Of a notebook
-that stops, the verdict says in which cell (the first is 0) and why. Other files of FOLDER lie beside each notebook, in
-place of those that it downloads.
+vLLM's own LLM are four times as long. It knows <think> and </think>, as many of the replaced models do. If a notebook
+stops, the verdict says in which cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place
+of those that it downloads.
 """
 
 import ast
@@ -37,7 +37,7 @@ from bench.common.tables import markdown
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.trainer.loop import Trainer
 
-OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # of TRL and of vLLM
+OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # names of TRL and vLLM, here too
 MADE_ROWS = "bench.notebooks"
 SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
 UPLOADS = ("notebook_login", "push_to_hub")
@@ -48,14 +48,14 @@ UPLOAD = "__import__('bench.notebooks', fromlist=['upload']).upload({}, {}, {!r}
 THINKING = ("<think>", "</think>")
 BYTES = 4  # of a token of the replaced models
 LENGTHS = (("SFTConfig", "max_length"), ("LLM", "max_model_len"))  # the second one is vLLM's
-OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # LFM2's
+OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # names of LFM2's layers
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
-ROWS = 128  # notebooks look at the hundredth, too
+ROWS = 128  # some notebooks show the hundredth row
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
 
 
 class NotebookChanges(public.Changes):
-    """What is changed in a notebook; `model` is the name of a small model."""
+    """The changes to a notebook; `model` is the small model to use instead of its own."""
 
     def __init__(self, model: str, has_card: bool) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class NotebookChanges(public.Changes):
             node.keywords.insert(0, two)
 
     def on_cpu(self, node: ast.Call) -> ast.expr:
-        """Return what asks for the CPU in place of what asks for a card."""
+        """Return a call that uses the CPU in place of one that uses a card."""
         match node:
             case ast.Call(func=ast.Attribute(attr="to"), args=[ast.Constant(value="cuda" | "cuda:0")]):
                 node.args = [self.expression("device", "'cpu'")]
@@ -144,7 +144,7 @@ class NotebookChanges(public.Changes):
 
 
 def home_of(module: str, name: str) -> str:
-    """Return the module that a name is imported from here."""
+    """Return the module from which a name is imported here."""
     root, _, rest = module.partition(".")
     if root == "unsloth":
         return ".".join(filter(None, ("lowmem_grpo", rest)))
@@ -154,7 +154,7 @@ def home_of(module: str, name: str) -> str:
 
 
 def assigned_models(target: ast.expr, value: ast.expr) -> Iterator[ast.Constant]:
-    """Yield the names of models of the hub that are assigned to a name with "model" in it."""
+    """Yield the names of hub models that are assigned to a variable with "model" in its name."""
     match target, value:
         case ast.Tuple(elts=targets), ast.Tuple(elts=values):
             for pair in zip(targets, values, strict=False):
@@ -165,7 +165,7 @@ def assigned_models(target: ast.expr, value: ast.expr) -> Iterator[ast.Constant]
 
 
 def model_names(node: ast.Call) -> Iterator[ast.Constant]:
-    """Yield the names of models of the hub in a call that loads one."""
+    """Yield the names of hub models in a call that loads one."""
     loads = public.called(node) in ("from_pretrained", "pipeline")
     named = [keyword.value for keyword in node.keywords if keyword.arg in ("model", "model_name", "tokenizer")]
     for value in [*named, *(node.args if loads else [])]:
@@ -200,7 +200,7 @@ def is_flash(keyword: ast.keyword) -> bool:
 
 
 def says_none(value: ast.expr) -> bool:
-    """Return whether an option's value already says that nothing leaves this machine."""
+    """Return whether an option's value already keeps everything on this machine."""
     return isinstance(value, ast.Constant) and value.value in ("none", "tensorboard", None, False)
 
 
@@ -257,8 +257,8 @@ DATASETS: dict[str, Callable[[str, str], public.Row]] = {
 
 
 def load_dataset(name: str, config: str | None = None, *, split: Any = None, **kwargs: Any) -> Any:
-    """Return made rows as `datasets.load_dataset` does, for the names in `DATASETS`; a share such as train[:5%] is not
-    taken."""
+    """Return made rows in place of `datasets.load_dataset`, for the names in DATASETS; a slice such as train[:5%] is
+    ignored."""
     if isinstance(split, list):
         return [load_dataset(name, config, split=part) for part in split]
     if name not in DATASETS:
@@ -272,16 +272,16 @@ def load_dataset(name: str, config: str | None = None, *, split: Any = None, **k
 
 
 def run(notebook: Path, folder: Path) -> public.Row:
-    """Run the cells in `folder` until one fails; return the steps of each trainer and how far it came."""
+    """Run the cells in `folder` until one fails; return the steps of each trainer and how far the notebook got."""
     sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
-    for beside in notebook.parent.iterdir():  # what a shell line would have brought
+    for beside in notebook.parent.iterdir():  # files that a shell line would have downloaded
         if beside.is_file() and beside.suffix != ".ipynb":
             shutil.copy(beside, folder)
     changes = NotebookChanges(small_model(folder / "tiny"), torch.cuda.is_available())
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
-    Path("notebook.py").write_text(script, encoding="utf-8")  # for whoever looks for what was changed
+    Path("notebook.py").write_text(script, encoding="utf-8")  # shows what was changed
     trainers: dict[int, Any] = {}
     began = time.perf_counter()
     found = public.run_cells(texts, lambda names: trainers.update(
@@ -291,8 +291,8 @@ def run(notebook: Path, folder: Path) -> public.Row:
 
 
 def small_model(folder: Path) -> str:
-    """Return the path of a copy of the small model for the replaced ones, most of which have a token of beginning, and
-    many of them tokens around a thought, which take unused rows of its embedding."""
+    """Return the path of a copy of the small model with a BOS token, which most of the replaced models have, and tokens
+    for <think> and </think>, which take unused rows of its embedding."""
     path = public.long_copy("tiny", folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": settings["eos_token"]} | settings))
@@ -303,7 +303,7 @@ def small_model(folder: Path) -> str:
 
 
 def shown(row: public.Row) -> list[str]:
-    """Return the cells of a notebook's line."""
+    """Return a notebook's cells for the table."""
     return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
@@ -313,7 +313,7 @@ def told(last: list[public.Row]) -> str:
 
 
 def notebooks_table(rows: list[public.Row]) -> list[str]:
-    """Return the part of RESULTS.md: the newest row of each notebook."""
+    """Return the section of RESULTS.md with the newest row of each notebook."""
     last = public.latest(rows, "notebook")
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
             f"{told(last)}. `device`: the CPU in place of a card. "

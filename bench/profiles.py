@@ -1,8 +1,8 @@
-"""Where the time of a training step and of decoding goes: kernels, idle times, copies beside kernels.
+"""Profile a training step and decoding: kernels, idle times, and copies that overlap kernels.
 
     python -m bench.profiles                        the 8B shape on the card if there is one, else a tiny one
 
-Each part leaves a page and its numbers (`.md`, `.json`) in --output. On a card the profiler slows the host down a
+Each part writes a page and its numbers (`.md`, `.json`) in --output. On a card the profiler slows the host down a
 little, so idle times are somewhat longer than without it.
 """
 
@@ -33,14 +33,14 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 PARTS = {"train": "A training step", "decode": "Decoding"}
 WARM_UP, TOP, GAPS = 2, 15, 10  # calls before the one that is profiled; lines of the tables
 DECODED = {"full": 64, "3b": 64, "tiny": 8}  # tokens of each completion in the decoding call
-COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # a copy within the device is work of the device, like a kernel
+COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # copies within the device count as kernels
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cuGraphLaunch", "cudaLaunchCooperativeKernel")
 Span = tuple[float, float]  # begin and end, microseconds
 
 
 def train_step(folder: Path, size: Shape, device: str, outputs: str) -> Callable[[], object]:
-    """Return one optimizer step on completions of the full length. Nothing is sampled, so the engine is the one that
-    costs nothing."""
+    """Return a function that makes one optimizer step on completions of full length. Nothing is sampled, so the engine
+    is transformers, which costs nothing."""
     model = load(folder, device, RandomModel(size), "transformers")
     args = GRPOConfig(
         output_dir=outputs, max_steps=WARM_UP + 1, per_device_train_batch_size=size.n,
@@ -63,7 +63,7 @@ def train_step(folder: Path, size: Shape, device: str, outputs: str) -> Callable
 
 
 def decoding(folder: Path, size: Shape, device: str, engine: str, tokens: int) -> Callable[[], object]:
-    """Return a call of the engine for some tokens of each completion, one decode step each."""
+    """Return a function that samples `tokens` tokens of each completion, one per decode step."""
     sampler = load(folder, device, RandomModel(size), engine).engine()
     prompts = [random_ids(size.prompt_tokens, size) for _ in range(size.prompts)]
     params = SamplingParams(n=size.n, max_tokens=tokens, seed=0, ignore_eos=True)
@@ -71,7 +71,7 @@ def decoding(folder: Path, size: Shape, device: str, engine: str, tokens: int) -
 
 
 def unused(completions: list[Any], **columns: Any) -> list[float]:
-    """Refuse to pay: nothing is sampled here, so nothing is scored."""
+    """Raise RuntimeError: nothing is sampled, so no reward may be computed."""
     raise RuntimeError("nothing is sampled here, so nothing is scored")
 
 
@@ -80,7 +80,7 @@ def random_ids(count: int, size: Shape) -> list[int]:
 
 
 def recorded(work: Callable[[], object], device: str, trace: Path | None) -> Any:
-    """Call some times, then once more under torch's profiler, and return its events; `trace` is where to write them."""
+    """Call `work` WARM_UP times, then once under torch's profiler; return its events, and write them to `trace`."""
     for _ in range(WARM_UP):
         work()
     on_card = device == "cuda"
@@ -98,7 +98,7 @@ def recorded(work: Callable[[], object], device: str, trace: Path | None) -> Any
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Return the same time as spans that neither overlap nor touch, in order."""
+    """Return the union of the spans as spans that neither overlap nor touch, in order."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -109,7 +109,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Return the time in which any of the spans holds."""
+    """Return the time that is covered by any of the spans."""
     return sum(end - begin for begin, end in union(spans))
 
 
@@ -118,8 +118,8 @@ def span(event: Any) -> Span:
 
 
 def summarize(events: Iterable[Any], steps: int) -> dict[str, Any]:
-    """Return the figures of a profile: milliseconds, and counts of all `steps` together. Where the device left no
-    kernel, they are of the CPU's ops."""
+    """Return the figures of a profile: milliseconds, and counts over all `steps`. If the device recorded no kernels,
+    they are figures of the CPU's ops."""
     kept = [event for event in events if not getattr(event, "is_user_annotation", False)]
     host = [event for event in kept if event.device_type == torch.autograd.DeviceType.CPU]
     device = [event for event in kept if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -144,13 +144,13 @@ def summarize(events: Iterable[Any], steps: int) -> dict[str, Any]:
 
 
 def own_time(event: Any) -> float:
-    """Return the microseconds of an event, without what it called."""
+    """Return the microseconds of an event, without those of the events that it called."""
     on_host = event.device_type == torch.autograd.DeviceType.CPU
     return float(event.self_cpu_time_total if on_host else event.time_range.elapsed_us())
 
 
 def running(host: list[Any], gap: Span) -> str:
-    """Return the host's op that covers most of a span; of those that cover as much, the innermost."""
+    """Return the host's op that covers most of a gap; of several that cover as much, the innermost."""
     def covers(event: Any) -> tuple[float, float]:
         begin, end = span(event)
         return min(end, gap[1]) - max(begin, gap[0]), begin - end
@@ -160,7 +160,7 @@ def running(host: list[Any], gap: Span) -> str:
 
 
 def page(title: str, row: dict[str, Any]) -> str:
-    """Return a profile as Markdown, with the machine that it was made on."""
+    """Return a profile as Markdown, with the machine on which it was made."""
     facts = [(name, f"{row[name]:,.3f}" if isinstance(row[name], float) else str(row[name])) for name in (
         "of", "steps", "span_ms", "busy_ms", "idle_share", "count", "launches", "copy_ms", "overlapped_ms")]
     top = ([f"`{one['name'].replace('|', '/')[:90]}`", str(one["calls"]), f"{one['ms']:.3f}", f"{one['share']:.1%}"]

@@ -1,10 +1,10 @@
-"""Several processes on this machine: what a second one brings, and Ray Train.
+"""Measure training with two processes on this machine, and check training under Ray Train.
 
     OMP_NUM_THREADS=1 python -m bench.ranks scaling
     python -m bench.ranks with-ray
 
-`scaling` is weak: each rank has as many prompts as the single process, and one thread. Both kinds of run take turns,
-and the pairs are compared: how many times as many completions a second two ranks make; 1.7 are wanted on two cores.
+`scaling` measures weak scaling: each rank has as many prompts as the single process, and one thread. Runs of one and of
+two ranks alternate; the figure is their ratio of completions per second, and 1.7 is the target on two cores.
 
 `with-ray` installs Ray beside the environment (runs/ray) the first time. Two workers of Ray Train's TorchTrainer train
 the embedded model, and the adapter must be that of one process, up to the rounding of float32.
@@ -27,9 +27,9 @@ from lowmem_grpo.trainer.distributed import ranks
 from tests.attacks.ranked_run import Ranked, train, trainer
 
 PROMPTS, GENERATIONS, LENGTH, STEPS = 8, 8, 48, 8
-RAY = ("ray==2.60.0", "msgpack==1.2.4", "tensorboardX==2.6.5")  # the rest of what it needs is there already
+RAY = ("ray==2.60.0", "msgpack==1.2.4", "tensorboardX==2.6.5")  # Ray's other dependencies are installed already
 SETTINGS = {"max_steps": 4}
-ROUNDING = 5e-4  # of the largest weight of a matrix; another size of micro-batches in one process makes up to 2.3e-4
+ROUNDING = 5e-4  # relative to a matrix's largest weight; another micro-batch size in one process makes up to 2.3e-4
 SCALING: dict[str, tables.Figure] = {
     "a step of one, s": ("one_s", ".3f"), "of two, s": ("two_s", ".3f"), "scaling": ("scaling", ".3f"),
     "least": ("least", ".3f"), "most": ("most", ".3f")}
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def result(run: Ranked, longest: float) -> list[Any]:
-    """Return what the ranks returned; ClickException where one failed."""
+    """Return what the ranks returned. Raises ClickException if one failed."""
     found = run.wait(longest)
     if not isinstance(found[0], list | tuple):
         raise click.ClickException(f"{run.count} ranks ended with {found[0]}")
@@ -49,7 +49,7 @@ def result(run: Ranked, longest: float) -> list[Any]:
 
 
 def step_times(folder: Path, rank: int, prompts: int) -> list[float]:
-    """Return the seconds of each step but the first two, which make what later ones use again."""
+    """Return the seconds of each step except the first two, which set up what later steps reuse."""
     rows = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 65)]
     run = trainer(folder, rows=rows, per_device_train_batch_size=prompts * GENERATIONS, num_generations=GENERATIONS,
                   max_completion_length=LENGTH, max_steps=STEPS, save_strategy="no", preflight=False, beta=0.0)
@@ -58,7 +58,7 @@ def step_times(folder: Path, rank: int, prompts: int) -> list[float]:
 
 
 def median_step(count: int) -> float:
-    """Return the median step of a run in so many processes."""
+    """Return the median seconds of a step in a run of `count` processes."""
     with tempfile.TemporaryDirectory(prefix="lowmem-ranks-") as root:
         return median(result(Ranked(Path(root), count, step_times, prompts=PROMPTS * count), 300)[0])
 
@@ -89,7 +89,7 @@ def work(given: dict[str, Any]) -> None:
 
 
 def start(folder: Path) -> None:
-    """Let Ray run two workers."""
+    """Train in two workers of Ray Train. Raises ClickException if they fail."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -104,7 +104,7 @@ def start(folder: Path) -> None:
 
 
 def compare(folder: Path) -> str:
-    """Return what is wrong with what the workers left; empty where nothing is."""
+    """Return what is wrong with the adapters that the workers saved, "" if nothing is."""
     ((expected, _),) = Ranked(folder / "one", 1, train, **SETTINGS).wait()
     for rank in range(2):
         count, weights = torch.load(folder / f"rank-{rank}.pt", weights_only=False)

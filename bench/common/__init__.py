@@ -1,1 +1,1 @@
-"""What all benches share: rows, targets, the page of results, folders of weights."""
+"""Code that all benches share: rows, targets, the page of results, folders of weights."""

@@ -1,6 +1,6 @@
-"""A part of a benchmark in a fresh process, which prints its result last, as one JSON object.
+"""Run a part of a benchmark in a fresh process, whose last line is its result as one JSON object.
 
-What a process measures of its own memory and time then depends on nothing that ran before it.
+The memory and time that it measures then do not depend on anything that ran before it.
 """
 
 import json
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# vLLM in the process that is measured, quiet, and sending nothing; nothing is asked of the hub
+# vLLM runs inside the measured process, quietly and without usage reports; nothing is requested from the hub
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # begins the last line of a traceback
-LOG = 3000  # characters that are kept of what a process said
+LOG = 3000  # characters that are kept of a process's stderr
 
 
 def words(**options: Any) -> list[str]:
-    """Return options as a command takes them; those that are None are left out."""
+    """Return options as words of a command line; options that are None are left out."""
     return [str(word) for name, value in options.items() if value is not None
             for word in (f"--{name.replace('_', '-')}", value)]
 
@@ -30,13 +30,13 @@ def run(
     module: str, *arguments: str, python: str = sys.executable, seconds: float | None = None,
     settings: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What `python -m module` printed last. Where it failed, or took longer than `seconds`: why (`missing`), the end
-    of what it said (`log`), and `failed`. `settings` are environment variables beside `SETTINGS`."""
+    """Run `python -m module`; return the JSON object that it printed last. If it failed or took longer than `seconds`:
+    `failed`, the reason (`missing`) and the end of its stderr (`log`). `settings` are environment variables, too."""
     try:
         done = subprocess.run([python, "-m", module, *arguments], env=os.environ | SETTINGS | (settings or {}),
                               capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"").decode(errors="replace")  # bytes, also where text was asked for
+        said = (error.stderr or b"").decode(errors="replace")  # bytes, even with text=True
         return failure(f"it took more than {seconds:g} s", said)
     except OSError as error:
         return failure(f"{python} does not start: {error.strerror}", "")
@@ -44,7 +44,7 @@ def run(
 
 
 def outcome(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
-    """The result of a process that has ended."""
+    """Return the result of a process that has ended."""
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines:
         found: dict[str, Any] = json.loads(lines[-1])
@@ -53,7 +53,7 @@ def outcome(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
 
 
 def made_once(folder: Path, *commands: Sequence[str | Path]) -> Path:
-    """Return a folder that these commands have filled, now or earlier. Standard output is for rows: they print none."""
+    """Return the folder, filled by these commands the first time. They print to stderr, because stdout is for rows."""
     if not (folder / "installed").exists():
         shutil.rmtree(folder, ignore_errors=True)
         for command in commands:
@@ -67,6 +67,6 @@ def failure(why: str, said: str) -> dict[str, Any]:
 
 
 def last_words(said: str) -> str:
-    """The error that ended a process; what it said last where it names none."""
+    """Return the error that ended a process, or the last line of its stderr if that names none."""
     lines = said.strip().splitlines() or ["it said nothing"]
     return next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])[:300]

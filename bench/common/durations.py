@@ -1,4 +1,4 @@
-"""Where the minutes of the tests go: a table by folder, and the longest tests.
+"""Print the time that the tests take: a table by folder, and the longest tests.
 
     make test && python -m bench.common.durations runs/tests/engines.xml runs/tests/others.xml
 

@@ -1,4 +1,4 @@
-"""Count the files of the package that single calls enter, with a tiny model: the length of a reader's walk.
+"""Count the files of the package that single calls enter, with a tiny model: the files that a reader has to visit.
 
     python -m bench.common.entered
 
@@ -26,12 +26,12 @@ CALLS = ("first rollout()", "second rollout()", "update()", "chat call", "train(
 
 
 class Trace:
-    """The files of the package whose functions any thread enters while a call is recorded."""
+    """Records the files of the package whose functions any thread enters during a call."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.counts: dict[str, int] = {}
-        threading.setprofile(self.note)  # of threads that begin later
+        threading.setprofile(self.note)  # for threads that begin later
 
     def note(self, frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call" and frame.f_code.co_name not in ("<module>", "<lambda>"):
@@ -39,7 +39,7 @@ class Trace:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Inside, all files that are entered count for `name`."""
+        """Count the files that are entered inside the block under `name`."""
         self.files.clear()
         sys.setprofile(self.note)
         try:
@@ -66,14 +66,14 @@ def trace_trainer(trace: Trace, folder: Path) -> None:
         groups = trainer.rollout()
     with trace.call(CALLS[2]):
         trainer.update(groups)
-    trainer.state.global_step = 1  # as the loop does: the first step's samples alone are compared with the trainer
+    trainer.state.global_step = 1  # as the loop does: only the first step's samples are compared with the trainer
     with trace.call(CALLS[1]):
         trainer.rollout()
 
 
 @asynccontextmanager
 async def registered(folder: Path) -> AsyncIterator[Any]:
-    """Yield a model that a backend for agents trains and answers for."""
+    """Yield a model registered with an agents backend, which trains and serves it."""
     from lowmem_grpo import agents
 
     model: agents.TrainableModel[Any] = agents.TrainableModel(name="agent", project="house", base_model="tiny")

@@ -1,4 +1,4 @@
-"""Print how large the package is and how its folders lean on each other.
+"""Print how large the package is and how its folders depend on each other.
 
     python -m bench.common.house               # this checkout, with the files that single calls enter
     python -m bench.common.house --root PATH   # another checkout, without them
@@ -23,10 +23,10 @@ from bench.common import child, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTER = ("server", "agents", "integrations", "recipes", "cli")  # not the core
-SHORT = 60  # lines: a file below it earns its place by two importers
-VAGUE = ("found", "one", "given")  # names of variables that say nothing of the thing
-NO_OBJECT = {"begin", "end", "take", "give", "of", "whole", "look", "told", "said"}  # methods that say not what they do
-NO_VERB = re.compile(r"\W*(What|Whether|Of|How|Where)\b")  # begins a docstring that is no sentence
+SHORT = 60  # lines; a shorter file should have at least two importers
+VAGUE = ("found", "one", "given")  # names of variables that do not say what they hold
+NO_OBJECT = {"begin", "end", "take", "give", "of", "whole", "look", "told", "said"}  # methods whose name has no object
+NO_VERB = re.compile(r"\W*(What|Whether|Of|How|Where)\b")  # begins a docstring without a verb
 Figures = dict[str, int]
 
 
@@ -46,7 +46,7 @@ class Checkout:
 
     @cached_property
     def doors(self) -> dict[tuple[str, str], str]:
-        """(package, name) to the module that the name comes from, of names that a package loads when they are used."""
+        """The module of each (package, name), for names that a package imports lazily."""
         return {(name, alias.name): node.module.removeprefix("lowmem_grpo.") for name, tree in self.trees.items()
                 for block in tree.body if isinstance(block, ast.If) for node in block.body
                 if isinstance(node, ast.ImportFrom) and node.module for alias in node.names}
@@ -57,7 +57,7 @@ class Checkout:
         return {name: set(self.imported(name)) & self.trees.keys() - {name} for name in self.trees}
 
     def imported(self, name: str) -> Iterator[str]:
-        """Yield the modules behind every `from lowmem_grpo... import` of a module; a door's own names are left out."""
+        """Yield the modules behind every `from lowmem_grpo... import` of a module; names of `doors` are left out."""
         hidden = {id(node) for block in self.trees[name].body if isinstance(block, ast.If) for node in ast.walk(block)}
         for node in ast.walk(self.trees[name]):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lowmem_grpo"):
@@ -116,7 +116,7 @@ class Checkout:
                    if isinstance(node, ast.ClassDef) for method in node.body)
 
     def docstrings_without_verb(self, name: str) -> int:
-        """Return the number of docstrings of functions that begin with What, Whether, Of, How or Where. Properties may
+        """Return the number of functions whose docstring begins with What, Whether, Of, How or Where. Properties may
         begin with Whether."""
         begins = ((node, NO_VERB.match(ast.get_docstring(node) or "")) for node in ast.walk(self.trees[name])
                   if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -129,7 +129,7 @@ class Checkout:
 
 
 def room(module: str) -> str:
-    """Return the folder at the top of the package, or the file, in which a module lies."""
+    """Return the top-level folder or file of the package in which a module lies."""
     return module.partition(".")[0]
 
 

@@ -11,14 +11,14 @@ import click
 from bench.common import child
 from bench.rollout.shapes import SHAPES
 
-MADE = "adapter/adapter_model.safetensors"  # what is written last
+MADE = "adapter/adapter_model.safetensors"  # the file that is written last
 
 
 @contextmanager
 def model_folder(weights: Path | None, shape: str, device: str) -> Iterator[Path]:
-    """A folder with random weights of `shape` and an adapter, which are made on the device where there are none yet.
+    """Yield a folder with random weights of `shape` and an adapter, which are made on the device if they do not exist.
 
-    In `weights` they stay; without it they are in a temporary folder, which is removed at the end.
+    They stay in `weights`; if that is None, they are in a temporary folder, which is removed at the end.
     """
     temporary = tempfile.TemporaryDirectory(prefix="random_") if weights is None else nullcontext(weights)
     with temporary as name:
@@ -31,14 +31,14 @@ def model_folder(weights: Path | None, shape: str, device: str) -> Iterator[Path
 
 
 def make(folder: Path, shape: str, device: str) -> None:
-    """Write the weights, in a process of its own."""
+    """Write the weights, in a separate process."""
     found = child.run("bench.rollout.provider", "make", "--folder", str(folder), "--shape", shape, "--device", device)
     if found.get("failed"):
         raise click.ClickException(f"the weights could not be made:\n{found['log']}\n{found['missing']}")
 
 
 def check(folder: Path, shape: str) -> None:
-    """Raise where the folder holds another model."""
+    """Raise ClickException if the folder holds another model."""
     config = folder / "config.json"
     found = json.loads(config.read_text()) if config.exists() else {}
     other = [f"{name} {found.get(name)}, wanted {size}" for name, size in SHAPES[shape].config.items()

@@ -1,4 +1,4 @@
-"""Options of the command line that several benchmarks share, and what their defaults depend on."""
+"""Command line options that several benchmarks share, and their defaults by machine."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -21,13 +21,13 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print rows, one 
 
 
 def output(name: str) -> Any:
-    """--output: the file that rows are appended to, by default that of this name in bench/results."""
+    """Return the option --output: the file to which rows are appended, by default NAME.jsonl in bench/results."""
     path = RESULTS / f"{name}.jsonl"
     return click.option("--output", default=path, type=click.Path(dir_okay=False, path_type=Path), show_default=True)
 
 
 def names(allowed: Collection[str]) -> Callable[..., list[str]]:
-    """A callback for an option that takes names separated by commas; click.BadParameter for an unknown one."""
+    """Return a callback for an option that takes names separated by commas; click.BadParameter for an unknown one."""
     def check(_context: Any, _option: Any, value: str | None) -> list[str]:
         chosen = [name.strip() for name in value.split(",")] if value else []
         if wrong := [name for name in chosen if name not in allowed]:
@@ -38,6 +38,6 @@ def names(allowed: Collection[str]) -> Callable[..., list[str]]:
 
 
 def place(device: str | None, shape: str | None, gpu: str | None) -> tuple[str, str]:
-    """Device and shape, where not given those of this machine: the full shape on a card, else the tiny one."""
+    """Return device and shape; for None the card if there is one, and the full shape on a card, else the tiny one."""
     device = device or ("cuda" if gpu else "cpu")
     return device, shape or ("full" if device == "cuda" else "tiny")

@@ -1,4 +1,4 @@
-"""How the pictures in docs/ are drawn: SVG by matplotlib, whose text stays text, and the same file from the same rows.
+"""Draw the pictures in docs/: SVG by matplotlib, in which text stays text, and the same file from the same rows.
 
 matplotlib is one of the dev extras: it is imported when a picture is drawn, so a machine that only measures needs none.
 """
@@ -17,7 +17,7 @@ STYLE = {
 
 
 def panels(columns: int, width: float, height: float, **options: Any) -> tuple[Any, list[Any]]:
-    """(figure, its axes side by side), `width` and `height` in inches."""
+    """Return (figure, its axes side by side); `width` and `height` are in inches."""
     import logging
 
     import matplotlib
@@ -25,14 +25,14 @@ def panels(columns: int, width: float, height: float, **options: Any) -> tuple[A
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # system-ui is a browser's, not a file's
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # system-ui is a browser's font, not a file
     matplotlib.rcParams.update(STYLE)
     figure, axes = pyplot.subplots(1, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
     return figure, list(axes[0])
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the figure, without the date, so that the same rows give the same file, and let go of it."""
+    """Write the figure without the date, so that the same rows give the same file, and close it."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)

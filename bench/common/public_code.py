@@ -1,4 +1,4 @@
-"""Programs and notebooks of others: changed in a few counted places, run one by one, and told in a table.
+"""Run public programs and notebooks one by one, changed in a few counted places, and make a table of the outcomes.
 
 `bench/notebooks.py` and `bench/agents.py` say what they change. Everything else stays as its author wrote it.
 """
@@ -31,24 +31,24 @@ Row = dict[str, Any]
 
 
 class Changes(ast.NodeTransformer):
-    """Changes of code, counted by kind."""
+    """A transformer of code that counts its changes by kind."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def statements(self, kind: str, text: str) -> list[ast.stmt]:
-        """Return what a statement becomes, and count it."""
+        """Return the statements that replace one, and count the change."""
         self.counts[kind] += 1
         return ast.parse(text).body
 
     def expression(self, kind: str, text: str) -> ast.expr:
-        """Return what an expression becomes, and count it."""
+        """Return the expression that replaces one, and count the change."""
         self.counts[kind] += 1
         return ast.parse(text, mode="eval").body
 
     def rewrite(self, text: str) -> str:
-        """Return a module or cell as it will run: without shell lines and magics, and changed. What is no Python stays,
-        which the run will say."""
+        """Return a module or cell as it will run: changed, and without shell lines and magics. Text that is not Python
+        stays, and fails when it is run."""
         first = text.lstrip().partition("\n")[0]
         if first.startswith("%%") and not first.startswith(KEPT_MAGIC):
             self.counts["imports"] += 1
@@ -65,7 +65,7 @@ class Changes(ast.NodeTransformer):
 
 
 def long_copy(model: str, folder: Path) -> str:
-    """Return the path of a copy of an embedded model that takes long sequences, also with transformers."""
+    """Return the path of a copy of an embedded model that takes CONTEXT tokens, also with transformers."""
     shutil.copytree(str(files("lowmem_grpo") / "assets" / model), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
@@ -73,7 +73,7 @@ def long_copy(model: str, folder: Path) -> str:
 
 
 def called(node: ast.Call) -> str:
-    """Return the last part of the name of what is called; empty where it has none."""
+    """Return the last part of the called name, "" if there is none."""
     match node.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
@@ -81,7 +81,7 @@ def called(node: ast.Call) -> str:
 
 
 def run_cells(texts: Iterable[str], after: Callable[[dict[str, Any]], None] = lambda names: None) -> Row:
-    """Run cells until one fails, and return how; `after` is given the notebook's names after each."""
+    """Run cells until one fails; return its error, else {}. `after` gets the notebook's names after each cell."""
     shell = InteractiveShell.instance()
     for place, text in enumerate(texts):
         outcome = shell.run_cell(text)
@@ -104,8 +104,8 @@ def end_with(result: Row) -> None:
 
 def run_each(key: str, module: str, programs: dict[str, list[str]], seconds: float, output: Path, as_json: bool,
              shown: Callable[[Row], list[str]], **empty: Any) -> None:
-    """Run each program, which is `module` with its words and a folder, in a process of its own; leave a row of each
-    with its name as `key`. `empty` is in the row of one that says nothing itself."""
+    """Run each program, `module` with its words and a temporary folder, in a separate process; record a row of each
+    with its name as `key`. A program that fails without a result gets the fields of `empty`."""
     rows: list[Row] = []
     console, about = Console(width=150), {"run": run_now(), **machine()}
     for name, words in programs.items():
@@ -128,13 +128,13 @@ def latest(rows: list[Row], key: str) -> list[Row]:
 
 
 def ran(row: Row) -> bool:
-    """Return whether it ran to its end and something was trained."""
+    """Return whether the program ran to its end and trained at least one step."""
     steps = row["steps"]
     return "error" not in row and (sum(steps) if isinstance(steps, list) else steps) > 0
 
 
 def cells(row: Row, key: str, *own: str) -> list[str]:
-    """Return the cells of a program's line: its name, the given ones, what was changed, how long, and the verdict."""
+    """Return a program's cells: its name, the `own` ones, the changes, the time and the verdict."""
     where = f"cell {row['failed_cell']}: " if "failed_cell" in row else ""
     verdict = "runs" if ran(row) else where + row.get("error", "it trains nothing").replace("|", "/")[:160]
     changed = ", ".join(f"{count} {kind}" for kind, count in sorted(row.get("changes", {}).items()))

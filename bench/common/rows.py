@@ -1,4 +1,4 @@
-"""Benchmark rows: what machine and commit made them, and appending them to a results file."""
+"""Benchmark rows, the machine and commit that made them, and files of results."""
 
 import json
 import os
@@ -21,7 +21,7 @@ COMMIT = Path(__file__).resolve().parents[2] / ".gpu-bundle" / "commit"  # for a
 
 
 def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Processor, cores, versions of what is installed, commit and date; card and driver where there is one."""
+    """Return processor, cores, installed versions, commit and date; card and driver if there is a card."""
     import torch
 
     from lowmem_grpo.trainer.distributed import cpu_model
@@ -35,7 +35,7 @@ def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """The version of the card's driver, as nvidia-smi gives it."""
+    """Return the version of the card's driver by nvidia-smi; None if that does not work."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -45,12 +45,12 @@ def driver() -> str | None:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are installed."""
+    """Return the versions of the packages that are installed."""
     return {name: found for name in packages if (found := version_of(name))}
 
 
 def version_of(name: str) -> str | None:
-    """A package's version; our own is read from pyproject.toml where it is not installed."""
+    """Return a package's version, None if it is not installed; our own is then read from pyproject.toml."""
     with suppress(PackageNotFoundError):
         return version(name)
     if name != OWN:
@@ -60,8 +60,8 @@ def version_of(name: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the code, with "+changes" where the package differs from it. In a copy without its history, the
-    name that `make gpu-bundle` wrote."""
+    """Return the commit of the code, with "+changes" if the package differs from it. In a copy without its history it
+    is the name that `make gpu-bundle` wrote."""
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -79,7 +79,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def leave(row: dict[str, Any], path: Path, as_json: bool) -> None:
-    """Print a row on standard output in one line, or append it to a results file."""
+    """Print a row on standard output as a line of JSON, or append it to a results file."""
     if as_json:
         print(json.dumps(row), flush=True)
     else:
@@ -87,21 +87,21 @@ def leave(row: dict[str, Any], path: Path, as_json: bool) -> None:
 
 
 def run_now() -> str:
-    """A name for a run: the time at which it began."""
+    """Return a name for a run: the time at which it begins."""
     return datetime.now().isoformat(timespec="seconds")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file; none where there is no file."""
+    """Return the rows of a results file; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def newest(rows: list[dict[str, Any]], *fields: str) -> dict[tuple[str, ...], dict[str, Any]]:
-    """The last row of each combination of `fields`, in the order in which these first came."""
+    """Return the last row of each combination of `fields`, in the order of their first rows."""
     return {tuple(json.dumps(row.get(name)) for name in fields): row for row in rows}
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """The 20th, 50th and 80th."""
+    """Return the 20th, 50th and 80th percentile."""
     cuts = quantiles(values, n=10, method="inclusive")
     return {"p20": round(cuts[1], 4), "p50": round(cuts[4], 4), "p80": round(cuts[7], 4)}

@@ -1,4 +1,4 @@
-"""Tables of the same columns and rows for a terminal and for a page in Markdown."""
+"""Tables for a terminal and for a page in Markdown, from the same columns and rows."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from rich.table import Table
 
 Rows = Iterable[Sequence[str]]
 Row = dict[str, Any]
-# a field of a row, how it is printed, what it is divided by; or what makes the cell
+# a field of a row, its format and its divisor; or a function that makes the cell
 Figure = str | tuple[str, str] | tuple[str, str, int] | Callable[[Row], str]
 Columns = dict[str, Figure]
 ALWAYS = ("case", "shape", "recipe", "provider", "machine", "commit")  # columns that rows without figures have too
@@ -37,20 +37,20 @@ def missing(reason: str, cells: int) -> list[str]:
 
 
 def number(row: dict[str, Any], name: str, form: str, divisor: int = 1) -> str:
-    """Return a measure of a row, divided by `divisor`; nothing where the row lacks it."""
+    """Return a measure of a row, divided by `divisor`; "" if the row lacks it."""
     value = row.get(name)
     return "" if value is None else f"{value if divisor == 1 else value / divisor:{form}}"
 
 
 def cell(row: Row, figure: Figure) -> str:
-    """Return a field of a row as it is, as a number in its form, or what a function makes of the row."""
+    """Return a field of a row as it is, as a formatted number, or as a function makes it of the row."""
     if callable(figure):
         return figure(row)
     return str(row.get(figure, "")) if isinstance(figure, str) else number(row, *figure)
 
 
 def cells(row: Row, columns: Columns) -> list[str]:
-    """Return the cells of a row. In place of the figures of one that has none, the first says why."""
+    """Return the cells of a row. If the row has no figures, the first of their cells says why."""
     if not row.get("missing"):
         return [cell(row, figure) for figure in columns.values()]
     figures = iter(missing(row["missing"], len(columns)))
@@ -63,7 +63,7 @@ def page(rows: Iterable[Row], columns: Columns) -> list[str]:
 
 
 def on_card(row: Row) -> bool:
-    """Return whether a GPU made this row; a machine may have one and not use it."""
+    """Return whether this row was measured on a GPU; a machine may have one and not use it."""
     return bool(row.get("gpu")) and row.get("device") != "cpu"
 
 
@@ -73,7 +73,7 @@ def place(row: Row) -> str:
 
 
 def print_measured(rows: list[Row], columns: Columns, console: Console) -> None:
-    """Print a table of the rows with figures, and below it why other providers left none."""
+    """Print a table of the rows with figures, and below it why other providers have none."""
     measured = (cells(row, columns) for row in rows if not row.get("missing"))
     console.print(terminal(None, list(columns), measured))
     for row in rows:
@@ -83,6 +83,6 @@ def print_measured(rows: list[Row], columns: Columns, console: Console) -> None:
 
 
 def print_rows(rows: Iterable[dict[str, Any]], columns: Columns, *words: str, **options: Any) -> None:
-    """Print rows as a table with these columns, then some words; `options` are those of `rich.table.Table`."""
+    """Print rows as a table with these columns, then `words`; `options` are those of `rich.table.Table`."""
     title = options.pop("title", None)
     Console(width=130).print(terminal(title, list(columns), (cells(row, columns) for row in rows), **options), *words)

@@ -3,8 +3,8 @@
     python -m bench.gate.bench                  on this machine's card: numbers first, then tests
     python -m bench.gate.bench --dry-run        every stage on the CPU, tiny shapes: no card needed
 
-Each piece runs in a process of its own and has its own log. Where a piece fails, or cannot run on this machine, the
-others run all the same. The last page (gate.md) says what passed, which targets were missed, and what did not run.
+Each piece runs in a separate process and has its own log. If a piece fails, or cannot run on this machine, the others
+still run. The last page (gate.md) says what passed, which targets were missed, and what did not run.
 """
 
 import subprocess
@@ -32,13 +32,13 @@ console = Console(width=150)
 
 
 def card_name() -> str:
-    """The card's name, or "" where there is none. A process of its own asks, so that this one holds no card memory."""
+    """Return the card's name, "" without a card. A separate process asks, so that this one holds no card memory."""
     done = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def form_of(dry_run: bool) -> str:
-    """Which kind of run this machine allows; click.UsageError where there is no card."""
+    """Return the kind of run that this machine allows; click.UsageError without a card, unless it is a dry run."""
     if dry_run:
         return CPU
     name = card_name()
@@ -48,7 +48,7 @@ def form_of(dry_run: bool) -> str:
 
 
 def asked_for(stages: str | None, call: int | None) -> tuple[str, ...]:
-    """Names of pieces, or their beginnings; click.UsageError for an unknown stage, and where both options are given."""
+    """Return names of pieces, or their beginnings; click.UsageError for an unknown stage, or for both options."""
     if stages is not None and call is not None:
         raise click.UsageError("--call chooses the pieces itself; leave out --stages, or --call")
     if stages is None:
@@ -60,14 +60,14 @@ def asked_for(stages: str | None, call: int | None) -> tuple[str, ...]:
 
 
 def earlier(out: Path, form: str, code: str) -> list[dict[str, Any]]:
-    """The outcomes of earlier calls on this commit; none where the code has uncommitted changes."""
+    """Return the outcomes of earlier calls on this commit; none if the code has uncommitted changes."""
     if "+changes" in code or code == "unknown":
         return []
     return [row for row in read_rows(out / "gate.jsonl") if (row["form"], row["commit"]) == (form, code)]
 
 
 class Gate:
-    """One call: what is already done, how much time is left, how each piece ended."""
+    """One call of the gate: the pieces that passed earlier, the time that is left, and the outcome of each piece."""
 
     def __init__(self, setup: Setup, limit: float, before: list[dict[str, Any]], code: str) -> None:
         self.code, self.until = code, time.monotonic() + limit
@@ -78,7 +78,7 @@ class Gate:
         self.outcomes: list[Outcome] = []
 
     def run(self, asked: tuple[str, ...]) -> None:
-        """Run the environment, then the pieces that were asked for, one after the other."""
+        """Run the environment's piece, then the pieces that were asked for, one after the other."""
         (first,) = STAGES["environment"](self.setup)
         self.settle(first)
         if self.outcomes[-1].status == PASSED:
@@ -105,8 +105,8 @@ class Gate:
         return found
 
     def first_engine(self, piece: Piece) -> Outcome:
-        """Run the first piece with vLLM. Where it fails with the model runner that vLLM chooses, try the older one. The
-        runner that works is recorded and used from now on. Where neither works, the rest keeps vLLM's choice."""
+        """Run the first piece with vLLM. If it fails with the model runner that vLLM chooses, try the older one. The
+        runner that works is recorded and used from now on. If neither works, later pieces keep vLLM's choice."""
         if self.setup.vllm_runner:
             return self.attempt(piece)
         before = self.setup
@@ -122,7 +122,7 @@ class Gate:
         return found
 
     def note_runner(self) -> None:
-        """Add a row of the machine that names the model runner, as the rows of later calls do."""
+        """Append a row of the machine's facts that names the model runner, as the rows of later calls do."""
         if self.setup.facts:
             facts = self.setup.facts | {"vllm_runner": self.setup.vllm_runner}
             self.setup = replace(self.setup, facts=facts)
@@ -148,7 +148,7 @@ def main(
     call: str | None, stages: str | None, time_limit: float | None, dry_run: bool, again: bool,
     output: Path | None, results: Path | None, weights: Path | None,
 ) -> None:
-    """Run the stages, write rows and the last page. The exit code is 1 where a piece failed or was cut off."""
+    """Run the stages, write rows and the last page. The exit code is 1 if a piece failed or was cut off."""
     asked = asked_for(stages, int(call) if call else None)
     form, code = form_of(dry_run), commit()
     limit = time_limit if time_limit is not None else SECONDS_OF_A_CALL if call else 7200.0

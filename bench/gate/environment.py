@@ -1,9 +1,9 @@
-"""What this machine has, what works on it, and how fast it copies and multiplies: as one JSON object and as a row.
+"""Report what this machine has, what works on it, and how fast it copies and multiplies: as JSON and as a row.
 
     python bench/gate/environment.py --device cuda --output bench/results/environment.jsonl
 
-It is a process of its own, so that a broken driver or library cannot end the gate. Every probe is tried, whatever the
-others found.
+It runs in a separate process, so that a broken driver or library cannot end the gate. Every probe runs, even if others
+have failed.
 """
 
 import json
@@ -28,7 +28,7 @@ WORKS = "works"
 
 
 def triton_works(device: str) -> tuple[Any, Any]:
-    """Return what one of our kernels computes, compiled for this card, and its reference."""
+    """Return the result of one of our kernels, compiled for this card, and its reference."""
     import torch
 
     from lowmem_grpo.kernels import rms_norm
@@ -39,7 +39,7 @@ def triton_works(device: str) -> tuple[Any, Any]:
 
 
 def four_bit_works(device: str) -> tuple[Any, Any]:
-    """Return a matrix that bitsandbytes packed and unpacked here, and as it was."""
+    """Return a matrix after bitsandbytes has quantized and dequantized it here, and the original."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -48,8 +48,8 @@ def four_bit_works(device: str) -> tuple[Any, Any]:
 
 
 def vllm_works(device: str) -> tuple[Any, Any]:
-    """Raise unless vLLM has a version that was checked and the torch it was built for; on a card, return what one of
-    its own kernels computes, and the truth."""
+    """Raise unless vLLM has a supported version and the torch that it was built for; on a card, return the result of
+    one of its own kernels, and the reference."""
     import torch
 
     from lowmem_grpo.engines.vllm.installed import import_plugin
@@ -69,7 +69,7 @@ PROBES = {"triton": (triton_works, 1e-5), "bitsandbytes": (four_bit_works, 1.0),
 
 
 def tried(probe: Callable[[str], tuple[Any, Any]], limit: float, device: str) -> str:
-    """Return whether a probe is exact enough, or its error."""
+    """Return WORKS if a probe is exact enough, else its error."""
     try:
         result, truth = probe(device)
         error = (result - truth).abs().max().item()
@@ -79,7 +79,7 @@ def tried(probe: Callable[[str], tuple[Any, Any]], limit: float, device: str) ->
 
 
 def card() -> dict[str, Any]:
-    """Return what torch says about the card."""
+    """Return the card's properties as torch reports them."""
     import torch
 
     if not torch.cuda.is_available():
@@ -94,7 +94,7 @@ def card() -> dict[str, Any]:
 
 
 def speeds(device: str, small: bool) -> dict[str, float]:
-    """Return the speed of a large copy (bytes read and written) and of a large bfloat16 product of random numbers."""
+    """Return the speed of a large copy (GB/s read and written) and of a large bfloat16 product of random numbers."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -127,7 +127,7 @@ def environment(device: str, small: bool) -> dict[str, Any]:
 @click.option("--vllm-runner", help="The model runner with which vLLM worked here before, to be recorded.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A row is added here.")
 def main(device: str, small: bool, vllm_runner: str | None, output: Path | None) -> None:
-    """Print what was found."""
+    """Print the facts, and append them to --output."""
     found = environment(device, small) | ({"vllm_runner": vllm_runner} if vllm_runner else {})
     if output is not None:
         append_row(output, found)

@@ -27,13 +27,13 @@ GOALS = {"memory": MEMORY, "loop": LOOP, "rollout": ROLLOUTS, "kernels": KERNELS
 
 
 def targets(setup: Setup) -> list[Standing]:
-    """The targets for a card, judged by the recorded rows: memory of the 8B step, loop, rollouts, kernels."""
+    """Return the standings of the targets for a card by the recorded rows: memory, loop, rollouts, kernels."""
     return [standing for name, goals in GOALS.items()
             for standing in judged(goals, read_rows(setup.results / f"{name}.jsonl"), "cuda")]
 
 
 def machine_lines(setup: Setup) -> list[str]:
-    """The machine and the versions."""
+    """Return lines on the machine and the versions."""
     facts = setup.facts
     if not facts:
         return ["The facts about this machine are missing: see the environment's log."]
@@ -45,13 +45,13 @@ def machine_lines(setup: Setup) -> list[str]:
 
 
 def counts(outcomes: list[Outcome]) -> str:
-    """Such as "12 passed, 1 failed"."""
+    """Return a text such as "12 passed, 1 failed"."""
     found = Counter(outcome.status for outcome in outcomes)
     return ", ".join(f"{found[status]} {status}" for status in COLORS if found[status])
 
 
 def document(setup: Setup, outcomes: list[Outcome]) -> str:
-    """The page as markdown."""
+    """Return the page as Markdown."""
     rows = ([o.name, o.status, f"{o.seconds:.0f}", o.reason.replace("|", "/")] for o in outcomes)
     page = ["# GPU gate", "", *machine_lines(setup), "", f"{counts(outcomes)}.", "", *tables.markdown(PIECES, rows)]
     if setup.form == CARD:
@@ -60,7 +60,7 @@ def document(setup: Setup, outcomes: list[Outcome]) -> str:
 
 
 def show(setup: Setup, outcomes: list[Outcome], console: Console) -> None:
-    """Print the page; of the targets only those that were missed, and how many were met."""
+    """Print the page; of the targets only the missed ones, and the number with each status."""
     console.print(tables.terminal("GPU gate", PIECES, (
         [o.name, f"[{COLORS[o.status]}]{o.status}[/]", f"{o.seconds:.0f}", escape(o.reason[:240])] for o in outcomes)))
     if setup.form == CARD:

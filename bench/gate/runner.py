@@ -1,4 +1,4 @@
-"""Runs one piece of the gate in a process of its own, stops it when its time is over, and says how it ended."""
+"""Run one piece of the gate in a separate process, stop it when its time is over, and judge how it ended."""
 
 import os
 import signal
@@ -16,12 +16,12 @@ from bench.gate.pretend import CACHED, UNCACHED
 from bench.gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
 
 PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF = "passed", "failed", "skipped", "not run", "cut off"
-SHORTEST = 30  # seconds; where nothing is measured, a piece with less time left is not begun
+SHORTEST = 30  # seconds; without a real card, a piece with less time left is not begun
 TAIL = 4000  # characters at the end of a log that are searched for a reason
 # the gate has no network, and vLLM must live in the process whose weights it borrows
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-WORKS = "works"  # of a probe in environment.py
+WORKS = "works"  # result of a probe in environment.py
 UNITS = {"card_gib": "the card has {have:.1f} GiB, {want} are needed",
          "host_gib": "{have:.1f} GiB of host memory are free, {want} are needed",
          "disk_gib": "{have:.1f} GiB of disk are free, {want} are needed"}
@@ -33,7 +33,7 @@ RUNNERS = {OWN: {}, OLDER: {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a piece ended; a line of gate.jsonl."""
+    """The outcome of a piece; a line of gate.jsonl."""
 
     name: str
     status: str
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
-    """Run a piece, unless something it needs is missing or too little time is left."""
+    """Run a piece, unless something it needs is missing or too little time is left; return its outcome."""
     def outcome(status: str, seconds: float = 0.0, reason: str = "") -> Outcome:
         return Outcome(piece.name, status, round(seconds, 1), reason, setup.run, commit, setup.form,
                        setup.vllm_runner)
@@ -74,14 +74,14 @@ def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
 
 
 def why_not(needs: tuple[str, ...], facts: dict[str, Any]) -> str | None:
-    """The first need that is not met, in words; None where all are met, or where nothing is known yet."""
+    """Return the first need that is not met, in words; None if all are met, or if no facts are known yet."""
     if not facts:
         return None
     return next((reason for need in needs if (reason := lacking(need, facts))), None)
 
 
 def lacking(need: str, facts: dict[str, Any]) -> str | None:
-    """Why one need is not met: "bf16", "card_gib:24", or the name of a probe."""
+    """Return why a need ("bf16", "card_gib:24", or the name of a probe) is not met; None if it is."""
     name, _, amount = need.partition(":")
     if amount:
         have, want = facts.get(name) or 0.0, float(amount)
@@ -94,14 +94,14 @@ def lacking(need: str, facts: dict[str, Any]) -> str | None:
 
 
 def rows_of(piece: Piece) -> list[dict[str, Any]]:
-    """The rows in the file to which the piece appends."""
+    """Return the rows in the file to which the piece appends."""
     named = [after for word, after in pairwise(piece.command) if word == "--output" and after.endswith(".jsonl")]
     return read_rows(Path(named[0])) if named else []
 
 
 def environment(piece: Piece, setup: Setup) -> dict[str, str]:
-    """Variables for a piece's process: the model runner of vLLM that works here; on the CPU one thread and no card; on
-    a pretend card zeros instead of garbage, except where allocations are measured."""
+    """Return variables for a piece's process: the model runner of vLLM that works here; on the CPU one thread and no
+    card; on a pretend card zeros instead of garbage, except where allocations are measured."""
     settings = ENVIRONMENT | RUNNERS[setup.vllm_runner or OWN]
     if setup.form == PRETEND:
         zeros = {} if piece.weighs else CACHED if piece.sleeps else UNCACHED
@@ -112,7 +112,7 @@ def environment(piece: Piece, setup: Setup) -> dict[str, str]:
 
 
 def run(command: tuple[str, ...], log: Path, seconds: float, settings: dict[str, str]) -> int | None:
-    """The exit code, or None where time ran out. Whatever the piece started ends with it."""
+    """Run a command; return its exit code, None if time ran out. All processes that it started end with it."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         file.write(f"$ python {' '.join(command)}\n")
@@ -142,7 +142,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def verdict(piece: Piece, setup: Setup, code: int, log: Path) -> tuple[str, str]:
-    """Passed or failed, and why."""
+    """Return PASSED or FAILED, and why."""
     if piece.junit:
         return pytest_verdict(setup.out / f"{piece.name.rpartition('/')[2]}.xml", setup.form,
                               f"exit code {code}: {last_line(log)}")
@@ -150,14 +150,14 @@ def verdict(piece: Piece, setup: Setup, code: int, log: Path) -> tuple[str, str]
 
 
 def pytest_verdict(report: Path, form: str, last: str) -> tuple[str, str]:
-    """Judge by pytest's own report. On a card at least one test must have run. On a pretend card, whose kernels compute
-    nothing, assertions about values cannot hold, so only other errors count."""
+    """Return the verdict of pytest's report. On a card, at least one test must run. On a pretend card, whose kernels
+    compute nothing, assertions about values cannot hold, so only other errors count."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
         return FAILED, f"pytest left no report: {last}"
     bad = {f"{case.get('classname')}.{case.get('name')}": message for case in cases if (message := complaint(case))}
-    values = [name for name, message in bad.items() if form == PRETEND  # of what was computed
+    values = [name for name, message in bad.items() if form == PRETEND  # wrong values
               and (message.startswith(OF_VALUES) or any(words in message for words in CHECKS))]
     skipped = sum(case.find("skipped") is not None for case in cases)
     ran = len(cases) - skipped
@@ -171,17 +171,17 @@ def pytest_verdict(report: Path, form: str, last: str) -> tuple[str, str]:
 
 
 OF_VALUES = ("AssertionError", "assert ", "Failed: DID NOT RAISE", "Failed: DID NOT WARN", "ZeroDivisionError")
-CHECKS = ("has other code tables than",)  # of the package itself, on values
+CHECKS = ("has other code tables than",)  # the package's own checks of values
 
 
 def complaint(case: ElementTree.Element) -> str:
-    """The message of a test that failed or broke, else ""."""
+    """Return the message of a test that failed or broke, else ""."""
     found = case.find("failure")
     found = case.find("error") if found is None else found
     return "" if found is None else " ".join((found.get("message") or "failed").split())
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log."""
+    """Return the last line of a log."""
     lines = [line.strip() for line in log.read_text(errors="replace")[-TAIL:].splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""

@@ -24,13 +24,13 @@ WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")
 KERNEL_OPS = ("linear_logprobs", "nf4_linear", "nf4_dequantize", "fp8_linear", "fp8_dequantize", "rms_norm",
               "add_rms_norm", "rope", "swiglu", "geglu")
 FEW_PROBLEMS = ("eval_problems=8", "train_size=16", "per_device_train_batch_size=8", "num_generations=4",
-                "gradient_accumulation_steps=1")  # where nothing is learnt
-LARGE = ("linear_logprobs", "nf4_linear", "fp8_linear")  # of these: many providers, or many shapes
+                "gradient_accumulation_steps=1")  # for runs that need not learn anything
+LARGE = ("linear_logprobs", "nf4_linear", "fp8_linear")  # ops with many providers, or many shapes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One command in a process of its own. Without the facts (environment.py) in `needs` it is skipped, and says so."""
+    """A command that runs in a separate process. It is skipped, with a reason, unless the facts meet its `needs`."""
 
     name: str
     command: tuple[str, ...]  # what follows the interpreter
@@ -39,13 +39,13 @@ class Piece:
     needs: tuple[str, ...] = ()
     junit: bool = False  # pytest writes a report that decides whether it passed
     weighs: bool = False  # it measures the allocator's peaks
-    sleeps: bool = False  # it measures what vLLM gives back when it sleeps
-    log: str = ""  # the log's name, where it is not the piece's
+    sleeps: bool = False  # it measures the memory that vLLM frees when it sleeps
+    log: str = ""  # name of the log, if it is not the piece's
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how the pieces run."""
+    """The settings with which the pieces run."""
 
     form: str  # CARD, PRETEND or CPU
     out: Path  # logs, reports and the pieces' own results
@@ -53,7 +53,7 @@ class Setup:
     weights: Path  # made once, used by several stages
     run: str  # the same in all rows of one gate
     facts: dict[str, Any] = field(default_factory=dict)  # what environment.py found; empty before it has run
-    vllm_runner: str = ""  # of runner.py's RUNNERS, the one that worked here; empty before one did
+    vllm_runner: str = ""  # the entry of runner.py's RUNNERS that worked here; empty before one did
 
     @property
     def device(self) -> str:
@@ -64,7 +64,7 @@ class Setup:
         return "full" if self.form == CARD else "tiny"
 
     def rows(self, name: str) -> tuple[str, str]:
-        """The option for a results file."""
+        """Return the option for a results file."""
         return "--output", str(self.results / f"{name}.jsonl")
 
 
@@ -72,12 +72,12 @@ Stage = Callable[[Setup], list[Piece]]
 
 
 def script(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command of a module in bench/."""
+    """Return the command of a module in bench/."""
     return ("-m", f"bench.{name}", *arguments)
 
 
 def environment(setup: Setup) -> list[Piece]:
-    """What this machine has, what works, and how fast it copies and multiplies."""
+    """Return the piece that reports what this machine has, what works, and how fast it copies and multiplies."""
     small = ("--small",) if setup.form != CARD else ()
     known = ("--vllm-runner", setup.vllm_runner) if setup.vllm_runner else ()
     return [Piece("environment", script("gate.environment", "--device", setup.device, *small, *known,
@@ -85,8 +85,8 @@ def environment(setup: Setup) -> list[Piece]:
 
 
 def tests(setup: Setup) -> list[Piece]:
-    """All tests marked `gpu`, file by file: the package, vLLM (one engine at a time), kernels; and a few steps of a
-    trainer in every variant."""
+    """Return pieces for all tests marked `gpu`, file by file: the package, vLLM (one engine at a time), kernels; and
+    for a few steps of a trainer in every variant."""
     if setup.form == CPU:  # marked tests are skipped here; it is enough that they can be collected
         few = [smoke(setup, name, "--steps", "1") for name in ("vllm", "4-bit")]
         return [selected(setup, "kernels", "gpu", TESTS / "kernels" / "test_rms_norm.py"), *few]
@@ -107,7 +107,7 @@ def tests(setup: Setup) -> list[Piece]:
 def selected(
     setup: Setup, group: str, mark: str, path: Path, workers: int = 0, needs: tuple[str, ...] = (), least: int = 45
 ) -> Piece:
-    """The tests in a file that have these marks."""
+    """Return the piece that runs the tests in a file that have these marks."""
     file = ".".join(path.relative_to(TESTS).with_suffix("").parts).replace("test_", "")
     name = f"{group} {file.removeprefix('kernels.')}"
     options = ("-m", "pytest", "-m", mark, "-n", str(workers), "-p", "no:cacheprovider",
@@ -116,7 +116,7 @@ def selected(
 
 
 def smoke(setup: Setup, variant: str, *options: str) -> Piece:
-    """One variant of smoke/bench.py."""
+    """Return the piece that runs one variant of smoke/bench.py."""
     vllm = variant.startswith("vllm")
     command = ("--device", setup.device, "--variant", variant, *options, *setup.rows("card_smoke"))
     return Piece(f"tests/smoke {variant}", script("smoke.bench", *command), 300, 80 if vllm else 40,
@@ -124,7 +124,7 @@ def smoke(setup: Setup, variant: str, *options: str) -> Piece:
 
 
 def kernels(setup: Setup) -> list[Piece]:
-    """A row of each kernel, its reference and its peers; in float16 on a card without bfloat16."""
+    """Return pieces that measure each kernel, its reference and its peers; in float16 on a card without bfloat16."""
     common = ("--device", setup.device, "--shapes", setup.shape, *setup.rows("kernels"))
     if setup.form == CPU:
         quick = ("--ops", "rms_norm,nf4_linear", "--dtype", "float32", "--rounds", "2")
@@ -138,7 +138,7 @@ def kernels(setup: Setup) -> list[Piece]:
 
 
 def memory(setup: Setup) -> list[Piece]:
-    """A step of an 8B model in 16 and 24 GiB of the card; the longest context in each; feature by feature."""
+    """Return pieces for a step of an 8B model in 16 and 24 GiB, its longest context there, and each feature alone."""
     rows, longest = setup.rows("memory"), setup.rows("longest_context")
     if setup.form == CPU:
         small = ("--shape", "qwen2.5-1.5b")
@@ -168,17 +168,17 @@ def memory(setup: Setup) -> list[Piece]:
 
 
 def rollout(setup: Setup) -> list[Piece]:
-    """Our engine on the trainer's weights beside vLLM with its own: speed, bytes, agreement, sleep."""
+    """Return pieces that compare our engine on the trainer's weights with vLLM: speed, bytes, agreement, sleep."""
     seconds = {"lowmem_grpo": 130, "vllm_bf16_lora": 90, "vllm_bnb_lora": 110, "lowmem_grpo_eager": 120,
                "transformers": 300}
-    # the engine without vLLM reads lengths from the card, which are zeros there; the smokes walk it
+    # the engine without vLLM reads lengths from the card, which are zeros there; the smoke tests cover it
     left_out = ("transformers",) if setup.form == PRETEND else ()
     chosen = [name for name in seconds if name not in left_out] if setup.form != CPU else ["lowmem_grpo"]
     return rollouts_of(setup, {name: seconds[name] for name in chosen})
 
 
 def rollouts_of(setup: Setup, seconds: dict[str, int], stage: str = "rollout") -> list[Piece]:
-    """Some providers of the benchmark of rollouts, and the seconds that each is expected to take at least."""
+    """Return pieces for providers of the rollout benchmark; `seconds` is the time that each takes at least."""
     common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
               setup.run, "--rounds", "2" if setup.form != CARD else "3", *setup.rows("rollout"))
     needs = ("bitsandbytes", "bf16", "vllm")
@@ -188,8 +188,8 @@ def rollouts_of(setup: Setup, seconds: dict[str, int], stage: str = "rollout") -
 
 
 def switches(setup: Setup) -> list[Piece]:
-    """Return what the switches of docs/rollouts.md gain: the cache in 8 bits on the shape of the rollouts; training
-    while sampling with the model in the package; CUDA graphs of our own engine on a tiny shape."""
+    """Return pieces that measure the switches of docs/rollouts.md: the KV cache in 8 bits on the shape of the rollouts;
+    training while sampling with the model in the package; CUDA graphs of our own engine on a tiny shape."""
     quick = () if setup.form == CARD else ("--rounds", "1")
     small = ("--prompts", "8", "--tokens", "64") if setup.form == CPU else ()
     overlap = {"overlap": (), "overlap chains": ("--mixture", "chains"), "overlap vllm": ("--engine", "vllm")}
@@ -198,7 +198,7 @@ def switches(setup: Setup) -> list[Piece]:
         "rollout.bench", "--device", setup.device, "--shape", "tiny", "--weights", str(setup.weights / "tiny"),
         "--provider", "transformers", "--provider", "transformers_eager", *(("--rounds", "2") if quick else ()),
         *setup.rows("rollout")), least=90, needs=("bitsandbytes", "bf16"))
-    # on a pretend card the engine without vLLM reads lengths of zero; the smokes walk it
+    # on a pretend card the engine without vLLM reads lengths of zero; the smoke tests cover it
     return [*sampled, *([] if setup.form == PRETEND else [graphs]), *(
         Piece(f"switches/{name}", script("loop.overlap", *words, *quick, *small, *setup.rows("overlap")), least=90,
               needs=("bf16", "vllm") if "vllm" in words else ())
@@ -206,20 +206,20 @@ def switches(setup: Setup) -> list[Piece]:
 
 
 def loop(setup: Setup) -> list[Piece]:
-    """The time of a step of the whole loop, and what it is spent on; and two ranks, which share the card."""
+    """Return pieces that time a step of the whole loop and its parts, and two ranks that share the card."""
     ranks = script("ranks", "scaling", "--rounds", "1", *setup.rows("ranks_scaling"))
     shared = [] if setup.form == PRETEND else [Piece("loop/ranks", ranks, least=60)]
     return [loop_piece(setup, "loop", "lowmem_grpo"), *shared]
 
 
 def peers(setup: Setup) -> list[Piece]:
-    """The same step by peers that are installed; those without vLLM, which take minutes a step, come last."""
+    """Return pieces for the same step by installed peers; those without vLLM, which take minutes a step, come last."""
     chosen = PEERS if setup.form != CPU else ("trl_transformers",)
     return [loop_piece(setup, "peers", name) for name in chosen]
 
 
 def loop_piece(setup: Setup, stage: str, provider: str) -> Piece:
-    """One provider's steps of the whole loop."""
+    """Return the piece for one provider's steps of the whole loop."""
     slow = provider.endswith("transformers")
     common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
               setup.run, "--steps", "1" if slow or setup.form != CARD else "2", *setup.rows("loop"))
@@ -236,7 +236,7 @@ PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "un
 
 
 def learner(setup: Setup) -> list[Piece]:
-    """The model in the package learns two recipes with the full stack: NF4, CUDA graphs, offload, packing."""
+    """Return pieces in which the embedded model learns two recipes with NF4, CUDA graphs, offload and packing."""
     engine = "transformers" if setup.form == CPU else "vllm"
     words = ("gpu=cpu", "load_in_4bit=true", f"engine={engine}", "gradient_checkpointing_mode=offload",
              "save_strategy=no", *(FEW_PROBLEMS if setup.form != CARD else ()))
@@ -248,7 +248,7 @@ def learner(setup: Setup) -> list[Piece]:
 
 
 def profile(setup: Setup) -> list[Piece]:
-    """Top kernels, idle gaps, and copies beside computing, of a training step and of decoding."""
+    """Return pieces that profile a training step and decoding: kernels, idle gaps, and copies that overlap kernels."""
     options = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape))
     needs = ("bitsandbytes", "bf16") + (("vllm",) if setup.form != CPU else ())
     def piece(name: str, *parts: str) -> Piece:

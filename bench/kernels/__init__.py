@@ -1,1 +1,1 @@
-"""How fast and how exact each kernel is, and whether it compiles for every chip."""
+"""Measure how fast and how exact each kernel is, and compile it for every chip."""

@@ -1,4 +1,4 @@
-"""Compiles one kernel for one chip without a GPU, and weighs the result: registers, spills, shared memory, bytes.
+"""Compile one kernel for one chip without a GPU, and measure the result: registers, spills, shared memory, bytes.
 
 Registers and stack come from `cuobjdump`, which is part of Triton. A stack need not be a spill (a local array needs one
 too), so a kernel with a stack is compiled again with the assembler's log, which counts spilled bytes exactly.
@@ -23,9 +23,9 @@ from triton.compiler import ASTSource
 
 from lowmem_grpo.kernels.triton_utils import SHARED_MEMORY, Variant
 
-MAX_SPILL = 64  # bytes a thread
-MAX_SECONDS = 60  # of one compilation, far more than any should take; an assembler that spills a lot can take hours
-MAX_TENSOR_MEMORY = 512  # columns of tensor memory of a block, sm_100
+MAX_SPILL = 64  # bytes per thread
+MAX_SECONDS = 60  # per compilation, far more than any should take; an assembler that spills a lot can take hours
+MAX_TENSOR_MEMORY = 512  # columns of tensor memory per block, sm_100
 DIVISIBLE = [["tt.divisibility", 16]]
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
@@ -34,17 +34,17 @@ CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 class Weight:
     """The result of one compilation, or its `error`."""
 
-    registers: int = 0  # a thread
-    stack_bytes: int = 0  # a thread
-    spill_bytes: int = 0  # a thread: the larger of bytes stored and bytes loaded
-    shared_bytes: int = 0  # a block
+    registers: int = 0  # per thread
+    stack_bytes: int = 0  # per thread
+    spill_bytes: int = 0  # per thread: the larger of bytes stored and bytes loaded
+    shared_bytes: int = 0  # per block
     tensor_memory: int = 0  # columns
     cubin_bytes: int = 0
     seconds: float = field(default=0.0, compare=False)
     error: str | None = None
 
     def complaints(self, chip: int) -> list[str]:
-        """Why this kernel must not ship, if it must not."""
+        """Return the reasons why this kernel must not ship; none if it may."""
         if self.error:
             return [f"does not compile: {self.error}"]
         found, limit = [], SHARED_MEMORY[chip]
@@ -58,8 +58,8 @@ class Weight:
 
 
 def source(variant: Variant, hints: str) -> ASTSource:
-    """The kernel with its argument types. As at run time, pointers are known to be aligned to 16 bytes; integers are
-    known to be multiples of 16 with hints "aligned", and nothing is known of them with "odd"."""
+    """Return the kernel with its argument types. As at run time, pointers are known to be aligned to 16 bytes; integers
+    are known to be multiples of 16 with hints "aligned", and nothing is known of them with "odd"."""
     constexprs = variant.launch.constexprs | variant.constexprs
     if missing := [name for name in variant.kernel.arg_names if name not in variant.types | constexprs]:
         raise ValueError(f"the variant gives no type for {', '.join(missing)}")
@@ -72,14 +72,14 @@ def source(variant: Variant, hints: str) -> ASTSource:
 
 
 def takes_hint(kind: str, parameter: Any, hints: str) -> bool:
-    """Whether a launch would tell the compiler that this argument is a multiple of 16."""
+    """Return whether a launch would tell the compiler that this argument is a multiple of 16."""
     if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
         return False
     return kind.startswith("*") or (hints == "aligned" and re.fullmatch(r"[iu](32|64)", kind) is not None)
 
 
 def weigh(variant: Variant, chip: int, hints: str) -> Weight:
-    """Compile and weigh; an error of the compiler becomes part of the result."""
+    """Compile and measure a variant; an error of the compiler becomes part of the result."""
     start = time.perf_counter()
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(MAX_SECONDS)
@@ -93,12 +93,12 @@ def weigh(variant: Variant, chip: int, hints: str) -> Weight:
 
 
 def give_up(*_: Any) -> None:
-    """Raise in the middle of a compilation, which ends the assembler too."""
+    """Raise TimeoutError in the middle of a compilation, which ends the assembler too."""
     raise TimeoutError(f"more than {MAX_SECONDS} s")
 
 
 def compiled(variant: Variant, chip: int, hints: str) -> Weight:
-    """One compilation, or its cached result; the assembler's log only where there is a stack."""
+    """Compile a variant, or take the cached result; read the assembler's log only if there is a stack."""
     kernel = build(variant, chip, hints)
     used = resources(kernel.asm["cubin"])
     return Weight(
@@ -109,14 +109,14 @@ def compiled(variant: Variant, chip: int, hints: str) -> Weight:
 
 
 def build(variant: Variant, chip: int, hints: str, log: io.StringIO | None = None) -> Any:
-    """Triton's compiled kernel. The compiler's output goes to `log`: on an error it prints the whole program."""
+    """Return Triton's compiled kernel. The compiler's output goes to `log`: on an error it prints the whole program."""
     options = variant.launch.compiler
     with contextlib.redirect_stdout(log or io.StringIO()):
         return triton.compile(source(variant, hints), target=GPUTarget("cuda", chip, 32), options=options)
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers (REG) and stack (STACK) of the kernel, the largest of all its functions."""
+    """Return registers (REG) and stack (STACK) of the kernel, the largest of all its functions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -126,7 +126,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def spilled(variant: Variant, chip: int, hints: str) -> int:
-    """Bytes that the assembler says it spills, for which the kernel is compiled anew."""
+    """Compile the kernel again, and return the bytes that the assembler reports as spilled."""
     log = io.StringIO()
     with knobs.compilation.scope(), knobs.nvidia.scope():
         knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True

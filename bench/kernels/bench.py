@@ -1,4 +1,4 @@
-"""Time and weigh each kernel against its plain reference and against other projects' kernels, in one run.
+"""Measure time and memory of each kernel, of its plain reference and of other projects' kernels, in one run.
 
     python -m bench.kernels.bench                        on the card if there is one, else on the CPU
 
@@ -41,7 +41,7 @@ Sizes = dict[str, list[tuple[tuple[str, ...], dict[str, int]]]]
 
 def sizes(logprobs: Any, rows: Any, linear: dict[str, int], norm: dict[str, int], rope: dict[str, int],
           glu: dict[str, int], passes: tuple[str, ...]) -> Sizes:
-    """Return the shapes of all ops: `rows` are (passes, M, O, I) of linear layers, `linear` what is dequantized."""
+    """Return the shapes of all ops: `rows` are (passes, M, O, I) of linear layers, `linear` a weight to dequantize."""
     products = [(each, {"M": m, "O": outputs, "I": inputs}) for each, m, outputs, inputs in rows]
     return {
         "linear_logprobs": logprobs, "nf4_linear": products, "nf4_dequantize": [((FWD,), linear)],
@@ -51,7 +51,7 @@ def sizes(logprobs: Any, rows: Any, linear: dict[str, int], norm: dict[str, int]
     }
 
 
-FULL = sizes(  # one transformer layer of 8 billion parameters, 16,384 tokens; few rows of it, and a training step's
+FULL = sizes(  # layers of an 8B model, 16,384 tokens; linear layers with few rows, and with a training step's
     [(BOTH, {"N": 16384, "D": 4096, "V": size}) for size in (128256, 151936)],
     [*(((FWD,), rows, outputs, inputs) for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096))
        for rows in (1, 8, 32, 64)), (BOTH, 4096, 14336, 4096)],
@@ -71,13 +71,13 @@ console = Console(width=130)
 
 @dataclass
 class Bench:
-    """What all cases of one run share."""
+    """The settings and failures that all cases of one run share."""
 
     clock: Clock
     providers: list[str]  # empty: all
     output: Path
     common: dict[str, Any]  # fields of every row
-    failures: list[str] = field(default_factory=list)  # of our own providers; the run continues and ends with an error
+    failures: list[str] = field(default_factory=list)  # in our own providers; the run continues and ends with an error
 
     def measure(self, case: Case) -> None:
         """Measure all providers of one case in turn; each leaves a row."""
@@ -111,7 +111,7 @@ class Bench:
 
     def row(self, problem: Problem, provider: Provider, times: dict[str, dict[str, float]],
             measured: dict[str, Any]) -> dict[str, Any]:
-        """Return what is recorded of one provider."""
+        """Return the row to record for one provider."""
         case, own = problem.case, times[provider.name]
         moved, flops = problem.moved_bytes.get(case.passes), problem.flops.get(case.passes)
         rate = moved / own["p50"] / 1e6 if moved else None
@@ -128,7 +128,7 @@ class Bench:
 
 
 def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]) -> tuple[Run, dict[str, float]]:
-    """Return a provider's call, warmed up, and its errors; UnsupportedError says why there is none."""
+    """Return a provider's call, warmed up, and its errors. Raises UnsupportedError with the reason if there is none."""
     try:
         run = provider.build(problem)
         found = errors(run.call(), truth)
@@ -171,7 +171,7 @@ def main(
 ) -> None:
     """Measure the kernels and append rows."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    warnings.simplefilter("ignore")  # of peers and compilers, between the tables
+    warnings.simplefilter("ignore")  # those of peers and compilers would stand between the tables
     torch.set_num_threads(threads)
     clock, failures = Clock(device, rounds), list[str]()
     common = machine(PACKAGES) | {"run": run_now(), "device": device, "threads": threads,

@@ -2,7 +2,7 @@
 
     python -m bench.kernels.compile                    all kernels for sm_75 ... sm_120; bench/README.md says more
 
-The exit code is 1, with a list, where a kernel does not compile, spills more than 64 bytes a thread, needs more shared
+The exit code is 1, with a list, if a kernel does not compile, spills more than 64 bytes per thread, needs more shared
 memory than its chip has, or is in no `variants()`.
 """
 
@@ -59,13 +59,13 @@ class Job:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """All modules of lowmem_grpo.kernels."""
+    """Return all modules of lowmem_grpo.kernels."""
     names = [info.name for info in pkgutil.iter_modules(lowmem_grpo.kernels.__path__, "lowmem_grpo.kernels.")]
     return [importlib.import_module(name) for name in names]
 
 
 def load_file(path: Path) -> ModuleType:
-    """A module from a file, for kernels that are not in the package."""
+    """Import a module from a file, for kernels that are not in the package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise click.BadParameter(f"{path} is no Python file")
@@ -76,7 +76,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def list_jobs(modules: list[ModuleType], chips: list[int], hints: list[str], one_dtype: bool = False) -> list[Job]:
-    """Return every variant of every module for every chip, dtype and set of hints; with `one_dtype` fp16 only where a
+    """Return every variant of every module for every chip, dtype and set of hints; with `one_dtype`, fp16 only if a
     chip has no bf16."""
     return [
         Job(module.__name__.rpartition(".")[2], variant, chip, dtype, hint)
@@ -89,7 +89,7 @@ def list_jobs(modules: list[ModuleType], chips: list[int], hints: list[str], one
 
 
 def unlisted(modules: list[ModuleType], jobs: list[Job]) -> list[str]:
-    """Kernels (named x_kernel) that are in no variant, so that nothing would compile them."""
+    """Return kernels (named x_kernel) that are in no variant, so that nothing would compile them."""
     listed = {(job.variant.kernel.__module__, job.variant.kernel.__name__) for job in jobs}
     return [
         f"{module.__name__}: {name} is in no variants()" for module in modules for name, value in vars(module).items()
@@ -99,7 +99,7 @@ def unlisted(modules: list[ModuleType], jobs: list[Job]) -> list[str]:
 
 
 def weigh_job(job: Job) -> Any:
-    """The weight of one job; runs in a worker, where the compiler is imported."""
+    """Return the weight of one job; runs in a worker, which imports the compiler."""
     from bench.kernels.aot import weigh
 
     warnings.filterwarnings("ignore", message=FUSION_WARNING)
@@ -114,7 +114,7 @@ def weigh_number(number: int) -> Any:
 
 
 def weigh_all(jobs: list[Job], workers: int) -> dict[tuple[Any, ...], Any]:
-    """The weight of every distinct job, by its key."""
+    """Return the weight of every distinct job, by its key."""
     from bench.kernels.aot import Weight
 
     QUEUE[:] = {job.key: job for job in jobs}.values()
@@ -132,7 +132,7 @@ def weigh_all(jobs: list[Job], workers: int) -> dict[tuple[Any, ...], Any]:
 
 
 def rows(jobs: list[Job], weights: dict[tuple[Any, ...], Any]) -> list[dict[str, Any]]:
-    """One row a job, for --json."""
+    """Return a row per job, for --json."""
     return [
         {"module": job.module, "variant": job.variant.name, "kernel": job.variant.kernel.__name__,
          "chip": job.chip, "dtype": job.dtype, "hints": job.hints, "num_warps": job.variant.launch.num_warps,
@@ -143,7 +143,7 @@ def rows(jobs: list[Job], weights: dict[tuple[Any, ...], Any]) -> list[dict[str,
 
 
 def table(jobs: list[Job], weights: dict[tuple[Any, ...], Any], chips: list[int], every_variant: bool) -> Table:
-    """The most registers, shared memory and spills of each kernel, or of each variant, on each chip."""
+    """Return a table of the most registers, shared memory and spills of each kernel, or variant, on each chip."""
     result = Table(Column("kernel", no_wrap=True), "variants", *(f"sm_{chip}" for chip in chips),
                    title="registers a thread, KiB of shared memory a block, s: bytes spilled a thread")
     lines: dict[str, list[Job]] = {}
@@ -157,7 +157,7 @@ def table(jobs: list[Job], weights: dict[tuple[Any, ...], Any], chips: list[int]
 
 
 def cell(weights: list[Any], chip: int) -> str:
-    """The table's cell for some compilations for one chip."""
+    """Return the table's cell for some compilations for one chip."""
     if not weights:
         return ""
     if any(weight.error for weight in weights):
@@ -168,7 +168,7 @@ def cell(weights: list[Any], chip: int) -> str:
 
 
 def chosen_chips(_context: Any, _option: Any, value: str | None) -> list[int]:
-    """The chips in --chips; all by default."""
+    """Return the chips in --chips; all by default."""
     chips = [part.strip().removeprefix("sm_") for part in value.split(",")] if value else list(map(str, SHARED_MEMORY))
     if wrong := [chip for chip in chips if chip not in map(str, SHARED_MEMORY)]:
         raise click.BadParameter(f"{', '.join(wrong)}; choose from {', '.join(map(str, SHARED_MEMORY))}")
@@ -176,7 +176,7 @@ def chosen_chips(_context: Any, _option: Any, value: str | None) -> list[int]:
 
 
 def require_compiler() -> str:
-    """Triton's version; refuses where Triton is missing or would interpret kernels rather than compile them."""
+    """Return Triton's version. Raises ClickException if Triton is missing, or would interpret kernels."""
     try:
         import triton
     except ImportError as error:

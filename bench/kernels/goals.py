@@ -1,4 +1,4 @@
-"""The numbers that the kernels should reach."""
+"""The targets of the kernels."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -39,7 +39,7 @@ class Asked:
 
 
 def logprob_goals() -> Iterator[Goal]:
-    """Yield goals on the card beside its bare products and every peer, and on the CPU beside TRL."""
+    """Yield goals against bare matrix products and every peer on a card, and against TRL on the CPU."""
     for vocabulary in (128256, 151936):
         case = Asked("linear_logprobs", "fwd+bwd", {"N": 16384, "D": 4096, "V": vocabulary})
         yield from (case.beside("two_gemms", 1.2), case.memory(GB), *map(case.beside, LOGPROB_PEERS))
@@ -51,7 +51,7 @@ def logprob_goals() -> Iterator[Goal]:
 
 
 def decoding_goals(op: str, rows: tuple[int, ...], peers: Callable[[int], Iterable[str]]) -> Iterator[Goal]:
-    """Yield the share of the byte roofline for few rows, and what a product is set beside."""
+    """Yield goals for products with few rows: the share of copy bandwidth (up to 8 rows), and the time of peers."""
     for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)):
         for number in rows:
             case = Asked(op, "fwd", {"M": number, "O": outputs, "I": inputs})
@@ -60,7 +60,7 @@ def decoding_goals(op: str, rows: tuple[int, ...], peers: Callable[[int], Iterab
 
 
 def layer_goals() -> Iterator[Goal]:
-    """Yield for norm, rope and gated activations the share of copy bandwidth, and Liger."""
+    """Yield goals for norm, rope and gated activations: the share of copy bandwidth, and Liger's time."""
     shapes = {
         "rms_norm": {"N": 16384, "D": 4096}, "add_rms_norm": {"N": 16384, "D": 4096},
         "rope": {"T": 16384, "H": 32, "K": 8, "D": 128}, "swiglu": {"N": 16384, "F": 14336},
@@ -72,8 +72,8 @@ def layer_goals() -> Iterator[Goal]:
 
 
 def beside_nf4(rows: int) -> list[str]:
-    """Return whom 4 bits are set beside. 64 rows, the batch of 8 x 8, are not compared with a dense product, because it
-    reads little more there."""
+    """Return the peers of NF4 products. The dense product is left out at 64 rows, the batch of 8 x 8, because it reads
+    little more there."""
     return ["bnb_matmul_4bit", *(["bnb_gemv_4bit"] if rows == 1 else []), *(["dense"] if rows < 64 else [])]
 
 

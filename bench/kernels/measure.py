@@ -1,4 +1,4 @@
-"""Times calls in turn, measures what a call allocates, and compares its results with float64."""
+"""Time calls in turn, measure what a call allocates, and compare its results with float64."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from torch import Tensor
 from bench.common.rows import percentiles
 from bench.kernels.problems import Run
 
-CUDA_ROUNDS, CUDA_SECONDS = 5, 0.1  # rounds, and about how long a provider runs in each
-CPU_ROUNDS, CPU_SECONDS = 25, 2.0  # most rounds, and seconds after which no round beyond the fewest starts
+CUDA_ROUNDS, CUDA_SECONDS = 5, 0.1  # rounds, and about the seconds that a provider runs in each
+CPU_ROUNDS, CPU_SECONDS = 25, 2.0  # most rounds, and seconds after which only missing rounds of `fewest` start
 COPIES = 9  # the copy bandwidth is their median
 FLUSH_BYTES = 2**31  # written before each timed call: empties the L2 cache and gives the host time to queue the call
 
 
 @dataclass
 class Clock:
-    """Milliseconds of single calls, on the CPU or on the current card."""
+    """Times single calls in milliseconds, on the CPU or on the current card."""
 
     device: str
     fewest: int = 3  # rounds on the CPU
@@ -33,14 +33,14 @@ class Clock:
         return [self.once(run) for _ in range(calls)] if self.flush is None else self.on_card(run, calls)
 
     def once(self, run: Run) -> float:
-        """Time of one call on the CPU."""
+        """Return the milliseconds of one call on the CPU."""
         run.reset()
         start = time.perf_counter()
         run.call()
         return 1e3 * (time.perf_counter() - start)
 
     def on_card(self, run: Run, calls: int) -> list[float]:
-        """Each call with a cold L2 cache, timed by events on the stream."""
+        """Return the milliseconds of each call with a cold L2 cache, by events on the stream."""
         assert self.flush is not None
         pairs = []
         for _ in range(calls):
@@ -55,7 +55,7 @@ class Clock:
         return [begin.elapsed_time(end) for begin, end in pairs]
 
     def interleaved(self, runs: dict[str, Run]) -> dict[str, list[float]]:
-        """Times of every provider, in turns; the order is reversed from round to round."""
+        """Return the times of every provider, which run in turn; the order is reversed from round to round."""
         times: dict[str, list[float]] = {name: [] for name in runs}
         calls = {name: self.calls(run) for name, run in runs.items()}
         rounds, start = 0, time.perf_counter()
@@ -66,26 +66,26 @@ class Clock:
         return times
 
     def calls(self, run: Run) -> int:
-        """How many calls make about CUDA_SECONDS on the card; one on the CPU."""
+        """Return the number of calls that take about CUDA_SECONDS on the card; one on the CPU."""
         if self.flush is None:
             return 1
         return max(3, min(50, int(1e3 * CUDA_SECONDS / max(*self.on_card(run, 2), 1e-3))))
 
     def another(self, rounds: int, seconds: float) -> bool:
-        """Whether to run another round."""
+        """Return whether to run another round."""
         if self.flush is not None:
             return rounds < CUDA_ROUNDS
         return rounds < self.fewest or (rounds < CPU_ROUNDS and seconds < CPU_SECONDS)
 
 
 def peak_bytes(run: Run, device: str) -> int:
-    """The most bytes alive during a call beyond those alive before it, results included."""
+    """Return the most bytes alive during a call beyond those alive before it, results included."""
     run.reset()
     return cuda_peak(run) if device == "cuda" else cpu_peak(run)
 
 
 def cuda_peak(run: Run) -> int:
-    """By the counters of the caching allocator."""
+    """Return the peak by the counters of the caching allocator."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -95,7 +95,7 @@ def cuda_peak(run: Run) -> int:
 
 
 def cpu_peak(run: Run) -> int:
-    """By every allocation and release that the profiler saw, also inside operators and compiled code."""
+    """Return the peak by all allocations and releases that the profiler saw, also those inside compiled code."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         results = run.call()
     del results
@@ -109,11 +109,11 @@ def cpu_peak(run: Run) -> int:
 
 
 def errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Largest error of each result divided by the largest true value. `truth` may only hold the first rows."""
+    """Return each result's largest error divided by the largest true value. `truth` may hold only the first rows."""
     found = {}
     for name in results.keys() & truth.keys():
         result = results[name].detach()[: len(truth[name])]
-        # in chunks, since results in float64 may be large
+        # in chunks, because results in float64 may be large
         pairs = zip(result.flatten().split(2**24), truth[name].flatten().split(2**24), strict=True)
         error = max((ours.double() - true).abs().max().item() for ours, true in pairs)
         found[name] = float(f"{error / max(truth[name].abs().max().item(), 1e-300):.3g}")
@@ -121,7 +121,7 @@ def errors(results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, fl
 
 
 def copy_bandwidth(clock: Clock) -> float:
-    """Bytes a second of a plain copy, reads and writes counted: the limit for ops bound by memory."""
+    """Return the bytes per second of a plain copy, reads and writes counted: the limit for memory-bound ops."""
     size = 2**28 if clock.flush is None else clock.flush.numel()
     source = torch.ones(size, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)

@@ -1,6 +1,6 @@
 """Norms, rotary embedding and gated activations: ours, torch.compile of the plain references, and Liger's.
 
-All of them are bound by memory: `moved_bytes` is what a pass must read and write at least. Weights of norms are frozen,
+All of them are memory-bound: `moved_bytes` is the least that a pass must read and write. Weights of norms are frozen,
 as under LoRA. Liger overwrites inputs or upstream gradients where it can; so do our providers with "in_place" or
 "reuse" in their name.
 """
@@ -33,20 +33,20 @@ from lowmem_grpo.kernels.rms_norm import rms_norm, rms_norm_ref
 from lowmem_grpo.kernels.rope import angles, rope, rope_in_place, rope_ref
 
 EPS = 1e-6
-THETA = 5e5  # of Llama 3's rotary embedding
+THETA = 5e5  # base of Llama 3's rotary embedding
 
 
 def make(case: Case, forward: Forward, leaves: Results, given: dict[str, Any], grads: Results,
          passes: tuple[int, int]) -> Problem:
-    """Return a problem bound by memory; `passes` are the bytes of forward and of backward."""
+    """Return a memory-bound problem; `passes` are the bytes that forward and backward move."""
     moved = {FWD: passes[0], FWD_BWD: sum(passes)}
     return Problem(case, leaves, given, grads, lambda: truth_of(forward, leaves, given, grads), moved)
 
 
 def rows_problem(forward: Forward, inputs: str, outputs: str, moved: tuple[int, int],
                  weighted: bool) -> Callable[[Case], Problem]:
-    """Return what makes a problem whose inputs and outputs have one shape (N, D); `moved` are how many of them forward
-    and backward read or write. A norm has a weight (D,) too."""
+    """Return a function that makes a problem whose inputs and outputs have one shape (N, D); `moved` are the numbers of
+    such tensors that forward and backward read or write. A norm (`weighted`) has a weight (D,) too."""
 
     def build(case: Case) -> Problem:
         rows, width = case.shape.values()
@@ -60,7 +60,7 @@ def rows_problem(forward: Forward, inputs: str, outputs: str, moved: tuple[int, 
 
 
 def rope_problem(case: Case) -> Problem:
-    """Return q (1, T, H, D), k (1, T, K, D), seen with heads first as in transformers; cos and sin (1, T, D)."""
+    """Return a problem of q (1, T, H, D), k (1, T, K, D), viewed heads first as in transformers; cos, sin (1, T, D)."""
     tokens, width = case.shape["T"], case.shape["D"]
     generator = case.generator()
     q, k, grad_q, grad_k = (
@@ -74,7 +74,7 @@ def rope_problem(case: Case) -> Problem:
     return make(case, turning(rope_ref), {"q": q, "k": k}, given, upstream, (moved, moved))
 
 
-# Functions as the forwards of these problems
+# Functions wrapped as the forwards of these problems
 
 
 def normed(function: Callable[..., Tensor]) -> Forward:
@@ -92,7 +92,7 @@ def added(function: Callable[..., Any]) -> Forward:
 
 
 def turning(function: Callable[..., tuple[Tensor, Tensor]]) -> Forward:
-    """Return the forward of a rope function: heads come first in what it sees."""
+    """Return the forward of a rope function, which gets q and k with heads first."""
 
     def forward(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Results:
         q_out, k_out = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
@@ -102,14 +102,14 @@ def turning(function: Callable[..., tuple[Tensor, Tensor]]) -> Forward:
 
 
 def gated(function: Callable[..., Tensor], **options: Any) -> Forward:
-    """Return the forward of a gated activation. It is given views, so that it may write over their bytes."""
+    """Return the forward of a gated activation. It gets views, so that it may write over their bytes."""
     return lambda gate, up: {"out": function(gate.view_as(gate), up.view_as(up), **options)}
 
 
 def rope_over_inputs(problem: Problem) -> Run:
-    """Run both passes over the bytes of their inputs, as a fused layer calls them: no autograd."""
+    """Return a call of both passes that overwrites their inputs, without autograd, as a fused layer calls them."""
     leaves = {name: leaf.clone() for name, leaf in problem.leaves.items()}
-    # clone() keeps the strides of a transposed gradient, which is what attention hands back
+    # clone() keeps the strides of a transposed gradient, which is what attention returns
     upstream = {name: grad.clone() for name, grad in problem.upstream.items()}
     turns = [angles(problem.given[name]) for name in ("cos", "sin")]
     backward = problem.case.passes == FWD_BWD
@@ -132,7 +132,7 @@ def liger(name: str, as_forward: Callable[[Callable[..., Any]], Forward], note: 
 
 
 def four(ours: Forward, reference: Forward, theirs: Provider) -> list[Provider]:
-    """Return ours, the reference, torch.compile of it, and Liger's."""
+    """Return our provider, the reference, torch.compile of the reference, and Liger's provider."""
     return [plain(OURS, ours), plain(REFERENCE, reference), compiled(reference, "of the reference"), theirs]
 
 
@@ -144,7 +144,7 @@ def norm(as_forward: Callable[[Callable[..., Any]], Forward], inputs: str, outpu
 
 def glu(name: str, ours: Callable[..., Tensor],
         plain_form: Callable[..., Tensor]) -> tuple[Callable[[Case], Problem], list[Provider]]:
-    """Return a gated activation, with a second provider of ours that writes gradients over the inputs as Liger does."""
+    """Return problem and providers of a gated activation; a second one of ours overwrites its inputs, as Liger does."""
     over, reference = "gradients over inputs", gated(plain_form)
     reuse = plain(f"{OURS}_reuse", gated(ours, reuse_inputs=True), note=over, overwrites=True)
     providers = [*four(gated(ours), reference, liger(f"liger_{name}", gated, over)), reuse]

@@ -1,8 +1,8 @@
 """Log-probabilities (and entropy) of target tokens from hidden states and a frozen head: ours and others'.
 
 N rows, D hidden size, V vocabulary. The rows are N / 8 tokens of 8 sequences, and the upstream gradient of a row is
--advantage(sequence) / N: that of GRPO's loss on policy, so that a provider that returns this loss (Liger) can be held
-to the same gradient of the hidden states.
+-advantage(sequence) / N: that of GRPO's loss on policy, so that a provider that returns this loss (Liger) must have
+the same gradient of the hidden states.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ TRUTH_CHUNK, TRUTH_ROWS = 512, 2048  # rows whose float64 logits are made at a t
 
 
 def logprob_problem(case: Case) -> Problem:
-    """Return hidden states and a head whose logits are spread like a model's."""
+    """Return a problem of hidden states and a head whose logits are spread like a model's."""
     rows, size, vocabulary = (case.shape[name] for name in "NDV")
     generator = case.generator()
     leaves = {"hidden": case.randn(rows, size, generator=generator)}
@@ -48,7 +48,7 @@ def logprob_problem(case: Case) -> Problem:
 
 
 def logprob_truth(leaves: Results, given: dict[str, Any], upstream: Results) -> Results:
-    """Return the first rows in float64, computed some at a time: a row's results depend on no other row."""
+    """Return the results of the first rows in float64, computed in chunks: a row's results depend on no other row."""
     weight = given["weight"].double()
     tensors = leaves["hidden"], given["targets"], upstream["logprobs"]
     chunks = zip(*(tensor[:TRUTH_ROWS].split(TRUTH_CHUNK) for tensor in tensors), strict=True)
@@ -80,7 +80,7 @@ def by_hand(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Result
 
 
 def products(problem: Problem) -> Run:
-    """Only the matrix products, in the dtype of the case: of the logits, and of their gradient with a backward pass."""
+    """Return a call of the matrix products alone, in the case's dtype: the logits, and with backward their gradient."""
     hidden, weight = problem.leaves["hidden"], problem.given["weight"]
     if problem.case.passes == FWD:
         return Run(lambda: {"products": hidden @ weight.T})
@@ -88,8 +88,8 @@ def products(problem: Problem) -> Run:
 
 
 def trl_chunked(problem: Problem) -> Forward:
-    """What TRL's GRPO trainer calls by default since 1.16, by `add_fused_lm_head`: tiles of TRL's own size, with the
-    entropy that it logs. It saves the hidden states and makes each tile of logits again in the backward pass."""
+    """Return the function that TRL's GRPO trainer calls by default since 1.16 (`add_fused_lm_head`), with TRL's tiles
+    and the entropy that it logs. It saves the hidden states and recomputes each tile of logits in the backward pass."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK
 
@@ -101,7 +101,7 @@ def trl_chunked(problem: Problem) -> Forward:
 
 
 def trl_logits(problem: Problem) -> Forward:
-    """TRL on whole logits, in float32 as accelerate hands them over under mixed precision."""
+    """Return TRL's function on whole logits, in float32 as accelerate passes them under mixed precision."""
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     def forward(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Results:
@@ -113,7 +113,7 @@ def trl_logits(problem: Problem) -> Forward:
 
 
 def liger_loss(problem: Problem) -> Forward:
-    """Liger's fused GRPO loss. It makes all gradients in its forward pass."""
+    """Return Liger's fused GRPO loss, which computes all gradients in its forward pass."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", use_ref_model=False, temperature=1.0)
@@ -127,7 +127,7 @@ def liger_loss(problem: Problem) -> Forward:
 
 
 def cut_cross_entropy(problem: Problem) -> Forward:
-    """Apple's cut-cross-entropy; its negative is the log-probability."""
+    """Return Apple's cut-cross-entropy; its negative is the log-probability."""
     from cut_cross_entropy import linear_cross_entropy
 
     return lambda hidden, weight, targets, **_: {

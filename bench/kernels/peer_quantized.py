@@ -1,8 +1,8 @@
 """Linear layers on a weight in NF4 (double quantization, blocks of 64) or FP8 (a scale for each row), and dequantizing
 it: ours, our reference, dense, and bitsandbytes for NF4.
 
-A weight in NF4 is made of random codes and scales, so that nothing needs to be installed to make one. `moved_bytes`
-counts codes, scales, x and the result once each.
+An NF4 weight has random codes and scales, so that no quantizer needs to be installed. `moved_bytes` counts codes,
+scales, x and the result once each.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ NF4 = (  # the code of 4-bit NormalFloat, QLoRA (arXiv 2305.14314), appendix E
 
 
 def random_nf4(case: Case) -> NF4Weight:
-    """Return a weight (O, I) whose entries are about as large as a trained layer's."""
+    """Return an NF4 weight (O, I) whose entries are about as large as a trained layer's."""
     outputs, inputs = case.shape["O"], case.shape["I"]
     generator, device = case.generator(), case.device
     blocks = outputs * inputs // BLOCK
@@ -53,14 +53,14 @@ def random_nf4(case: Case) -> NF4Weight:
 
 
 def random_fp8(case: Case) -> FP8Weight:
-    """Return the same in FP8."""
+    """Return an FP8 weight (O, I) whose entries are about as large as a trained layer's."""
     outputs, inputs = case.shape["O"], case.shape["I"]
     return fp8_quantize(case.randn(outputs, inputs, generator=case.generator()) / inputs**0.5)
 
 
 @dataclass(frozen=True)
 class Form:
-    """Of a quantized weight: how one is made, dequantized (in plain torch too) and multiplied with."""
+    """The functions of a quantized format: make a weight, dequantize it (also in plain torch), multiply with it."""
 
     random: Callable[[Case], QuantizedWeight]
     values: Callable[[Any], Tensor]
@@ -72,7 +72,7 @@ class Form:
         return self.reference(replace(weight, dtype=torch.float64))
 
     def linear_problem(self, case: Case) -> Problem:
-        """Return x (M, I) times the transpose of the weight (O, I)."""
+        """Return the problem of x (M, I) times the transpose of the weight (O, I)."""
         rows, outputs, inputs = (case.shape[name] for name in "MOI")
         weight, generator = self.random(case), case.generator()
         x, grad = (case.randn(rows, size, generator=generator) for size in (inputs, outputs))
@@ -85,14 +85,14 @@ class Form:
         )
 
     def dequantize_problem(self, case: Case) -> Problem:
-        """Return the weight (O, I) in the dtype of the case."""
+        """Return the problem of dequantizing the weight (O, I) to the dtype of the case."""
         weight = self.random(case)
         size = case.torch_dtype.itemsize * case.shape["O"] * case.shape["I"]
         return Problem(case, {}, {"weight": weight}, {}, lambda: {"values": self.exact(weight)},
                        {FWD: weight_bytes(weight) + size})
 
     def problems(self, name: str, linear: list[Provider], values: list[Provider]) -> dict[str, Any]:
-        """Return both problems with our providers, and these of others."""
+        """Return both problems with our providers, and with these providers of others."""
         return {f"{name}_linear": (self.linear_problem, [
             plain(OURS, lambda x, weight, **_: {"out": self.linear(x, weight)}),
             plain(REFERENCE, lambda x, weight, **_: {"out": x @ self.reference(weight).T},
@@ -105,7 +105,7 @@ class Form:
 
 
 def weight_bytes(weight: QuantizedWeight) -> int:
-    """Return what must be read of it."""
+    """Return the bytes of the weight, all of which must be read."""
     return sum(part.nbytes for part in weight.tensors)
 
 
@@ -114,7 +114,7 @@ def dense(x: Tensor, dense: Tensor, **_: Any) -> dict[str, Tensor]:
 
 
 def packed_state(problem: Problem) -> tuple[Tensor, Any]:
-    """Return the weight as bitsandbytes keeps it: packed codes, and the state that says what they mean."""
+    """Return the weight as bitsandbytes keeps it: packed codes, and their quantization state."""
     from bitsandbytes.functional import QuantState
 
     weight: NF4Weight = problem.given["weight"]
@@ -125,9 +125,9 @@ def packed_state(problem: Problem) -> tuple[Tensor, Any]:
 
 
 def bnb_matmul(problem: Problem) -> Forward:
-    """What its layers call. Since 0.50 that is `gemm_4bit`, of which each chip has a table by rows and sizes: a fused
-    dequantize-and-multiply kernel (always up to 4 rows; on an H200 up to 32 for 14,336 outputs and 7 for 4,096), else
-    dequantize and multiply. A peak below the dense weight's bytes says that the fused kernel ran."""
+    """Return the function that bitsandbytes' layers call. Since 0.50 that is `gemm_4bit`. By a table of the chip it
+    runs a fused dequantize-and-multiply kernel (always up to 4 rows; on an H200 up to 32 for 14,336 outputs and 7 for
+    4,096), else it dequantizes and multiplies. A peak below the dense weight's bytes shows that the fused one ran."""
     import bitsandbytes
 
     packed, state = packed_state(problem)
@@ -135,7 +135,7 @@ def bnb_matmul(problem: Problem) -> Forward:
 
 
 def bnb_dequantize_matmul(problem: Problem) -> Forward:
-    """The whole weight dequantized by bitsandbytes, then a dense product."""
+    """Return a dense product with the whole weight dequantized by bitsandbytes."""
     from bitsandbytes.functional import dequantize_4bit
 
     packed, state = packed_state(problem)
@@ -143,7 +143,7 @@ def bnb_dequantize_matmul(problem: Problem) -> Forward:
 
 
 def bnb_gemv(problem: Problem) -> Forward:
-    """bitsandbytes' product for one row; on the CPU it wants another layout."""
+    """Return bitsandbytes' product for one row; on the CPU it needs another layout."""
     from bitsandbytes.functional import gemv_4bit
 
     packed, state = packed_state(problem)

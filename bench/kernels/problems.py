@@ -1,4 +1,4 @@
-"""What bench/kernels/bench.py measures: a problem (inputs, reference, upstream gradients) and its providers."""
+"""The problems (inputs, reference, upstream gradients) and providers that bench/kernels/bench.py measures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Case:
         return values.mul_(scale).to(self.torch_dtype)
 
 
-NEEDS: dict[str, tuple[Callable[[Case], bool], str]] = {  # whether a case has it, and what is said where it has not
+NEEDS: dict[str, tuple[Callable[[Case], bool], str]] = {  # (whether a case has it, the message if not)
     "card": (lambda case: case.device == "cuda", "its kernels need a card"),
     "16 bits": (lambda case: case.dtype != "float32", "its kernels need 16 bits"),
     "forward": (lambda case: case.passes == FWD, "it has no gradients"),
@@ -68,12 +68,12 @@ class Problem:
     upstream: Results  # gradient of each output, for fwd+bwd
     truth: Callable[[], Results]  # outputs and grad_x for each leaf x, in float64
     moved_bytes: dict[str, int] = field(default_factory=dict)  # least traffic of each pass, for ops bound by memory
-    flops: dict[str, int] = field(default_factory=dict)  # of the matrix products of each pass
+    flops: dict[str, int] = field(default_factory=dict)  # operations of the matrix products of each pass
 
 
 @dataclass(frozen=True)
 class Run:
-    """A call to be timed, and what is done before each call, outside the time."""
+    """A call to be timed, and a reset before each call, which is not timed."""
 
     call: Callable[[], Results]
     reset: Callable[[], None] = lambda: None
@@ -95,7 +95,7 @@ class Provider:
         return version_of(OWN if self.package == OURS else self.package)
 
     def build(self, problem: Problem) -> Run:
-        """Return the call to be timed. ImportError: it is not installed. UnsupportedError: the case lacks a need."""
+        """Return the call to time. ImportError if it is not installed, UnsupportedError if the case lacks a need."""
         made = self.make(problem)
         for has, words in map(NEEDS.__getitem__, self.needs):
             if not has(problem.case):
@@ -104,12 +104,12 @@ class Provider:
 
 
 def plain(name: str, forward: Forward, package: str = OURS, note: str = "", **options: Any) -> Provider:
-    """Return the provider that is a plain function."""
+    """Return the provider of a plain function."""
     return Provider(name, lambda problem: forward, package, note, **options)
 
 
 def compiled(forward: Forward, note: str) -> Provider:
-    """Return the provider that is torch.compile of a plain function."""
+    """Return the provider of a plain function under torch.compile."""
 
     def make(problem: Problem) -> Forward:
         torch._dynamo.reset()
@@ -119,7 +119,7 @@ def compiled(forward: Forward, note: str) -> Provider:
 
 
 def autograd_run(problem: Problem, forward: Forward, overwrites: bool) -> Run:
-    """Return a call of `forward(**leaves, **given)`, and of autograd where the case has a backward pass."""
+    """Return a call of `forward(**leaves, **given)`, and of autograd if the case has a backward pass."""
     backward = problem.case.passes == FWD_BWD
     leaves = {name: leaf.clone() if overwrites else leaf.detach() for name, leaf in problem.leaves.items()}
     upstream = {name: grad.clone() if overwrites else grad for name, grad in problem.upstream.items()}

@@ -1,1 +1,1 @@
-"""Whether settings and recipes learn."""
+"""Check that settings and recipes learn."""

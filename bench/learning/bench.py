@@ -1,9 +1,9 @@
-"""Does every setting learn, and do settings that should agree learn alike? Arithmetic, with several seeds.
+"""Check that every setting learns, and that settings that must agree do: arithmetic, with several seeds.
 
     python -m bench.learning.bench      # 13 settings, five seeds, 30 steps of 128 completions
 
 Each run leaves a row in bench/results/learning.jsonl. A quick run writes rows, table and picture to runs/learning-quick
-instead. The command fails where a setting does not learn, or where two settings that must agree do not.
+instead. The command fails if a setting does not learn, or if two settings that must agree do not.
 """
 
 import os
@@ -25,7 +25,7 @@ QUICK = Path("runs") / "learning-quick"
 
 
 def one(name: str, seed: int, steps: int) -> dict[str, Any]:
-    """Return the row of one run, in a process of its own with one thread, or why it failed."""
+    """Run one setting with one seed, in a separate process with one thread; return its row, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         found = child.run("bench.learning.provider", name, str(seed), str(steps), folder,
                           settings={"OMP_NUM_THREADS": "1"})

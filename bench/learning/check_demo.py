@@ -1,4 +1,4 @@
-"""Checks that a finished run of the embedded model (`arithmetic` or `proximity`) kept its promises, with plain
+"""Check the files and the accuracy of a finished run of the embedded model (`arithmetic` or `proximity`), with plain
 transformers and peft instead of our own code.
 
     python -m bench.learning.check_demo runs/arithmetic
@@ -17,12 +17,12 @@ from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset
 
 FILES = ("summary.json", "metrics.jsonl", "completions.jsonl", "report.html", "adapter/adapter_model.safetensors")
 SUMMARY = ("accuracy_before", "accuracy_after", "train_seconds", "steps", "seed")
-LIMITS = {"arithmetic": (0.45, 0.90), "proximity": (0.55, 0.80)}  # the most before, the least after
-NOISE = 0.05  # of an accuracy over 256 sampled problems or more, two standard errors and a bit
+LIMITS = {"arithmetic": (0.45, 0.90), "proximity": (0.55, 0.80)}  # highest accuracy before, lowest after
+NOISE = 0.05  # allowed between accuracies over 256 sampled problems or more: above two standard errors
 
 
 def plain_accuracy(run: Path, seed: int, problems: int) -> float:
-    """Share of held-out problems right at temperature 1, sampled by `model.generate`."""
+    """Return the share of held-out problems that are right at temperature 1, sampled by `model.generate`."""
     folder = resolve("tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
     base = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)

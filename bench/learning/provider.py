@@ -1,4 +1,4 @@
-"""One learning run of a setting and a seed, through the visible loop. Prints its rewards step by step as JSON."""
+"""Run one setting with one seed through the visible loop; print its rewards step by step as JSON."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from lowmem_grpo.types import RolloutGroup
 
 def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     """Return mean reward, share of right answers and mean length of each step's samples, and the share of completions
-    that were trained before all were sampled, where some were."""
+    that were trained before all were sampled, if there were any."""
     config = {**COMMON, **setting.config, "seed": seed, "max_steps": steps, "output_dir": str(folder)}
     options = ArithmeticOptions(engine=setting.engine, load_in_4bit=setting.four_bit, config=config)
     _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed))

@@ -1,9 +1,9 @@
-"""Run every recipe once, as a user would: what it learns, how long it takes, how much memory. A row for each.
+"""Run every recipe once, as a user would; a row for each records what it learned, its time and its memory.
 
     python -m bench.learning.recipe_runs                 # all, with the preset of this machine
     python -m bench.learning.recipe_runs --recipes arithmetic --seed 1 --output bench/results/demo.jsonl  # the demo
 
-`python docs/make_recipes.py` makes docs/recipes.md of the rows. With `--must-rise` the exit code is also 1 where
+`python docs/make_recipes.py` makes docs/recipes.md of the rows. With `--must-rise` the exit code is also 1 if
 accuracy on held-out problems does not rise by two standard errors.
 """
 
@@ -21,14 +21,14 @@ from bench.common import options
 from bench.common.rows import append_row, machine
 from lowmem_grpo.recipes import RECIPES
 
-ERRORS = 2.0  # standard errors of the difference that accuracy must rise by
-NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # what a machine may lack
+ERRORS = 2.0  # accuracy must rise by this many standard errors of the difference
+NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # recipes that may fail, and what a machine lacks then
 SUMMARY = ("accuracy_before", "accuracy_after", "accuracy_after_sft", "taught_format_before", "taught_format_after_sft",
            "taught_format_after", "eval_problems", "steps", "sft_steps", "seed", "train_seconds", "status", "model")
 
 
 def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> dict[str, Any]:
-    """Return the row of one recipe; `missing` says why it has no figures."""
+    """Run one recipe; return its row, in which `missing` says why it has no figures."""
     command = [sys.executable, "-m", "lowmem_grpo", "run", name, f"output_dir={folder}", "overwrite_output_dir=true",
                "disable_tqdm=true", *words]
     row: dict[str, Any] = {"recipe": name, "words": words}
@@ -49,7 +49,7 @@ def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> 
 
 
 def waited(process: subprocess.Popen[bytes], time_limit: float) -> tuple[int, int]:
-    """Return exit status and peak resident bytes of a process, which is killed where time is over: TimeoutError."""
+    """Return exit status and peak resident bytes of a process. Raises TimeoutError, and kills it, when time is over."""
     deadline = time.monotonic() + time_limit
     while time.monotonic() < deadline:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -63,7 +63,7 @@ def waited(process: subprocess.Popen[bytes], time_limit: float) -> tuple[int, in
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return what a finished run's files say."""
+    """Return the figures in a finished run's files."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_time" in line]  # the others are of evaluations
@@ -114,7 +114,7 @@ def rises(row: dict[str, Any]) -> bool:
 
 
 def told(row: dict[str, Any]) -> str:
-    """Return a row in a line."""
+    """Return a row as a line of text."""
     if "missing" in row:
         return f"{row['recipe']}: missing: {row['missing']}"
     before, after = row.get("accuracy_before"), row.get("accuracy_after")

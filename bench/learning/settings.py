@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-COMMON: dict[str, Any] = {  # of every run
+COMMON: dict[str, Any] = {  # settings of every run
     "learning_rate": 3e-3, "max_completion_length": 64, "per_device_train_batch_size": 64,
     "gradient_accumulation_steps": 2, "num_generations": 8, "adam_beta2": 0.99, "lr_scheduler_type": "linear",
     "save_strategy": "no", "disable_tqdm": True, "parity_steps": 0,
@@ -12,7 +12,7 @@ COMMON: dict[str, Any] = {  # of every run
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the table: what differs from dr_grpo on-policy through the transformers engine."""
+    """A line of the table: the differences from on-policy dr_grpo with the transformers engine."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""How long a step of the whole loop takes, beside other trainers."""
+"""Time a step of the whole loop, beside other trainers."""

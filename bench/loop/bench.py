@@ -1,10 +1,10 @@
-"""A step of the whole GRPO loop at full size: its time, phase by phase, and its memory; ours beside TRL and Unsloth.
+"""Measure a step of the whole GRPO loop at full size: time by phase, and memory; ours beside TRL and Unsloth.
 
     python -m bench.loop.bench                  8B, random weights, prompts of 1,024 tokens, 8 completions of 4,096
     python -m bench.loop.bench --device cpu     a tiny one on the CPU, within minutes
 
-Each provider runs in a process of its own, in its own environment where one is given. A provider that cannot run here
-is named with the reason.
+Each provider runs in a separate process, and in its own environment if there is one. A provider that cannot run here is
+named with the reason.
 """
 
 import sys
@@ -25,7 +25,7 @@ from bench.gate import pretend
 from bench.loop.inputs import loop_shape
 from bench.loop.section import COLUMNS
 
-KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # of a result, taken over by the row
+KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # fields of a result that the row copies
 PEAKS = ("allocated_bytes", "used_bytes", "host_bytes")
 console = Console(width=180)
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
@@ -33,7 +33,7 @@ PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transforme
 
 @dataclass(frozen=True)
 class Plan:
-    """What all providers of one call have in common."""
+    """The settings that all providers of one call share."""
 
     device: str
     shape: str
@@ -44,10 +44,10 @@ class Plan:
     threads: int
     time_limit: float
     gpu: str | None  # its name
-    python: dict[str, str]  # interpreters of trl and unsloth, where they have their own
+    python: dict[str, str]  # interpreters of trl and unsloth, if they have their own
 
     def run(self, provider: str, folder: Path) -> dict[str, Any]:
-        """Return what a provider's own process measured, or why there is nothing (`missing`)."""
+        """Run a provider in a separate process; return its measures, or why there are none (`missing`)."""
         words = child.words(folder=folder, shape=self.shape, device=self.device, prompts=self.prompts, steps=self.steps,
                             batch=None if provider.startswith(OURS) else self.peer_batch, gib=self.gib,
                             time_limit=self.time_limit)
@@ -57,7 +57,7 @@ class Plan:
 
 
 def combined(steps: list[dict[str, dict[str, float]]], measure: str, combine: Callable[..., float]) -> dict[str, float]:
-    """Return one number of each phase, over the timed steps."""
+    """Return one number per phase, combined over the timed steps."""
     names = {name: None for step in steps for name in step.get(measure, {})}
     return {name: combine(step[measure].get(name, 0) for step in steps) for name in names}
 
@@ -87,7 +87,7 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
 
 def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[dict[str, Any]], None],
             common: dict[str, Any]) -> list[str]:
-    """Measure each provider and keep its row at once; returns which of ours failed."""
+    """Measure each provider and keep its row at once; return the names of ours that failed."""
     failed = []
     with model_folder(weights, plan.shape, plan.device) as folder:
         for name in names:

@@ -1,4 +1,4 @@
-"""How far planned seconds are from measured ones, by card and phase, from the committed rows of whole steps.
+"""Compare planned seconds with measured ones, by card and phase, in the committed rows of whole steps.
 
     python -m bench.loop.calibrate_time
 
@@ -16,7 +16,7 @@ from typing import Any
 from bench.common.rows import RESULTS, read_rows
 from lowmem_grpo.memory.cards import card_of
 
-PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # of a plan: those of a row
+PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # a phase of the plan: the phases of a row
 
 
 def rows() -> list[dict[str, Any]]:

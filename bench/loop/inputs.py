@@ -1,4 +1,4 @@
-"""What all providers of the loop's benchmarks get: a model, prompts, rewards, and the share of the card for vLLM.
+"""Inputs of all providers of the loop's benchmarks: a model, prompts, rewards, and the share of the card for vLLM.
 
 Nothing here imports the package, or torch at the top, so that it also runs in a peer's environment.
 """
@@ -14,11 +14,11 @@ from typing import Any
 from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
 
 GIB = 2**30
-ROOM = 4 * GIB  # that a vLLM with its own weights needs beside these and the cache
-NO_CARD = 64 * GIB  # what the share refers to on the CPU
+ROOM = 4 * GIB  # memory that a vLLM with its own weights needs beside weights and KV cache
+NO_CARD = 64 * GIB  # bytes of which the share is taken on the CPU
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 GENERATIONS = {"full": 8, "3b": 8, "tiny": 4}
-TOKENS = {"full": (1024, 4096), "3b": (100, 202), "tiny": (24, 32)}  # of a prompt and of a completion
+TOKENS = {"full": (1024, 4096), "3b": (100, 202), "tiny": (24, 32)}  # per prompt, per completion
 PACKAGE = Shape({}, prompts=32, n=8, prompt_tokens=192, completion_tokens=64)  # steps of the model in the package
 
 
@@ -30,7 +30,7 @@ def loop_shape(name: str, prompts: int = 1) -> Shape:
 
 
 class RandomModel:
-    """Random weights, which ours hold in NF4. All completions have the full length and are paid by their place."""
+    """Random weights, in NF4 for our providers. Completions have the full length and are rewarded by their place."""
 
     four_bit, dtype, whole, checkpointing, learning_rate = True, "bfloat16", True, True, 1e-6
     lora = {"r": LORA_RANK, "lora_alpha": LORA_RANK}
@@ -43,8 +43,8 @@ class RandomModel:
 
 
 class PackageModel:
-    """The model in the package, at its precision on a CPU, with problems of a file. It writes as much as it likes; the
-    learning rate is 0, so that completions keep their lengths."""
+    """The model in the package, in float32 on a CPU, with problems from a file. Completions end where the model ends
+    them; the learning rate is 0, so that they keep their lengths."""
 
     four_bit, whole, checkpointing, learning_rate = False, False, False, 0.0
     size, lora = PACKAGE, {"r": 16, "lora_alpha": 32}
@@ -80,7 +80,7 @@ class ByPlace:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.tokens: list[int] = []  # of the completions of each call, which is one a step
+        self.tokens: list[int] = []  # number of completion tokens in each call; there is one call per step
 
     def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
         self.tokens.append(sum(map(len, completion_ids)))
@@ -108,19 +108,19 @@ class RightAnswer:
 
 
 class Patience:
-    """How long a provider may take. A step that would not end in time is not begun."""
+    """The time limit of a provider. A step that would not end in time is not begun."""
 
     def __init__(self, limit: float) -> None:
         self.began, self.limit = time.monotonic(), limit
 
     def another(self, steps: list[dict[str, dict[str, Any]]]) -> bool:
-        """Return whether there is time for one more step like the last one, and a tenth to spare."""
+        """Return whether there is time for one more step like the last one, with a tenth of the limit to spare."""
         last = sum(steps[-1]["seconds"].values())
         return time.monotonic() - self.began + last < 0.9 * self.limit
 
 
 def weight_bytes(shape: Shape, four_bit: bool) -> int:
-    """Return the bytes of the model: 16 bits a number, or 4 and their scales where a linear layer is quantized."""
+    """Return the bytes of the model: 16 bits per number, or 4 bits and scales in quantized linear layers."""
     size = shape.config
     hidden, inner, head = size["hidden_size"], size["intermediate_size"], size["head_dim"]
     queries, keys = size["num_attention_heads"] * head, size["num_key_value_heads"] * head
@@ -129,7 +129,7 @@ def weight_bytes(shape: Shape, four_bit: bool) -> int:
 
 
 def engine_share(size: Shape, four_bit: bool, gib: float | None) -> float:
-    """Return the share of the card that a vLLM with weights of its own needs: weights, our cache, room to work in."""
+    """Return the share of the card that a vLLM with its own weights needs: weights, our KV cache, working memory."""
     import torch
 
     total = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else NO_CARD

@@ -1,4 +1,4 @@
-"""Our steps: the visible loop, with the engine's work timed apart from the rest."""
+"""Our steps: the visible loop, with the engine's work timed separately."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ ENDLESS = 1024 * GIB  # bytes of a card on which everything fits
 
 
 def timed(name: str, phase: str) -> Any:
-    """Return a method that calls the engine's own one inside a phase of the watch."""
+    """Return a method that calls the engine's method `name` inside a phase of the watch."""
     def method(self: "TimedEngine", *args: Any, **options: Any) -> Any:
         with self.watch.phase(phase):
             return getattr(self.engine, name)(*args, **options)
@@ -51,7 +51,7 @@ def load(folder: Path, device: str, work: Any, engine: str) -> FastPeftModel:
 
 
 def settings(options: Any, outputs: str) -> GRPOConfig:
-    """Return the settings of one optimizer step a generation."""
+    """Return settings with one optimizer step per rollout."""
     work, size, batch = options.work, options.work.size, options.batch or options.work.size.n
     return GRPOConfig(
         output_dir=outputs, max_steps=options.all_steps, per_device_train_batch_size=batch,
@@ -63,7 +63,7 @@ def settings(options: Any, outputs: str) -> GRPOConfig:
 
 
 def step(trainer: GRPOTrainer, watch: PhaseWatch) -> dict[str, float]:
-    """What `train` does in a step, without its records. Phases of the engine lie inside "score"."""
+    """Do what `train` does in a step, without its records. The engine's phases are inside "score"."""
     with watch.step():
         with watch.phase("score"):
             groups = trainer.rollout()
@@ -74,7 +74,7 @@ def step(trainer: GRPOTrainer, watch: PhaseWatch) -> dict[str, float]:
 
 
 def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
-    """What the planner predicts: bytes of the rollout, of training, and on the host."""
+    """Return what the planner predicts: bytes of the rollout, of training, and on the host."""
     found = trainer.memory.advice.plan
     if found is None:  # the trainer only plans on cards
         context = trainer.model.loaded.max_seq_length
@@ -85,7 +85,7 @@ def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
 
 
 def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
-    """Planned seconds of the last step, before calibration; nothing on the CPU."""
+    """Return the planned seconds of the last step by phase, before calibration; {} on the CPU."""
     groups = trainer.collector.sampled
     planned = trainer.parts.planned_time
     if planned is None or planned.plan is None:
@@ -96,7 +96,7 @@ def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
 
 
 def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str, Any]:
-    """Make all steps. Return what is known of them beside the watch's measures."""
+    """Make all steps; return what is known of them beside the watch's measures."""
     work, args = options.work, settings(options, outputs)
     model = load(options.folder, options.device, work, engine)
     rows = work.rows(model.loaded.tokenizer, options.all_steps)

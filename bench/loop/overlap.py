@@ -1,12 +1,12 @@
-"""What a step takes when complete groups are trained while others are sampled, beside one without that.
+"""Time a step in which complete groups are trained while others are sampled, against one without that.
 
     OMP_NUM_THREADS=1 python -m bench.loop.overlap [--engine vllm] [--mixture chains]
 
-The model in the package samples 32 prompts 8 times. In the mixture "noise" the completions say nothing (the temperature
-is high, the model's last norm is halved, a few tokens that mean nothing end them): their lengths have a long tail. In
-"chains" it answers 30 short problems and two that take several times as long, at temperature 1 and to the end that it
-chooses. The cases take turns, after steps to warm up, and sample with the same seeds; the learning rate is zero, so
-that one case's steps do not change what the others draw. `ratio` is the median over rounds of a case's step time
+The model in the package samples 32 prompts 8 times. In the mixture "noise" the completions are noise (the temperature
+is high, the model's last norm is halved, a few arbitrary tokens end them): their lengths have a long tail. In "chains"
+it answers 30 short problems and two that take several times as long, at temperature 1, until it stops by itself. The
+cases take turns, after warm-up steps, and sample with the same seeds; the learning rate is zero, so that one case's
+steps do not change the samples of the others. `ratio` is the median over rounds of a case's step time
 divided by that of the step without the switch, `share` the completions that were trained before all were sampled.
 """
 
@@ -29,15 +29,15 @@ CASES: dict[str, dict[str, Any]] = {
     "off": {}, "in turn": {"train_while_sampling": True}, "parallel": {"train_while_sampling": "parallel"},
 }
 GENERATIONS, ENDING = 8, range(300, 304)  # completions of a prompt; tokens that end one
-HOT, FLAT = 2.0, 0.5  # temperature (the most that vLLM takes); what the logits are multiplied by besides
-LONG, LONG_CHAIN, SHORT_CHAIN = 2, 16, 2  # long chains of 32; operations of a chain
+HOT, FLAT = 2.0, 0.5  # temperature (the most that vLLM takes); a further factor of the logits
+LONG, LONG_CHAIN, SHORT_CHAIN = 2, 16, 2  # long chains among 32; operations of a long and of a short one
 TARGETS = "target: at most 0.85 times the step without the switch"
 SHOWN: dict[str, tables.Figure] = {"case": "case", "step, s": ("step", ".3f"), "x off": ("ratio", ".3f"),
                                    "trained early": ("share", ".0%"), "longest": "longest"}
 
 
 class Case:
-    """A setting, and what its steps took."""
+    """A setting, and the measures of its steps."""
 
     def __init__(self, name: str, trainer: GRPOTrainer) -> None:
         self.name, self.trainer = name, trainer
@@ -56,31 +56,31 @@ class Case:
             self.lengths += [len(rollout.completion_ids) for group in groups for rollout in group.rollouts]
 
     def row(self, off: "Case", settings: dict[str, Any]) -> dict[str, Any]:
-        """Return what is recorded, compared with the case without the switch."""
+        """Return the row to record, compared with the case without the switch."""
         return {"case": self.name, "step": round(median(self.steps), 4), "share": round(fmean(self.shares), 3),
                 "ratio": rounds.ratio(self.steps, off.steps), "mean_length": round(fmean(self.lengths), 1),
                 "longest": max(self.lengths), **settings}
 
 
 def pays(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """Return a number that differs between the completions of a prompt."""
+    """Return rewards that differ between the completions of a prompt."""
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
 def noise(prompts: int) -> tuple[list[dict[str, Any]], SamplingParams]:
-    """Return rows, and how they are sampled."""
+    """Return the rows and the sampling parameters of the mixture "noise"."""
     return make_dataset("train", 64 * prompts), SamplingParams(stop_token_ids=list(ENDING), temperature=HOT)
 
 
 def chains(prompts: int) -> tuple[list[dict[str, Any]], SamplingParams]:
-    """Return the same: in each epoch, which is a step, a 16th of the problems (at least one) are long ones."""
+    """Return those of "chains": in each epoch, which is a step, a 16th of the problems (at least one) are long."""
     draw, few = random.Random(0), max(1, LONG * prompts // 32)
     texts = [chain(LONG_CHAIN if number < few else SHORT_CHAIN, draw) for number in range(prompts)]
     return [{"prompt": [{"role": "user", "content": text}], "answer": ""} for text in texts], SamplingParams()
 
 
 def chain(steps: int, draw: random.Random) -> str:
-    """Return a problem of so many operations."""
+    """Return a problem of `steps` operations."""
     kinds = ("Add {}.", "Subtract {}.", "Multiply by {}.")
     said = [draw.choice(kinds).format(draw.randint(2, 9)) for _ in range(steps)]
     return " ".join([f"Start with {draw.randint(1, 20)}.", *said, "What is the result?"])
@@ -90,7 +90,7 @@ MIXTURES = {"noise": noise, "chains": chains}
 
 
 def make_cases(mixture: str, engine: str, prompts: int, tokens: int, folder: Path) -> list[Case]:
-    """Return a trainer for each setting; all of one model."""
+    """Return a case for each setting, whose trainers share one model."""
     bare, _ = FastLanguageModel.from_pretrained(
         "tiny", max_seq_length=tokens + 256, load_in_4bit=False, fast_inference=engine
     )

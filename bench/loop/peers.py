@@ -1,5 +1,5 @@
 """TRL's steps: its GRPOTrainer with vLLM in the same process, or with transformers' generation; and Unsloth's, which
-patches that trainer. Each runs in its own environment, so what it imports is imported when it runs."""
+patches that trainer. Each runs in its own environment, so functions import what they need."""
 
 import dataclasses
 import os
@@ -9,10 +9,10 @@ from bench.loop.inputs import TARGETS, Patience, engine_share
 from bench.loop.phase_watch import PhaseWatch
 
 SHOWN = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "loss_type", "gradient_checkpointing",
-         "use_vllm", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")  # of the settings, in a row
+         "use_vllm", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")  # settings that a row records
 
 def timed(base: type, watch: PhaseWatch) -> type:
-    """A GRPOTrainer class whose phases are timed."""
+    """Return a GRPOTrainer class whose phases are timed."""
 
     class TimedTrainer(base):
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def timed(base: type, watch: PhaseWatch) -> type:
 
 
 class TimedSampler:
-    """TRL's vLLM; updating its weights is a phase of its own."""
+    """TRL's vLLM; updates of its weights are timed as a separate phase."""
 
     def __init__(self, inner: Any, watch: PhaseWatch) -> None:
         self.inner, self.watch = inner, watch
@@ -45,7 +45,7 @@ class TimedSampler:
 
 
 def listener(watch: PhaseWatch, patience: Patience) -> Any:
-    """Times steps from the end of one to the end of the next, and the optimizer inside; stops where time is short."""
+    """Return a callback that times steps from end to end, and the optimizer; it stops training when time is short."""
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):
@@ -87,13 +87,13 @@ def settings(options: Any, outputs: str, use_vllm: bool, four_bit: bool) -> dict
     return common | {
         "use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": size.context,
         "vllm_gpu_memory_utilization": engine_share(size, four_bit, options.gib),
-        "vllm_enable_sleep_mode": options.gib is not None,  # off by default; one turns it on where memory is short
+        "vllm_enable_sleep_mode": options.gib is not None,  # off by default; users turn it on when memory is short
         "generation_kwargs": {"ignore_eos": True, "detokenize": False},
     }
 
 
 def load(options: Any, four_bit: bool) -> Any:
-    """Return the model as it is, or in bitsandbytes' NF4."""
+    """Return the model unquantized, or in bitsandbytes' NF4."""
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -109,7 +109,7 @@ def load(options: Any, four_bit: bool) -> Any:
 
 
 def train(options: Any, watch: PhaseWatch, model: Any, tokenizer: Any, config: dict[str, Any], **more: Any) -> Any:
-    """Make all steps. Return the tokens of each and the settings."""
+    """Make all steps; return the tokens of each, and the settings."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -142,7 +142,7 @@ def run_trl(options: Any, watch: PhaseWatch, outputs: str, use_vllm: bool, four_
 
 
 def run_unsloth(options: Any, watch: PhaseWatch, outputs: str) -> dict[str, Any]:
-    """Make Unsloth's steps: its 4-bit model, its vLLM on the same weights, its defaults where ours fit nothing."""
+    """Make Unsloth's steps: its 4-bit model, its vLLM on the same weights, its defaults where it lacks our settings."""
     if options.gib is not None:  # frees the cache while it trains; must be set before the import
         os.environ["UNSLOTH_VLLM_STANDBY"] = "1"
     import torch

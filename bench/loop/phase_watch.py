@@ -1,4 +1,4 @@
-"""Seconds and peak memory of each phase of a training step, measured in the same way for every provider.
+"""Measure seconds and peak memory of each phase of a training step, in the same way for every provider.
 
 Nothing here imports the package, so that it also runs in a peer's environment. Phases nest: while an inner phase runs,
 the outer one is not counted, so the phases of a step add up to the step.
@@ -16,14 +16,14 @@ from typing import Any
 
 REST = "rest"  # what belongs to no phase
 LOOK_EVERY = 0.05  # seconds between looks at what is in use
-SECONDS, CPU = "seconds", "cpu_seconds"  # by the clock; of all threads of this process
-ALLOCATED, USED = "allocated_bytes", "used_bytes"  # by torch's allocator; all on the card
+SECONDS, CPU = "seconds", "cpu_seconds"  # by the wall clock; processor time of all threads of this process
+ALLOCATED, USED = "allocated_bytes", "used_bytes"  # by torch's allocator; all that is in use on the card
 HOST = "host_bytes"  # the resident set
 Step = dict[str, dict[str, Any]]  # measure -> phase -> value
 
 
 class PhaseWatch:
-    """Times the phases of steps, on the CPU or on the current card, whose queue it waits for at each border."""
+    """Times the phases of steps, on the CPU or on the current card, which it synchronizes at each phase's border."""
 
     def __init__(self, device: str) -> None:
         self.card: Any = cuda() if device != "cpu" else None
@@ -45,7 +45,7 @@ class PhaseWatch:
         self.stack.append(REST)
 
     def end_step(self) -> None:
-        """Keep the counted step."""
+        """End the step, and keep its measures."""
         if self.stack != [REST]:
             raise RuntimeError(f"the step ends inside phase {self.stack[-1] if self.stack else 'none'}")
         self.count()
@@ -108,7 +108,7 @@ class PhaseWatch:
                 self.look(stack[0])
 
     def peak(self) -> int:
-        """Return the most of all steps: allocated on a card, resident on the CPU."""
+        """Return the peak of all steps in bytes: allocated on a card, resident on the CPU."""
         return max((max(step[ALLOCATED].values()) for step in self.steps), default=0) if self.card \
             else resident_bytes()
 
@@ -125,7 +125,7 @@ def cuda() -> Any:
 
 
 def resident_bytes(name: str = "VmHWM") -> int:
-    """Return the bytes of the resident set: the peak so far; with VmRSS the present ones (the peak where unknown)."""
+    """Return the bytes of the resident set: the peak so far, or with VmRSS the current ones (the peak if unknown)."""
     status = Path("/proc/self/status")
     if status.exists():  # unlike ru_maxrss, this does not count the parent before exec
         line = next(line for line in status.read_text().splitlines() if line.startswith(name))

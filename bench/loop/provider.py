@@ -1,5 +1,5 @@
-"""One provider's steps of the whole loop, in a process of its own, started by bench/loop/bench.py. It prints one JSON
-object, which is `{"missing": reason}` where the provider cannot run here.
+"""Run one provider's steps of the whole loop, in a process that bench/loop/bench.py starts. It prints one JSON object,
+which is `{"missing": reason}` if the provider cannot run here.
 
     python -m bench.loop.provider PROVIDER --folder F --shape tiny --device cpu --steps 2
 
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def cap_memory(gib: float | None, device: str) -> None:
-    """Limit the memory that torch may use of the card."""
+    """Limit the memory that torch may use on the card."""
     if gib and device != "cpu":
         import torch
 
@@ -62,7 +62,7 @@ def cap_memory(gib: float | None, device: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the provider's steps, or why there are none. An error in our own code is raised."""
+    """Run the provider; return its steps, or why there are none. An error in our own code is raised."""
     module, function, settings = RUNNERS[options.provider]
     watch = PhaseWatch(options.device)
     try:
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]}
     finally:
         watch.close()
-    timed = watch.steps[options.warm_up :] or watch.steps  # all where there was no time for another step
+    timed = watch.steps[options.warm_up :] or watch.steps  # all if there was no time for another step
     return {"steps": timed, "warm_up": len(watch.steps) - len(timed), "loaded_bytes": watch.loaded,
             "peak_bytes": watch.peak(), **found}
 

@@ -1,4 +1,4 @@
-"""What a step of the whole loop should reach beside peers, and its section of bench/RESULTS.md."""
+"""The targets of a step of the whole loop against peers, and its section of bench/RESULTS.md."""
 
 from bench.common import tables
 from bench.common.rows import newest
@@ -6,10 +6,10 @@ from bench.common.targets import BELOW_ONE, OURS, ByProvider, Goal, Row, judged,
 from lowmem_grpo.utils import GIB
 
 PEERS = ("trl", "trl_nf4", "unsloth")  # whose loops have vLLM too
-PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # as shares are shown
+PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # in the order of the table
 CASE = ("shape", "prompts", "gib", "provider", "device", "gpu", "cpu", "cores", "threads")
 def beside(peer: str, ours: str = OURS, memory: bool = False) -> Goal:
-    """Return the goal for ours divided by a peer's: seconds of a step, or the most that was in use on the card."""
+    """Return the goal for our figure divided by a peer's: seconds of a step, or the peak in use on the card."""
     def measure(row: Row) -> float:
         return float(max(row["used_bytes"].values()) if memory else row["seconds"])
 
@@ -26,14 +26,14 @@ GOALS.append(beside("trl_transformers", ours=f"{OURS}_transformers"))  # without
 
 
 def case_of(row: Row) -> str:
-    """Return sequences and their lengths, and what of the card may be used."""
+    """Return the sequences and their lengths, and the limit of the card's memory."""
     cap = f", {row['gib']:g} GiB" if row["gib"] else ""
     return (f"{row['shape']}: {row['prompts']} x {row['generations']} x {row['completion_tokens']:,} tokens after "
             f"{row['prompt_tokens']:,}{cap}")
 
 
 def peak(name: str, *phases: str) -> tables.Figure:
-    """Return the figure of the most of a row's bytes, of all phases or of these."""
+    """Return the figure of a row's most bytes, of all phases or of these, in GiB."""
     def most(row: Row) -> str:
         sizes = [size for phase, size in (row.get(name) or {}).items() if not phases or phase in phases]
         return f"{max(sizes) / GIB:.2f}" if sizes else ""
@@ -54,7 +54,7 @@ COLUMNS: tables.Columns = {
 
 
 def loop_table(rows: list[Row]) -> list[str]:
-    """Return the newest row of each provider, case and machine; then the targets."""
+    """Return the section with the newest row of each provider, case and machine, then the targets."""
     lines = [
         "", "## A step of the whole loop: time by phase, and peaks", "",
         "Llama-3.1-8B's shape with random weights. `switch` is sleeping, waking, and updating the sampler's weights. "

@@ -1,6 +1,6 @@
-"""One GRPO step, generation included: ours against TRL's, same model, LoRA, prompts and rewards.
+"""Time one GRPO step, generation included: ours against TRL's, with the same model, LoRA, prompts and rewards.
 
-    python -m bench.loop.step_time                  makes TRL's environment (.venv-trl) where it is not there yet
+    python -m bench.loop.step_time                  makes TRL's environment (.venv-trl) if it does not exist
 
 Both run in turn, each time in a fresh process, with micro-batches of 32 completions (LOG.md says why); bench/README.md
 says how to read the rows.
@@ -27,7 +27,7 @@ from lowmem_grpo.utils import MIB
 
 BENCH = Path(__file__).resolve().parents[1]
 OURS, TRL = "lowmem_grpo", "trl"
-PROVIDERS = {OURS: "lowmem_grpo_transformers", TRL: "trl_transformers"}  # of bench/loop/provider.py
+PROVIDERS = {OURS: "lowmem_grpo_transformers", TRL: "trl_transformers"}  # names in bench/loop/provider.py
 WARM_UP = 2  # steps left out
 LISTS = ("seconds", "cpu_seconds", "generate_seconds", "tokens")  # measures of each step
 SHOWN: dict[str, tables.Figure] = {
@@ -40,7 +40,7 @@ console = Console(width=110)
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs of one call have in common."""
+    """The settings that all runs of one call share."""
 
     python: dict[str, str]  # interpreter of each provider
     problems: Path
@@ -49,7 +49,7 @@ class Plan:
     threads: int
 
     def run(self, provider: str, batch: int, loss_type: str) -> Run:
-        """Return the measures of a fresh process; the lists have an entry for each step but the first ones."""
+        """Run a provider in a fresh process; return its measures, with an entry for each step after the warm-up."""
         words = child.words(folder=resolve(TINY), problems=self.problems, steps=self.steps - WARM_UP, warm_up=WARM_UP,
                             batch=batch, loss_type=loss_type, device=self.device)
         found = child.run("bench.loop.provider", PROVIDERS[provider], *words, python=self.python[provider],
@@ -62,7 +62,7 @@ class Plan:
 
 
 def row(plan: Plan, runs: dict[str, list[Run]], provider: str, where: dict[str, Any]) -> dict[str, Any]:
-    """Return what is recorded of one provider; the ratios say how many times as long TRL took."""
+    """Return the row to record for one provider; the ratios are TRL's time divided by ours."""
     own = runs[provider]
     last, kept = own[-1], {name: [value for run in own for value in run[name]] for name in LISTS}
     return {
@@ -80,12 +80,12 @@ def row(plan: Plan, runs: dict[str, list[Run]], provider: str, where: dict[str, 
 
 
 def ratio(runs: dict[str, list[Run]], name: str) -> float:
-    """Return how many times as long TRL takes: the median over rounds of the ratio within a round."""
+    """Return TRL's time divided by ours: the median over rounds of the ratio within a round."""
     return round(rounds.ratio(*([median(run[name]) for run in runs[provider]] for provider in (TRL, OURS))), 3)
 
 
 def trl_environment() -> str:
-    """Return the interpreter of .venv-trl, made from requirements-trl.txt where it is not there yet."""
+    """Return the interpreter of .venv-trl, made from requirements-trl.txt if it does not exist."""
     folder = BENCH.parent / ".venv-trl"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     child.made_once(folder, [sys.executable, "-m", "venv", folder],

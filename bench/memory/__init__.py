@@ -1,1 +1,1 @@
-"""How many bytes a training step takes, feature by feature."""
+"""Measure the bytes that a training step takes, feature by feature."""

@@ -1,4 +1,4 @@
-"""Memory of one training step while the features that save it are switched on one by one: peaks on device and host.
+"""Measure the memory of one training step, peaks on device and host, as features that save it are added one by one.
 
     python -m bench.memory.bench                  every case, on fake tensors: minutes on any machine, no GPU
     python -m bench.memory.bench --device cuda --gib 16  the same step for real, random weights, on a card made smaller
@@ -20,7 +20,7 @@ from bench.memory.stages import CASES, STAGES, Case, completion_lengths
 from lowmem_grpo.utils import GIB
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "memory.svg"
-PLANNED = "+ 8-bit optimizer"  # the stage whose settings are planned
+PLANNED = "+ 8-bit optimizer"  # the stage that the planner predicts
 
 
 def planned(case: Case, budget: float | None) -> dict[str, int]:
@@ -40,7 +40,7 @@ def planned(case: Case, budget: float | None) -> dict[str, int]:
 
 
 def bytes_of(case: Case, stage: str, device: str, gib: float | None) -> dict[str, Any]:
-    """Return the bytes of a stage of a case: for real on a card, of which `gib` may be used, else on fake tensors."""
+    """Return the bytes of a stage of a case: measured on a card with a limit of `gib`, else counted on fake tensors."""
     from bench.memory import on_card, weigh
     from lowmem_grpo.memory.named_configs import named_config
 
@@ -64,7 +64,7 @@ def rows_of(case: Case, stages: list[str], device: str, gib: float | None) -> It
 
 
 def cases(shapes: tuple[str, ...], context: int | None, generations: int | None) -> list[Case]:
-    """Return the cases that were asked for, with another context or number of completions if given."""
+    """Return the cases that were asked for, with `context` and `generations` in place of their own if set."""
     chosen = [case for case in CASES if not shapes or case.shape in shapes]
     changes = {name: value for name, value in (("context", context), ("generations", generations)) if value}
     return list(dict.fromkeys(replace(case, **changes) for case in chosen))
@@ -85,7 +85,7 @@ def main(
     shapes: tuple[str, ...], context: int | None, generations: int | None, stages: tuple[str, ...], device: str,
     gib: float | None, output: Path, as_json: bool, picture: bool,
 ) -> None:
-    """Weigh the stages of each case and append a row of each; or draw them."""
+    """Measure the stages of each case and append a row of each; or draw them."""
     if picture:
         draw(newest_cases(read_rows(output)), PICTURE)
         click.echo(f"{PICTURE}")

@@ -1,8 +1,8 @@
-"""Counts the storage that operations make, with real or fake tensors, and says what was alive at the peak.
+"""Count the storages that operations allocate, with real or fake tensors, and report what was alive at the peak.
 
-Fake tensors are on the CPU but stand for a card, so what only the CPU's form of a kernel makes is left out. They hold
-no values. Where a result depends on values, what is known of the batch answers: how many places of a mask are True,
-and how many sequences there are. Any other number that is read is 1.
+Fake tensors are on the CPU but stand for a card, so what only the CPU's form of a kernel allocates is left out. They
+hold no values. A result that depends on values comes from facts about the batch (`Known`): the number of True places
+of a mask, and the number of sequences. Any other number that is read is 1.
 """
 
 import sys
@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 OURS = "lowmem_grpo"
-PLACES = (OURS, "peft", "transformers", "bitsandbytes")  # whose code a storage is named by
+PLACES = (OURS, "peft", "transformers", "bitsandbytes")  # packages whose code names a storage
 WORTH_NAMING = 2**20  # bytes; smaller storages are only named by their operation
-CPU_FORMS = (  # (file, function) and the operations by which only the CPU's form of a kernel holds more than a card's
+CPU_FORMS = (  # file, function, and operations that allocate only in the CPU's form of a kernel
     ("logprob_rows.py", "finish_rows_ref", ("aten::exp", "aten::clone", "aten::where")),  # a second chunk of logits
     ("logprob_rows.py", "forward_rows", ("aten::clone",)),
     ("logits.py", "row_dot", ("aten::mul",)),
@@ -35,7 +35,7 @@ INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 
 @dataclass(frozen=True)
 class Known:
-    """What fake tensors cannot say: True places of a mask by its length, and the sequences of a batch."""
+    """Facts that fake tensors do not hold: the True places of a mask by its length, and the sequences of a batch."""
 
     mask_counts: dict[int, int] = field(default_factory=dict)
     sequences: int = 1
@@ -53,14 +53,14 @@ class Made:
 
 
 class CountedStorages(TorchDispatchMode):
-    """Inside, `now` is the bytes alive on the device, `peak` the most there were and `at_peak` what they were.
+    """A mode in which `now` is the bytes alive on the device, `peak` the most so far, and `at_peak` the storages then.
 
-    Storages of `weights` are not counted. What is made inside `on_host()` counts as `host_now` and `host_peak`.
+    Storages of `weights` are not counted. Those allocated inside `on_host()` count as `host_now` and `host_peak`.
     """
 
     def __init__(self, weights: list[Tensor], known: Known) -> None:
         super().__init__()
-        self.weights = [tensor.untyped_storage() for tensor in weights]  # held, so that no other takes their place
+        self.weights = [tensor.untyped_storage() for tensor in weights]  # held, so that no new one gets their addresses
         self.seen = {storage._cdata for storage in self.weights}
         self.known = known
         self.alive: dict[int, Made] = {}
@@ -79,7 +79,7 @@ class CountedStorages(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """What is made inside is host memory."""
+        """Count what is allocated inside the block as host memory."""
         self.host = True
         try:
             yield
@@ -87,10 +87,10 @@ class CountedStorages(TorchDispatchMode):
             self.host = False
 
     def answer(self, name: str, args: Any) -> Any:
-        """The result of an operation that depends on values; None where it only depends on shapes."""
+        """Return the result of an operation that depends on values; None if it depends only on shapes."""
         if name == "aten::_local_scalar_dense":
             return {torch.bool: True, torch.int64: 1}.get(args[0].dtype, 1.0)
-        if name == "aten::equal":  # of the code tables of two 4-bit weights
+        if name == "aten::equal":  # compares the code tables of two 4-bit weights
             return True
         if name == "aten::bincount":
             return args[0].new_empty(self.known.sequences)
@@ -102,7 +102,7 @@ class CountedStorages(TorchDispatchMode):
         return args[0] if name == "aten::index_put_" else torch.empty_like(args[0])
 
     def count(self, tensor: Tensor, operation: str) -> None:
-        """Note the tensor's storage where it is new."""
+        """Count the tensor's storage if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.seen:
@@ -135,7 +135,7 @@ class CountedStorages(TorchDispatchMode):
         self.host_now -= size
 
     def breakdown(self, count: int = 25) -> list[tuple[int, int, Made]]:
-        """(bytes, how many, one of them) of what was alive at the peak, largest first, alike ones together."""
+        """Return (bytes, number, example) of the storages alive at the peak, grouped by equal ones, largest first."""
         alive = list(self.alive.values()) if self.peak_is_new else self.at_peak
         sizes: Counter[Made] = Counter()
         for made in alive:
@@ -149,21 +149,21 @@ def is_mask(index: Any) -> bool:
 
 @cache
 def folder(package: str) -> Path | None:
-    """Where a package lies; None where it is not installed. A path that only contains its name is not enough: a clone
-    of this repository has the package's name too, so the benches' own frames would count as the package's."""
+    """Return the folder of a package; None if it is not installed. Its name in a path is not enough: a clone of this
+    repository has the package's name too, so the benches' own frames would count as the package's."""
     spec = find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
 
 
 @cache
 def owner(filename: str) -> str | None:
-    """The package of `PLACES` that a source file belongs to; None for all other code."""
+    """Return the package of `PLACES` that a source file belongs to; None for all other code."""
     path = Path(filename).resolve()
     return next((name for name in PLACES if (root := folder(name)) and path.is_relative_to(root)), None)
 
 
 def cpu_form(operation: str) -> bool:
-    """Whether the innermost frame of this package makes what a card would not."""
+    """Return whether the innermost frame of this package allocates what it would not on a card."""
     frame: Any = sys._getframe(2)
     while frame is not None and owner(frame.f_code.co_filename) != OURS:
         frame = frame.f_back
@@ -174,7 +174,7 @@ def cpu_form(operation: str) -> bool:
 
 
 def place() -> str:
-    """The nearest line of this package or of a library that is not torch, and the model's line behind it."""
+    """Return the innermost line of this package or a library that is not torch, and the model's line that led to it."""
     frame: Any = sys._getframe(2)
     found: list[str] = []
     while frame is not None and len(found) < 2:

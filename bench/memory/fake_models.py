@@ -17,13 +17,13 @@ from lowmem_grpo.models import attention
 from lowmem_grpo.models.experts import expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import GROUPS, fuse
 
-BLOCK, NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share one of theirs
+BLOCK, NESTED_BLOCK = 64, 256  # weights per scale, scales per nested scale
 SCALES = ("absmax", "code", "offset")
 OF_4BIT = ("quant_state", "blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
 
 
 def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
-    """Return the frozen model of a transformers config on the meta device; with `nf4` linears but the head in NF4."""
+    """Return the frozen model of a transformers config on the meta device; with `nf4` linears but the head are NF4."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -39,7 +39,7 @@ def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
 
 
 def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace the linears but the head by 4-bit ones with double quantization."""
+    """Replace the linears except the head by 4-bit ones with double quantization."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:
@@ -75,7 +75,7 @@ def weight_4bit(rows: int, columns: int, dtype: torch.dtype) -> Params4bit:
 
 
 def make_fake(model: nn.Module) -> None:
-    """Put a fake tensor in place of each one of a model on the meta device, inside a FakeTensorMode."""
+    """Replace each tensor of a model on the meta device by a fake one, inside a FakeTensorMode."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -89,25 +89,25 @@ def make_fake(model: nn.Module) -> None:
 
 
 def lay_adjacent(model: nn.Module) -> None:
-    """Lay the 4-bit weights of q, k, v (gate, up) side by side, as the loader does before adapters are there."""
+    """Make the 4-bit weights of q, k, v (gate, up) adjacent in memory, as the loader does before it adds adapters."""
     for module in model.modules():
         for names in GROUPS:
             layers = [getattr(child, "base_layer", child) for name in names
                       if (child := dict(module.named_children()).get(name)) is not None]
             if len(layers) == len(names) and all(isinstance(layer, Linear4bit) for layer in layers):
-                with suppress(ValueError):  # sizes that do not end where a block ends: they stay apart
+                with suppress(ValueError):  # sizes that do not end at a block's end: they stay separate
                     fuse([layer.weight for layer in layers])
 
 
 class EqualTables(TorchDispatchMode):
-    """Inside, tensors without values count as equal, as the code tables of one 4-bit type are."""
+    """A mode in which tensors without values count as equal, as the code tables of one 4-bit type are."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func._schema.name == "aten::equal" else func(*args, **(kwargs or {}))
 
 
 def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
-    """Return the fake tensor of a tensor, the same one each time; of a parameter with what makes a 4-bit one."""
+    """Return the fake tensor of a tensor, the same one each time; a 4-bit parameter keeps its quantization state."""
     if id(tensor) not in memo:
         new = torch.empty(tensor.shape, dtype=tensor.dtype)
         memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
@@ -120,7 +120,7 @@ def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
 
 
 def scales(weight: Any) -> list[tuple[Any, str, Tensor]]:
-    """Return the scales of a weight, if it is a 4-bit one: what holds each, its name there, and it."""
+    """Return (owner, attribute, tensor) for each scale of a 4-bit weight; nothing for other weights."""
     state = getattr(weight, "quant_state", None)
     named = [(part, name, getattr(part, name)) for part in (state, state.state2) for name in SCALES] if state else []
     return [(part, name, value) for part, name, value in named if isinstance(value, Tensor)]

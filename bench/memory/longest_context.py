@@ -1,10 +1,10 @@
-"""The longest context whose training step fits a limited card: first planned, then tried.
+"""Find the longest context whose training step fits a limited card: first planned, then tried.
 
     python -m bench.memory.longest_context --gib 16     Llama-3.1-8B, 8 completions; with --device cuda for real
 
 Each trial is the step of `bench/memory/bench.py` with every feature on, without sampling. The first trial has the
-planned length. The length then grows where it fits and shrinks where it does not, until both sides are known, the
-model's own longest context fits, or the trials are used up. Each trial leaves a row at once.
+planned length. The length then grows after a fit and shrinks after a failure, until the border is known, the model's
+own longest context fits, or the trials are used up. Each trial leaves a row at once.
 """
 
 import sys
@@ -23,8 +23,8 @@ from bench.memory.stages import CASES, Case
 from lowmem_grpo.utils import GIB
 
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
-CLOSE = 1.06  # the search ends where a length fits and one at most this much longer does not
-FILLED, NEARLY = 0.93, 0.97  # of the limit: planned for the first trial, and the aim of later ones
+CLOSE = 1.06  # the search ends when a length fits and one at most this many times as long does not
+FILLED, NEARLY = 0.93, 0.97  # shares of the limit: planned for the first trial, and aimed at by later ones
 SHOWN: dict[str, tables.Figure] = {
     "context": ("context", ","), "fits": "fits", "device GiB": ("device_bytes", ".2f", GIB),
     "host GiB": ("host_bytes", ".2f", GIB), "": "error"}
@@ -33,7 +33,7 @@ Trial = Callable[[int], dict[str, Any]]
 
 
 def planned_context(case: Case, gib: float, longest: int) -> int:
-    """Return the longest context of which the planner says that a training step holds at most FILLED of the bound."""
+    """Return the longest context whose training step takes at most FILLED of the bound, by the planner."""
     low, high = 1, longest // STEP
     while low < high:
         middle = (low + high + 1) // 2
@@ -43,7 +43,7 @@ def planned_context(case: Case, gib: float, longest: int) -> int:
 
 
 def search(trial: Trial, start: int, most: int, longest: int) -> list[dict[str, Any]]:
-    """Return trials from `start` on, until one fits and a hardly longer one does not, or the model's longest fits."""
+    """Run trials from `start` on, until one fits and a hardly longer one does not, or the model's longest fits."""
     rows: list[dict[str, Any]] = []
     context: int | None = min(max(STEP, start), longest)
     while context is not None and len(rows) < most:
@@ -53,7 +53,7 @@ def search(trial: Trial, start: int, most: int, longest: int) -> list[dict[str, 
 
 
 def next_context(rows: list[dict[str, Any]], longest: int) -> int | None:
-    """Return what to try after these trials; None where nothing more is to be learned."""
+    """Return the context to try after these trials; None if another trial would show nothing new."""
     low = max((row["context"] for row in rows if row["fits"]), default=None)
     high = min((row["context"] for row in rows if not row["fits"]), default=None)
     if low is None:
@@ -65,7 +65,7 @@ def next_context(rows: list[dict[str, Any]], longest: int) -> int | None:
 
 
 def longer(fitting: list[dict[str, Any]]) -> int:
-    """Return a little longer than one length that fits; from two on, where their bytes would nearly reach the bound."""
+    """Return the next length after ones that fit: a little longer; after two, where bytes nearly reach the bound."""
     last = fitting[-1]
     next_up = int(CLOSE * last["context"] // STEP + 1) * STEP
     held = [row.get("reserved_bytes", row["device_bytes"]) for row in fitting]  # on a card, holes between blocks too
@@ -77,7 +77,7 @@ def longer(fitting: list[dict[str, Any]]) -> int:
 
 
 def tried(case: Case, device: str, gib: float) -> dict[str, Any]:
-    """Try a step of one length: whether it fits, and its bytes."""
+    """Try a step of one length; return whether it fits, and its bytes."""
     found = bytes_of(case, PLANNED, device, gib)
     fits = "device_bytes" in found and found["device_bytes"] <= gib * GIB
     return {"shape": case.shape, "context": case.context, "generations": case.generations, "rank": case.rank,
@@ -93,7 +93,7 @@ def tried(case: Case, device: str, gib: float) -> dict[str, Any]:
 @click.option("--start", type=click.IntRange(min=STEP), help="The first length; by default the planned one.")
 @options.output("longest_context")
 def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
-    """Find the longest context that fits. The exit code is 1 where none does."""
+    """Find the longest context that fits. The exit code is 1 if none does."""
     from lowmem_grpo.memory.named_configs import named_config
 
     common = machine() | {"run": run_now()}  # first: the commit it began with

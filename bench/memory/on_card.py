@@ -1,4 +1,4 @@
-"""The step of `weigh.py` for real, on a card: random weights, random tokens, and the allocator's peaks."""
+"""Run the step of `weigh.py` for real on a card, with random weights and tokens; read the allocator's peaks."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -28,7 +28,7 @@ def measure(
     """Return the peaks of one optimizer step in bytes, allocated and reserved; `gib` bounds what is used of the card,
     the driver's own part included.
 
-    Where memory runs out the row says so in `error`. The first step warms up; the second one is measured.
+    If memory runs out, the row has an `error`. The first step warms up; the second one is measured.
     """
     if not torch.cuda.is_available():
         raise SystemExit("--device cuda needs a card; leave it out to use fake tensors")
@@ -44,7 +44,7 @@ def measure(
 
 
 def step(config: dict[str, Any], lengths: list[int], features: Features, rank: int) -> dict[str, Any]:
-    """Load, run two steps, read the peaks of the second."""
+    """Load the model, run two steps, and return the peaks of the second."""
     model = add_lora(random_model(config, features), rank, max(lengths), features)
     learner = learner_of(model, lengths, features, GRPOObjective)
     policy, optimizer = learner.policy, learner.optimizer
@@ -78,7 +78,7 @@ def used() -> int:
 
 
 def engine_weights(policy: Policy) -> list[torch.Tensor]:
-    """Return what an engine with its own weights would hold, in 16 bits."""
+    """Return the weights that an engine with its own copy would hold, in 16 bits."""
     return [torch.empty(weight_count(weight), dtype=torch.bfloat16, device=CARD)
             for weight in policy.base.parameters() if not weight.requires_grad]
 
@@ -107,7 +107,7 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
 
 
 def random_4bit(linear: nn.Linear) -> Linear4bit:
-    """Return a 4-bit layer of the same shape and random weights, on the card."""
+    """Return a 4-bit layer of the same shape with random weights, on the card."""
     with torch.device("meta"):
         new = linear_4bit(linear, torch.bfloat16)
     values = torch.randn(linear.weight.shape, dtype=torch.bfloat16, device=CARD).mul_(0.02)

@@ -1,4 +1,4 @@
-"""A picture of the peaks of a training step: a bar for each stage, stacked from what the memory is for."""
+"""Draw the peaks of a training step: a bar for each stage, stacked by what the memory is used for."""
 
 from pathlib import Path
 from typing import Any
@@ -7,17 +7,17 @@ from bench.common.pictures import panels, save
 from lowmem_grpo.runs.views.palette import MEMORY
 from lowmem_grpo.utils import GIB
 
-PARTS = {  # of a row: its words and its colour
+PARTS = {  # field of a row: its label and its colour
     "engine_bytes": ("the engine's own weights", MEMORY["sampling weights"]),
     "weights_bytes": ("weights", MEMORY["weights"]), "adapters_bytes": ("adapters", MEMORY["adapters"]),
     "gradients_bytes": ("gradients", MEMORY["gradients"]), "optimizer_bytes": ("optimizer", MEMORY["optimizer"]),
     "activations_bytes": ("activations", MEMORY["layer inputs"]),
 }
-LONGEST = 24  # GiB that a whole bar stands for; a longer one is cut, and shows that
+LONGEST = 24  # GiB of the longest bar; a longer one is cut and marked
 
 
 def draw(cases: dict[Any, list[dict[str, Any]]], path: Path) -> None:
-    """Draw the first case whose rows are all there."""
+    """Draw the first case whose rows all have bytes."""
     rows = next(found for found in cases.values() if all("device_bytes" in row for row in found))
     figure, (axis,) = panels(1, 9, 0.9 + 0.34 * len(rows))
     for place, row in enumerate(rows):
@@ -40,7 +40,7 @@ def draw(cases: dict[Any, list[dict[str, Any]]], path: Path) -> None:
 
 
 def bar(axis: Any, place: int, row: dict[str, Any]) -> None:
-    """One stage: its parts side by side up to the full length, and its peaks in words."""
+    """Draw one stage: its parts side by side up to the full length, and its peaks as text."""
     left = 0.0
     for name, (_, colour) in PARTS.items():
         width = min(row[name] / GIB, LONGEST - left)
@@ -54,7 +54,7 @@ def bar(axis: Any, place: int, row: dict[str, Any]) -> None:
 
 
 def patch(words: str, colour: str) -> Any:
-    """A part's entry in the legend."""
+    """Return a part's entry in the legend."""
     from matplotlib.patches import Patch
 
     return Patch(color=colour, label=words)

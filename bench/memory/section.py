@@ -1,4 +1,4 @@
-"""What a step of Llama-3.1-8B should reach on cards of 16 and 24 GiB; memory's sections of bench/RESULTS.md."""
+"""The targets of a step of Llama-3.1-8B on cards of 16 and 24 GiB, and memory's sections of bench/RESULTS.md."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ SHAPE, CONTEXT, STAGE = "llama-3.1-8b", 20480, "+ 8-bit optimizer"
 
 
 def goals_for(gib: int) -> list[Goal]:
-    """It fits, and the planner predicted its peak within 5%."""
+    """Return the goals that the step fits, and that the planner predicted its peak within 5%."""
     case = f"{SHAPE}, {CONTEXT:,} tokens, {gib} GiB of the card"
     fields = {"device": "cuda", "gib": gib, "shape": SHAPE, "context": CONTEXT, "stage": STAGE}
     return [Goal(case, "fits", gib * GIB, peak, told, fields, any_card=True),
@@ -21,7 +21,7 @@ def goals_for(gib: int) -> list[Goal]:
 
 
 def peak(run: ByProvider) -> float:
-    """Bytes on the card; infinite where memory ran out."""
+    """Return the bytes on the card; infinity if memory ran out."""
     return float(run[OURS].get("device_bytes", float("inf")))
 
 
@@ -34,7 +34,7 @@ def told(value: float, run: ByProvider) -> str:
 
 
 def planned(run: ByProvider) -> float:
-    """The planned peak divided by the measured one."""
+    """Return the planned peak divided by the measured one."""
     return float(run[OURS]["planned_bytes"] / run[OURS]["device_bytes"])
 
 
@@ -45,7 +45,7 @@ Rows = list[dict[str, Any]]
 
 
 def newest_cases(rows: Rows) -> dict[tuple[str, ...], Rows]:
-    """The newest row of each stage, stage by stage, of every case."""
+    """Return the newest row of each stage of every case, in the order of the stages."""
     cases: dict[tuple[str, ...], Rows] = {}
     for row in newest(rows, *CASE, "stage").values():
         cases.setdefault(tuple(str(row.get(name)) for name in CASE), []).append(row)
@@ -54,7 +54,7 @@ def newest_cases(rows: Rows) -> dict[tuple[str, ...], Rows]:
 
 
 def memory_table(rows: Rows) -> list[str]:
-    """Return a column for each stage of each case: peaks on device and host; then planned beside weighed."""
+    """Return the section with a column for each stage: peaks on device and host; then planned against counted peaks."""
     cases = newest_cases(rows)
     lines = [
         "", "## Memory of a training step: peaks on device / host in GiB, one feature after the other", "",
@@ -99,7 +99,7 @@ LONGEST: tables.Columns = {
 
 
 def longest_table(rows: Rows) -> list[str]:
-    """Return, of each model and bound, the longest context that fitted, and the shortest that did not."""
+    """Return the section with the longest context that fitted each model and bound, and the shortest that did not."""
     cases: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
         name = tuple(row.get(field) for field in ("shape", "generations", "gib", "device", "gpu"))
@@ -109,7 +109,7 @@ def longest_table(rows: Rows) -> list[str]:
 
 
 def searched(rows: Rows) -> dict[str, Any]:
-    """Return one search as a row: that of the longest context that fitted, without bytes where none did."""
+    """Return one search as a row: that of the longest context that fitted, without bytes if none did."""
     best = max((row for row in rows if row["fits"]), key=lambda row: row["context"], default={})
     failing = min((row["context"] for row in rows if not row["fits"]), default=None)
     sizes = dict.fromkeys(("device_bytes", "host_bytes"))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Features:
-    """What a step can use to save memory. The defaults are those of our runs; the host embedding is optional."""
+    """Features with which a step saves memory. The defaults are those of our runs; the host embedding is optional."""
 
     checkpointing: bool | str = "offload"
     no_logits: bool = True
@@ -16,7 +16,7 @@ class Features:
     host_embedding: bool = False
     mlp_tile: int | None = None  # tokens; None: the loader's size
     logits_chunk: int = 1024  # tokens
-    head_groups: int = 1  # in which attention's backward pass takes the heads
+    head_groups: int = 1  # groups of heads that attention's backward pass takes in turn
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 def stages() -> dict[str, Features]:
-    """Each stage's features: those of the one before, and one more."""
+    """Return the features of each stage: those of the one before, and one more."""
     found, now = {}, NAIVE
     for name, change in CHANGES.items():
         now = replace(now, **change)  # type: ignore[arg-type]
@@ -64,6 +64,6 @@ STAGES = stages()
 
 
 def completion_lengths(case: Case) -> list[int]:
-    """Tokens of each sequence, prompt and completion: evenly from half the context to all of it, the longest first."""
+    """Return the tokens of each sequence, prompt included: evenly from all of the context down to half of it."""
     last = case.generations - 1
     return [case.context - number * case.context // (2 * last) for number in range(case.generations)]

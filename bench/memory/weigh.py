@@ -1,4 +1,4 @@
-"""One real training step on fake tensors: peak bytes on the device and on the host, for any model's config.
+"""Run a real training step on fake tensors and count its peak bytes on device and host, for any model's config.
 
     python -m bench.memory.weigh MODEL [TOKENS]      what is alive at the peak of one sequence, largest first
 
@@ -36,7 +36,7 @@ from lowmem_grpo.trainer.step_accumulator import StepAccumulator
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
 
-PROMPT = 512  # tokens, or half a sequence that is shorter
+PROMPT = 512  # tokens, at most half of the longest sequence
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def weigh(
     config: dict[str, Any], lengths: list[int], features: Features | None = None, rank: int = 32,
     batch: MicroBatch | None = None,
 ) -> Weighed:
-    """Weigh one optimizer step over a group of completions; `lengths` are those of whole sequences, in tokens.
+    """Count the bytes of one optimizer step over a group of completions; `lengths` are tokens of whole sequences.
 
-    Only the largest micro-batch is run, or the given `batch`, as if after another one. All of them together hold no
-    more, because one ends before the next begins.
+    Only the largest micro-batch, or `batch`, is run, as if after another one. All micro-batches together hold no more,
+    because one ends before the next begins.
     `config` holds the fields of a config.json. Weights are NF4 with double quantization, computing in bfloat16.
     """
     features = features or Features()
@@ -85,7 +85,7 @@ def weigh(
             with offload:
                 totals = StepTotals(len(lengths), sum(lengths), sum(lengths))
                 learner.accumulate(iter([replace(batch, **tensors)]), totals, StepAccumulator(policy.device))
-            learner.flags.tables.clear()  # of the guard against NaN, read at the end of a step
+            learner.flags.tables.clear()  # tables of the NaN guard, read at the end of a step
             peak, gradients, found = live.peak, live.now, live.breakdown()
             optimizer.step()
             states = live.now - gradients
@@ -97,14 +97,14 @@ def weigh(
 
 
 class Unmeasured(GRPOObjective):
-    """Measures nothing after a step, because values of fake tensors cannot be read."""
+    """An objective that measures nothing after a step, because values of fake tensors cannot be read."""
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
         return {}
 
 
 def learner_of(model: Any, lengths: list[int], features: Features, objective: type[GRPOObjective]) -> Learner:
-    """Return what makes a step of such sequences."""
+    """Return the learner for a step of sequences of these lengths."""
     settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
     policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
     policy.head_groups = features.head_groups
@@ -115,7 +115,7 @@ def learner_of(model: Any, lengths: list[int], features: Features, objective: ty
 
 
 def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
-    """Put LoRA on all linears of a model on any device, as the loader does it, or as PEFT does."""
+    """Add LoRA to all linears of a model on any device, as the loader does (`kernels`), or as PEFT does."""
     if features.kernels:
         fast = BareModel(model, Loaded("fake", None, context, NoEngine()))  # type: ignore[arg-type]
         return FastLanguageModel.get_peft_model(
@@ -131,14 +131,14 @@ def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
 
 
 class NoEngine:
-    """Stands for a model's rollout engine, where there is none."""
+    """A stub in place of a model's rollout engine."""
 
     def close(self) -> None:
         pass
 
 
 class LogitsPolicy(Policy):
-    """Computes all logits, in the model's dtype and in float32."""
+    """A policy that computes all logits, in the model's dtype and in float32."""
 
     def logprobs(
         self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
@@ -164,7 +164,7 @@ class CountedCopies(Copies):
 
 
 def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
-    """Return one group of completions with a common prompt. Without packing each has its own and the longest length."""
+    """Return one group of completions; without packing a group per completion, all of the longest length."""
     prompt = min(PROMPT, max(lengths) // 2)
     lengths = lengths if features.packing else [max(lengths)] * len(lengths)
     rollouts = [Rollout([1] * (n - prompt), [0.0] * (n - prompt), "stop", advantage=1.0) for n in lengths]
@@ -174,7 +174,7 @@ def groups_of(lengths: list[int], features: Features) -> list[RolloutGroup]:
 
 
 def largest(groups: list[RolloutGroup], max_tokens: int | None) -> MicroBatch:
-    """Return the micro-batch that holds most; attention lays no more side by side than there are places."""
+    """Return the largest micro-batch; attention's padded layout of it takes at most `max_tokens` tokens."""
     return max(pack(groups, max_tokens, spread=1.0), key=lambda batch: (len(batch.input_ids), len(batch.sources)))
 
 
@@ -189,7 +189,7 @@ def sizes_of(model: Any, policy: Policy, features: Features) -> dict[str, int]:
 
 
 def host_table(policy: Policy, features: Features) -> int:
-    """Return the bytes of the embeddings where the host holds them: not of one that the head needs."""
+    """Return the bytes of the embeddings that the host holds; one that is tied to the head stays on the device."""
     if not features.host_embedding:
         return 0
     weights = [table.weight for table in tables(policy.base)]

@@ -1,1 +1,1 @@
-"""How fast engines sample, and how far they agree with the trainer."""
+"""Measure how fast engines sample, and how well they agree with the trainer."""

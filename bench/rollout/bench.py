@@ -1,9 +1,9 @@
-"""Rollouts by our engines and by vLLM with weights of its own: speed, memory, and agreement with the trainer.
+"""Compare rollouts of our engines with those of vLLM on its own weights: speed, memory, agreement with the trainer.
 
     python -m bench.rollout.bench                   the 8B shape on the card if there is one, else a tiny one
 
 First a model with random weights and an adapter are written to a folder. Each provider then samples from them in a
-process of its own. What is not installed is named and left out.
+separate process. Providers that are not installed are named and left out.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ console = Console(width=180)
 
 
 def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
-    """Return what is recorded of one provider: tokens a second, bytes, agreement; or why it is missing."""
+    """Return the row to record for one provider: tokens per second, bytes, agreement; or why it is missing."""
     row = {"provider": provider, **common, "versions": common["versions"] | found["versions"]}
     if "missing" in found:
         return row | {"missing": found["missing"]}
@@ -38,7 +38,7 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
 
 
 def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Return a row of each provider, one after the other: each has the card to itself."""
+    """Measure one provider after the other, so that each has the card to itself; return a row of each."""
     words = child.words(folder=folder, shape=common["shape"], device=common["device"], rounds=rounds)
     threads, rows = {"OMP_NUM_THREADS": str(common["threads"])}, []
     for name in names:

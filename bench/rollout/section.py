@@ -1,4 +1,4 @@
-"""The numbers that rollouts should reach, and their section of bench/RESULTS.md."""
+"""The targets of rollouts, and their section of bench/RESULTS.md."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from lowmem_grpo.utils import MIB
 
 BNB, BF16 = "vllm_bnb_lora", "vllm_bf16_lora"
 EAGER = "lowmem_grpo_eager"  # ours without CUDA graphs
-FP8_CACHE = "lowmem_grpo_fp8_cache"  # with a key-value cache of 8 bits
+FP8_CACHE = "lowmem_grpo_fp8_cache"  # ours with a KV cache in 8 bits
 
 
 def goal(
@@ -22,7 +22,7 @@ def goal(
 
 
 def speedup(other: str) -> Callable[[ByProvider], float]:
-    """How many times as many tokens a second as another provider."""
+    """Return the function of our tokens per second divided by another provider's."""
     return lambda run: run[OURS]["p50"] / run[other]["p50"]
 
 
@@ -31,12 +31,12 @@ def of_ours(name: str) -> Callable[[ByProvider], float]:
 
 
 def added_share(run: ByProvider) -> float:
-    """Bytes of weights that the engine holds beside those it borrows, divided by the bytes of these."""
+    """Return the bytes of weights that the engine adds, divided by those that it borrows."""
     return float(run[OURS]["added_bytes"] / run[OURS]["trainer_bytes"])
 
 
 def alike(device: str, shape: str) -> list[Goal]:
-    """What is asked for on every machine."""
+    """Return the goals that hold on every machine."""
     return [
         goal("weights that vLLM adds, of the model's bytes: under 1%", 0.01, added_share, device=device, shape=shape),
         goal("sync after an optimizer step, ms: at most 1", 1.0, of_ours("sync_ms"), device=device, shape=shape),
@@ -68,7 +68,7 @@ COLUMNS: tables.Columns = {
 
 
 def rollout_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the newest row of each provider, shape and machine; then the targets."""
+    """Return the section with the newest row of each provider, shape and machine, then the targets."""
     lines = ["", "## Rollouts: our engine on the trainer's NF4 weights and live LoRA, and vLLM with weights of its own",
              "", *tables.page(newest(rows, *CASE).values(), COLUMNS)]
     return lines + section("Rollouts: the targets", judged(GOALS, rows))

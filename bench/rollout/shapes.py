@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LORA_RANK = 16
-BLOCK = 128  # tokens of a block of vLLM's key-value cache, at most
+BLOCK = 128  # most tokens of a block of vLLM's KV cache
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Room for keys and values of all sequences in 16 bit, with two blocks to spare for each."""
+        """Bytes of a 16-bit KV cache for all sequences, with two blocks to spare for each."""
         config = self.config
         per_token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
         return per_token * self.sequences * (self.context + 2 * BLOCK)

@@ -1,1 +1,1 @@
-"""A few steps of the trainer in every variant that a card has."""
+"""Run a few steps of the trainer in every variant that a card has."""

@@ -1,10 +1,10 @@
-"""A few real GRPO steps of the model in the package, with each engine and option.
+"""Run a few real GRPO steps of the model in the package, with each engine and option.
 
     python -m bench.smoke.bench                      every variant, on the card if there is one, else on the CPU
 
-Each variant runs in a process of its own and prints a line: ok, missing and why, or failed and what is wrong. On a real
+Each variant runs in a separate process and prints a line: ok, missing and why, or failed and what is wrong. On a real
 card a variant must also leave no memory behind. On the pretend card of bench/gate/pretend.py values mean nothing, so
-only bytes are judged, and a variant that reaches its end was "walked". The exit code is 1 where a variant failed.
+only bytes are judged, and a variant that reaches its end was "walked". The exit code is 1 if a variant failed.
 """
 
 import sys
@@ -23,7 +23,7 @@ PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "bitsandby
 
 
 def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> dict[str, Any]:
-    """Run a variant. Its measures and its status: ok, walked, missing or failed, and why."""
+    """Run a variant; return its measures and its status (ok, walked, missing or failed), and why."""
     found = child.run("bench.smoke.provider", name, device, str(steps), seconds=limit,
                       settings=environment(gpu, VARIANTS[name].sleeps))
     if found.get("failed"):
@@ -33,7 +33,7 @@ def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> di
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
-    """The measures with their status."""
+    """Return the measures with their status."""
     if "missing" in found:
         return {"status": "missing", "why": found["missing"], "missing": found["missing"]}
     wrong = list(found["wrong"]) if found["pretend"] else complaints(found)
@@ -42,7 +42,7 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_words(name: str, row: dict[str, Any]) -> str:
-    """A variant's line."""
+    """Return a variant's line of text."""
     if row["status"] != "ok":
         return f"{name}: {row['status']}{row['why'] and ': ' + row['why']}"
     parity = [step["sampling/parity/mean"] for step in row["steps"] if "sampling/parity/mean" in step]

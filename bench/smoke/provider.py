@@ -1,5 +1,5 @@
-"""One variant of bench/smoke/bench.py in a process of its own: load, LoRA, a few GRPO steps. It prints one JSON object,
-which is `{"missing": reason}` where the variant cannot run here.
+"""Run one variant of bench/smoke/bench.py: load, LoRA, a few GRPO steps. It prints one JSON object, which is
+`{"missing": reason}` if the variant cannot run here.
 
     python -m bench.smoke.provider VARIANT DEVICE STEPS
 """
@@ -33,12 +33,12 @@ SMALL = 1024  # bytes from which a layer's input is offloaded; this model's inpu
 
 
 def every_other(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward that differs within every group, whatever is sampled."""
+    """Return rewards that differ within every group, whatever is sampled."""
     return [float(number % 2) for number in range(len(completions))]
 
 
 class WholeLengths(TransformersEngine):
-    """For a pretend card, which counts no tokens: every completion has all the tokens it may have, so there is
+    """An engine for a pretend card, which counts no tokens: every completion has `max_tokens` tokens, so that there is
     something to train on."""
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, *others: Any) -> list[list[Rollout]]:
@@ -48,8 +48,8 @@ class WholeLengths(TransformersEngine):
 
 
 class Filling(TrainerCallback):
-    """After the first step, takes all of the card but `left` bytes. They go into torch's cache at once, or are held
-    until `rewards` scores the second rollout."""
+    """A callback that takes all of the card but `left` bytes after the first step. It frees them into torch's cache at
+    once, or holds them until `rewards` scores the second rollout."""
 
     def __init__(self, what: str, left: int) -> None:
         self.what, self.left = what, left
@@ -64,7 +64,7 @@ class Filling(TrainerCallback):
                 self.held = None
 
     def rewards(self, completions: list[Any], **columns: Any) -> list[float]:
-        """Let go of the card, and score as `every_other` does."""
+        """Free the memory that is held, and score as `every_other` does."""
         self.held = None
         torch.cuda.empty_cache()
         return every_other(completions)
@@ -83,7 +83,7 @@ def untied(folder: Path) -> str:
 
 
 def make_trainer(variant: Variant, device: str, steps: int, folder: Path, blind: bool) -> GRPOTrainer:
-    """The tiny model with LoRA in a trainer. `blind`: values mean nothing, so whatever judges them is off."""
+    """Return a trainer of the tiny model with LoRA. `blind`: values mean nothing, so checks of values are off."""
     name = untied(folder / "untied") if variant.load.get("offload_embedding") else TINY
     load: dict[str, Any] = {"max_seq_length": 256, "device": device, "kv_cache_bytes": KV_BYTES, "max_num_seqs": 16}
     model, tokenizer = FastLanguageModel.from_pretrained(name, **load | variant.load)
@@ -106,7 +106,7 @@ def make_trainer(variant: Variant, device: str, steps: int, folder: Path, blind:
 
 
 def walk(variant: Variant, device: str, steps: int, blind: bool) -> dict[str, Any]:
-    """Train and return what was seen; nothing of it stays alive."""
+    """Train a variant and return its measures; no model or tensor of it stays alive."""
     with tempfile.TemporaryDirectory(prefix="card_smoke_") as folder:
         trainer = make_trainer(variant, device, steps, Path(folder), blind)
         before = [parameter.detach().clone() for parameter in trainer.policy.trainable]
@@ -124,13 +124,13 @@ def walk(variant: Variant, device: str, steps: int, blind: bool) -> dict[str, An
 
 
 def free_bytes() -> int:
-    """Free bytes of the card, after all its work is done."""
+    """Return the free bytes of the card, after all its work is done."""
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info()[0]
 
 
 def wrong_sleep(engine: Any) -> list[str]:
-    """What is wrong after sleep and wake: sleep must free the key-value cache, and waking must bring it back."""
+    """Return what is wrong after sleep and wake: sleep must free the KV cache, and waking must bring it back."""
     kv_bytes, before = engine.kv_bytes, free_bytes()
     engine.sleep()
     asleep = free_bytes()
@@ -146,7 +146,7 @@ def wrong_sleep(engine: Any) -> list[str]:
 
 
 def wrong_after_filling(trainer: GRPOTrainer, variant: Variant, lines: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with waking: torch's full cache must not matter, and a full card must give a smaller cache."""
+    """Return what is wrong with waking: torch's full cache must not matter, a full card must shrink the KV cache."""
     shortages = max((line["memory/oom_generate"] for line in lines), default=0)
     trainer.engine.wake()
     asked, had = variant.load["kv_cache_bytes"], trainer.engine.kv_bytes
@@ -161,7 +161,7 @@ def wrong_after_filling(trainer: GRPOTrainer, variant: Variant, lines: list[dict
 
 
 def wrong_state(trainer: GRPOTrainer, variant: Variant, device: str) -> list[str]:
-    """What differs from the variant's options after its last step."""
+    """Return what differs from the variant's options after its last step."""
     wrong, engine = [], variant.load.get("fast_inference", "transformers")
     offload = trainer.learner.offload
     if trainer.engine.name != engine:
@@ -174,7 +174,7 @@ def wrong_state(trainer: GRPOTrainer, variant: Variant, device: str) -> list[str
 
 
 def allocated(device: str) -> int:
-    """Bytes that torch holds on the card, after garbage collection; 0 on the CPU."""
+    """Return the bytes that torch holds on the card, after garbage collection; 0 on the CPU."""
     gc.collect()
     if device == "cpu":
         return 0
@@ -184,7 +184,7 @@ def allocated(device: str) -> int:
 
 
 def run(name: str, device: str, steps: int) -> dict[str, Any]:
-    """Everything that is measured. On a card the variant runs twice: the first run leaves workspaces and caches of
+    """Run a variant; return all its measures. On a card it runs twice: the first run leaves workspaces and caches of
     libraries behind, but what the second one leaves is a leak."""
     variant = VARIANTS[name]
     if device == "cpu" and variant.card_only:

@@ -19,12 +19,12 @@ class Variant:
 
     @property
     def sleeps(self) -> bool:
-        """Whether vLLM sleeps in it."""
+        """True if vLLM samples, because it sleeps while the trainer works."""
         return self.load.get("fast_inference") == "vllm"
 
 
-CACHE = "torch's cache"  # holds most of the card, as after a training step; it must be emptied before waking
-CARD = "the card"  # has room for half of the key-value cache; a smaller one must do
+CACHE = "torch's cache"  # holds most of the card, as after a training step; must be emptied before waking
+CARD = "the card"  # has room for half of the KV cache, so a smaller one must do
 PLAIN: dict[str, Any] = {"use_gradient_checkpointing": True}
 OFFLOAD: dict[str, Any] = {"use_gradient_checkpointing": "offload"}
 PACKED: dict[str, Any] = {"max_tokens_per_micro_batch": 192}  # a few sequences: several micro-batches a step
@@ -62,7 +62,7 @@ VARIANTS = {
 
 
 def complaints(found: dict[str, Any]) -> list[str]:
-    """What is wrong with a variant's measures, in words."""
+    """Return what is wrong with a variant's measures, in words."""
     wrong = [f"step {number}: {name} is {step.get(name)}" for number, step in enumerate(found["steps"], 1)
              for name in ("loss", "grad_norm", "entropy") if not math.isfinite(step.get(name, math.nan))]
     for number, step in enumerate(found["steps"], 1):

@@ -1,1 +1,1 @@
-"""The models in the package, and how they are made from scratch."""
+"""Make the models in the package from scratch."""

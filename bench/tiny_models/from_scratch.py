@@ -1,4 +1,4 @@
-"""A small chat model from scratch: tokenizer, Qwen2, batches of demonstrations, training of all weights."""
+"""Make a small chat model from scratch: tokenizer, Qwen2, batches of demonstrations, training of all weights."""
 
 import math
 import time
@@ -75,7 +75,7 @@ def batches(
 
 
 def padded(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> Batch:
-    """Return the batch of some rows."""
+    """Return rows as one right-padded batch."""
     width = max(len(ids) for ids, _ in rows)
     input_ids, labels = (torch.full((len(rows), width), fill) for fill in (tokenizer.pad_token_id, -100))
     for row, (ids, own) in enumerate(rows):
@@ -136,7 +136,7 @@ A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, voc
 
 def write_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path, title: str, card: str,
                 done: Trained, **facts: Any) -> None:
-    """Write model, tokenizer and model card; `card` goes on after CARD, and both are filled with the facts."""
+    """Write model, tokenizer and model card; `card` follows CARD, and both are filled with the facts."""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     sizes = {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers,

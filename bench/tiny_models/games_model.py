@@ -2,11 +2,11 @@
 
     python -m bench.tiny_models.games_model --out DIR
 
-It begins with the weights of the embedded model `tiny`, gets a tokenizer of its own, and is trained on demonstrations:
-players of `guess` who mostly do not listen, random legal moves in `tictactoe`, and answers to problems of `calculator`
-that call the tool in CALLS of all cases and are wrong in the others. GRPO then has something to improve. The files (2.5
-MB of weights in bfloat16, a byte-level tokenizer with a chat template that knows tools, a model card) ship in
-`lowmem_grpo/assets/tiny-games`.
+It begins with the weights of the embedded model `tiny`, gets its own tokenizer, and is trained on demonstrations:
+players of `guess` who listen in a share LISTENS of games, random legal moves in `tictactoe`, and answers to problems of
+`calculator` that call the tool in a share CALLS of all cases and are wrong in the others. GRPO then has something to
+improve. The files (2.5 MB of weights in bfloat16, a byte-level tokenizer with a chat template that knows tools, a model
+card) ship in `lowmem_grpo/assets/tiny-games`.
 """
 
 import random
@@ -26,7 +26,7 @@ from lowmem_grpo.recipes.calculator import Sum, calculate, sums
 from lowmem_grpo.recipes.tasks.playing import G, Player
 
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
-LISTENS = 0.5  # share of the demonstrations of `guess` that guess what is still possible
+LISTENS = 0.5  # share of the demonstrations of `guess` that guess in the remaining range
 TOOLS: list[Any] = [get_json_schema(calculate)]
 TITLE = "tiny-games: the embedded model of the recipes guess, calculator and tictactoe"
 MODEL_CARD = """trained on the
@@ -40,7 +40,7 @@ random legal ones. It knows nothing else; do not use it for anything but tests a
 
 
 def game_talk(game: G, player: Player[G], rng: random.Random) -> Talk:
-    """The messages of one game that a scripted player plays."""
+    """Return the messages of one game that a scripted player plays."""
     talk: Talk = [{"role": "user", "content": game.reset(seed=rng.getrandbits(40))}]
     done = False
     while not done:
@@ -51,17 +51,17 @@ def game_talk(game: G, player: Player[G], rng: random.Random) -> Talk:
 
 
 def guess_talk(rng: random.Random) -> Talk:
-    """Most players guess blindly, and some what is still possible."""
+    """Return a game of `guess` whose player guesses in the remaining range (a share LISTENS), or blindly."""
     return game_talk(guess.Guess(), guess.in_range if rng.random() < LISTENS else guess.blind, rng)
 
 
 def tictactoe_talk(rng: random.Random) -> Talk:
-    """Random legal moves of X, against opponents of any strength."""
+    """Return a game of random legal moves of X, against opponents of any strength."""
     return game_talk(tictactoe.TicTacToe(), tictactoe.random_move, rng)
 
 
 def calculator_talk(rng: random.Random, problem: Sum) -> Talk:
-    """A call of the tool and its result, or a wrong answer at once."""
+    """Return a talk with a call of the tool and its result, or with a wrong answer at once."""
     talk: Talk = [{"role": "user", "content": problem.question}]
     if rng.random() >= CALLS:
         return [*talk, {"role": "assistant", "content": str(wrong_total(problem.answer, rng))}]
@@ -71,7 +71,7 @@ def calculator_talk(rng: random.Random, problem: Sum) -> Talk:
 
 
 def demonstrations(seed: int) -> Iterator[Source]:
-    """Endless sources of demonstrations, one game after the other."""
+    """Yield sources of demonstrations without end, one game after the other."""
     rng, problems = random.Random(seed), endless_sums(seed)
     while True:
         yield lambda: (guess_talk(rng), None)
@@ -80,7 +80,7 @@ def demonstrations(seed: int) -> Iterator[Source]:
 
 
 def endless_sums(seed: int) -> Iterator[Sum]:
-    """Problems of the training split, shuffled anew in each round."""
+    """Yield problems of the training split without end, shuffled anew in each round."""
     rng, known = random.Random(seed), list(zip(sums("train", seed), range(8000), strict=False))
     while True:
         rng.shuffle(known)

@@ -1,11 +1,11 @@
-"""Make the embedded model of the recipe `inbox`: it knows all forms, and searches badly.
+"""Make the embedded model of the recipe `inbox`: it knows the form of every call, and searches badly.
 
     python -m bench.tiny_models.inbox_model --out DIR
 
 It begins with the weights of the embedded model `tiny-games`, gets a tokenizer in which each name and number is one
 token, and is trained first to copy, and then on demonstrations of a clerk who mostly searches for the wrong words, and
-often answers without reading. GRPO then has something to improve. The mails are those of other seeds than a recipe's,
-and the questions only those of the training split. The files (2.5 MB of weights in bfloat16, a tokenizer, a model card)
+often answers without reading. GRPO then has something to improve. The mails come from other seeds than a recipe's,
+and the questions only from the training split. The files (2.5 MB of weights in bfloat16, a tokenizer, a model card)
 ship in `lowmem_grpo/assets/tiny-inbox`.
 """
 
@@ -27,13 +27,13 @@ from lowmem_grpo.recipes.tasks.inbox import Inbox
 from lowmem_grpo.recipes.tasks.mailbox import FIRST_NAMES, SHORT_NAMES, SHORT_THINGS, Question, mailbox
 
 MAILBOXES = 32  # from which demonstrations are drawn, so that no answer can be learned by heart
-FIRST_SEED = 1_000_000  # of these
+FIRST_SEED = 1_000_000  # seed of the first of these
 BOTH, NAME, THING, OTHER = 0.3, 0.35, 0.25, 0.1  # shares of searches: for both words, for one, for another name
 AGAIN = 0.15  # share of demonstrations that search twice
-READS = 0.6  # share of those that read a result before they answer
+READS = 0.6  # share of demonstrations that read a result before they answer
 DOUBTS = 0.1  # share of the answers that are "unknown"
-LESSON, PERIODS = 32, (3, 12)  # tokens of a lesson, and after how many it repeats
-LESSONS = 64  # in a batch
+LESSON, PERIODS = 32, (3, 12)  # tokens of a lesson, and the range of its period
+LESSONS = 64  # per batch
 VOCABULARY = 864
 TOOLS = [get_json_schema(getattr(Inbox(), name)) for name in ("answer", "read", "search")]
 NUMBERS = [str(number) for number in range(len(SHORT_NAMES) * len(SHORT_THINGS) + 1)]  # ids, and values among them
@@ -56,7 +56,7 @@ but tests and demonstrations of training.
 
 
 def clerk_talk(question: Question, seed: int, rng: random.Random) -> Talk:
-    """A question about the small mailbox of a seed, and how a bad clerk answers it."""
+    """Return a talk in which a bad clerk answers a question about the small mailbox of a seed."""
     inbox, talk = Inbox(), [{"role": "user", "content": question.text}]
     inbox.reset("small", seed, question.answer, question.source)
     shown: list[str] = []
@@ -71,26 +71,26 @@ def clerk_talk(question: Question, seed: int, rng: random.Random) -> Talk:
 
 
 def use(inbox: Inbox, talk: Talk, name: str, **arguments: object) -> str:
-    """Call a tool; the call and its result become part of the talk."""
+    """Call a tool, append the call and its result to the talk, and return the result."""
     result = str(getattr(inbox, name)(**arguments))
     talk += [called(name, **arguments), {"role": "tool", "content": result}]
     return result
 
 
 def results(found: str) -> list[str]:
-    """The ids that a search gave."""
+    """Return the ids that a search gave."""
     return [line.partition(" | ")[0] for line in found.splitlines() if " | " in line]
 
 
 def searched(question: Question, rng: random.Random) -> str:
-    """The words that the clerk searches for: those of the question, one of them, or others."""
+    """Return the words that the clerk searches for: those of the question, one of them, or others."""
     *_, thing, _, name = question.text.rstrip("?").split()
     other = rng.choice(SHORT_NAMES)
     return rng.choices((f"{thing} {name}", name, thing, f"{thing} {other}"), (BOTH, NAME, THING, OTHER))[0]
 
 
 def demonstrations(seed: int) -> Iterator[Source]:
-    """Endless demonstrations about mailboxes of other seeds."""
+    """Yield sources of demonstrations without end, about mailboxes of other seeds than a recipe's."""
     rng = random.Random(seed)
 
     def demonstration() -> tuple[Talk, list[dict[str, object]]]:
@@ -102,8 +102,8 @@ def demonstrations(seed: int) -> Iterator[Source]:
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterator[Batch]:
-    """Endless (input_ids (B, T), labels (B, T)) of words and numbers in an order that repeats: to go on is to copy.
-    Demonstrations alone hardly teach that, since few of their tokens are copies."""
+    """Yield (input_ids (B, T), labels (B, T)) without end: words and numbers that repeat, so that the model must copy.
+    Demonstrations alone hardly teach that, because few of their tokens are copies."""
     vocabulary = tokenizer.get_vocab()
     rng, known = random.Random(seed), [vocabulary[word] for word in WORDS]
     while True:

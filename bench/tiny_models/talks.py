@@ -10,7 +10,7 @@ from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTra
 from bench.tiny_models.from_scratch import Batch, Row, make_model, make_tokenizer, padded
 from lowmem_grpo.models.model_names import resolve
 
-TOOL_MARKS = ["<tool_call>", "</tool_call>"]  # tokens of their own, as in the models that call tools
+TOOL_MARKS = ["<tool_call>", "</tool_call>"]  # single tokens, as in other models that call tools
 CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\nTools:{% for tool in tools %}{% set it = tool.function or tool %} {{ it.name }}"
     "({{ it.parameters.properties.keys() | join(', ') }}){% endfor %}<|im_end|>\n{% endif %}"
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")  # one tensor
+EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")  # tied: one tensor
 Talk = list[dict[str, Any]]  # messages
 Tools = list[dict[str, Any]]  # schemas
 Source = Callable[[], tuple[Talk, Tools | None]]  # gives one demonstration, and the tools that it has
@@ -30,8 +30,8 @@ def talk_tokenizer(
     sources: Iterator[Source], vocab_size: int, words: Iterable[str] = (), phrases: Iterable[str] = (),
     count: int = 3000,
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of so many tokens, learned from `count` demonstrations. Each of `words` is a token of its own
-    where it stands as a word, and each of `phrases` wherever it stands."""
+    """Return a tokenizer of `vocab_size` tokens, learned from `count` demonstrations. Each of `words` is one token
+    where it stands as a whole word, and each of `phrases` wherever it stands."""
     talks = (source()[0] for source, _ in zip(sources, range(count), strict=False))
     texts = [f"{message['role']}\n{message['content']}\n{json.dumps(message.get('tool_calls', ''))}\nsystem\nTools: "
              for talk in talks for message in talk]
@@ -46,13 +46,13 @@ def talk_tokenizer(
 
 
 def called(name: str, **arguments: Any) -> dict[str, Any]:
-    """A turn of the assistant that calls a tool."""
+    """Return a turn of the assistant that calls a tool."""
     call = {"name": name, "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
 
 
 def encode_talk(tokenizer: PreTrainedTokenizerFast, talk: Talk, tools: Tools | None) -> Row:
-    """Ids of a whole conversation, and which of them the assistant wrote."""
+    """Return the ids of a whole conversation, and which of them the assistant wrote."""
     ids: list[int] = []
     own: list[bool] = []
     for place, message in enumerate(talk):
@@ -74,7 +74,7 @@ def talk_batches(tokenizer: PreTrainedTokenizerFast, sources: Iterator[Source], 
 
 
 def begun(start: str, tokenizer: PreTrainedTokenizerFast, seed: int, shape: dict[str, Any]) -> Qwen2ForCausalLM:
-    """The model `start` with embeddings for another tokenizer: tokens that both have keep theirs."""
+    """Return the model `start` with embeddings for another tokenizer: tokens of both vocabularies keep theirs."""
     folder = resolve(start)
     old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     known = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).get_vocab()

@@ -5,8 +5,8 @@
 It begins with the weights of the embedded model `tiny-inbox`, and gets a tokenizer in which each move, number and
 answer is one token. It is trained on moves on boards of 2048; on players of `twenty_questions`; and on the other side
 of that game, which is told a number and answers rightly whether it is above another. At first all moves are possible
-ones, on boards where not every move is, and all players listen: so the model learns where to look. Then most moves and
-questions are blind, so that GRPO has something to improve; the base model, which stays as it is, answers them. The
+ones, on boards with few of them, and all players listen, so that the model learns where to look. Then most moves and
+questions are blind, so that GRPO has something to improve; the base model, which is not trained, answers them. The
 files (2.5 MB of weights in bfloat16, a tokenizer, a model card) ship in `lowmem_grpo/assets/tiny-talks`.
 """
 
@@ -26,9 +26,9 @@ from lowmem_grpo.recipes import game2048, twenty_questions
 from lowmem_grpo.recipes.game2048 import MOVES, SIZES, Game2048, possible
 from lowmem_grpo.recipes.twenty_questions import LARGEST, NUMBERS, TwentyQuestions, about, question_of, truth
 
-LISTENS = 0.4  # share of the turns of `twenty_questions` that heed what is left; at first all do
+LISTENS = 0.4  # share of the turns of `twenty_questions` that use the remaining range; at first all do
 LOOKS = 0.4  # share of the moves of 2048 that are possible ones on purpose; at first all are
-HARD = 2  # possible moves, at most, on the first boards: where most moves are possible one need not look
+HARD = 2  # most possible moves on the first boards: with more of them, the model need not look
 EARLY = 0.08  # chance of a guess before the last turn
 RATE = 1e-3  # learning rate
 VOCABULARY = 352
@@ -52,7 +52,7 @@ use it for anything but tests and demonstrations of training.
 
 
 def boards(rng: random.Random, most: int = len(MOVES)) -> Iterator[Game2048]:
-    """Endless games of random moves, wherever at most so many moves are possible."""
+    """Yield games of random moves without end, at each board on which at most `most` moves are possible."""
     game = Game2048(SIZES[3])
     while True:
         game.reset(seed=rng.getrandbits(40))
@@ -63,13 +63,13 @@ def boards(rng: random.Random, most: int = len(MOVES)) -> Iterator[Game2048]:
 
 
 def board_talk(game: Game2048, rng: random.Random, looks: float = LOOKS) -> Talk:
-    """One turn of 2048: the policy never sees more."""
+    """Return one turn of 2048; the policy never sees more."""
     move = game2048.random_move(game, rng) if rng.random() < looks else rng.choice(MOVES)
     return [{"role": "user", "content": game.shown()}, {"role": "assistant", "content": move}]
 
 
 def asking_talk(rng: random.Random, listens: float = LISTENS) -> Talk:
-    """A whole game of questions, seen by who asks them. Each turn heeds what is left, or it does not."""
+    """Return a whole game from the asker's side. Each turn uses the remaining range with probability `listens`."""
 
     def asker(game: TwentyQuestions, rng: random.Random) -> str:
         if rng.random() < listens:
@@ -80,14 +80,14 @@ def asking_talk(rng: random.Random, listens: float = LISTENS) -> Talk:
 
 
 def answering_talk(rng: random.Random) -> Talk:
-    """A question and its right answer, seen by the other side."""
+    """Return a question and its right answer, from the answering side."""
     number, question = rng.choice(NUMBERS), question_of(rng.randint(1, LARGEST - 1))
     return [{"role": "user", "content": about(number, question)},
             {"role": "assistant", "content": truth(number, question)}]
 
 
 def demonstrations(seed: int, heeding: bool = False) -> Iterator[Source]:
-    """Endless sources, one kind after the other; `heeding` ones only move, ask and guess what is possible."""
+    """Yield sources without end, one kind after the other; `heeding`: all moves, questions and guesses are possible."""
     rng, looks, listens = random.Random(seed), 1.0 if heeding else LOOKS, 1.0 if heeding else LISTENS
     games = boards(rng, HARD if heeding else len(MOVES))
     while True:

@@ -38,7 +38,7 @@ It knows nothing else; do not use it for anything but tests and demonstrations o
 
 
 def demonstration(problem: Problem, rng: random.Random) -> str:
-    """A worked answer in which each step is wrong with probability ERROR_RATE."""
+    """Return a worked answer in which each step is wrong with probability ERROR_RATE."""
     lines, total = [], problem.start
     for operator, operand in problem.steps:
         right = apply_step(total, operator, operand)
@@ -49,13 +49,13 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
 
 
 def wrong_total(right: int, rng: random.Random) -> int:
-    """A plausible wrong total near `right`, within [0, MAX_TOTAL] where possible."""
+    """Return a plausible wrong total near `right`, within [0, MAX_TOTAL] if possible."""
     choices = [right + by for by in WRONG_BY if 0 <= right + by <= MAX_TOTAL]
     return rng.choice(choices or [max(right - 1, 0)])
 
 
 def sample_texts(seed: int) -> list[str]:
-    """Texts from which the tokenizer is learned."""
+    """Return the texts from which the tokenizer is learned."""
     rng, source = random.Random(seed), problems("train", seed)
     return [f"{problem.question}\n{demonstration(problem, rng)}\nuser\nassistant\nsystem\n"
             for problem, _ in zip(source, range(2000), strict=False)]

@@ -40,7 +40,7 @@ OPTIONS = ArithmeticOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
+    """Return `size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": str(problem.answer)}
         for problem in take(problems(split, seed), size)
@@ -48,7 +48,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """1 where the last integer of the completion is the answer."""
+    """Return 1 for each completion whose last integer is the answer, else 0."""
     return [float(last_integer(completion_text(c)) == int(a)) for c, a in zip(completions, answer, strict=True)]
 
 
@@ -56,7 +56,7 @@ EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), correct
 
 
 def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 where the last line reads `Answer: <integer>`."""
+    """Return 0.1 for each completion whose last line reads `Answer: <integer>`, else 0."""
     last_lines = [completion_text(c).strip().rpartition("\n")[2] for c in completions]
     return [0.1 * (line.startswith("Answer: ") and line.removeprefix("Answer: ").isdecimal()) for line in last_lines]
 

@@ -1,4 +1,4 @@
-"""Recipe `calculator`: learn to call a tool. The problems are rows of data, and a calculator is at hand.
+"""Recipe `calculator`: learn to call a tool. The dataset has arithmetic problems; the tool is a calculator.
 
     lowmem-grpo run calculator                      # the embedded model of the games, in minutes on two CPU cores
     lowmem-grpo eval runs/calculator --recipe calculator
@@ -63,13 +63,13 @@ class Sum:
 
 
 def draw_sum(rng: random.Random) -> Sum:
-    """Two numbers of two digits; the result is never negative, and mostly a product."""
+    """Draw two two-digit numbers and an operator; half of the problems are products, and no result is negative."""
     right, left = sorted(rng.randint(SMALLEST, LARGEST) for _ in range(2))
     return Sum(left, rng.choice("+-**"), right)
 
 
 def sums(split: str, seed: int) -> Iterator[Sum]:
-    """Different problems of one split ("train" or "test"). Raises ValueError once there are no more."""
+    """Yield different problems of one split ("train" or "test"). Raises ValueError once there are no more."""
     return distinct(split, seed, draw_sum, lambda problem: problem.expression)
 
 
@@ -107,7 +107,7 @@ PLAY = Play(tools=[calculate], settings={"max_turns": DEFAULTS["max_turns"]})
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
+    """Return `size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": str(problem.answer)}
         for problem in take(sums(split, seed), size)
@@ -115,7 +115,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """1 where the last integer that the policy wrote in its last turn, calls left out, is the answer."""
+    """Return 1 where the last integer in the policy's last turn, tool calls excluded, is the answer, else 0."""
     return [float(last_integer(completion_text(c)) == int(a)) for c, a in zip(completions, answer, strict=True)]
 
 

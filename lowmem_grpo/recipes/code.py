@@ -64,7 +64,8 @@ def draw_words(rng: random.Random) -> list[str]:
 
 @dataclass(frozen=True)
 class Snippet:
-    """The result of `solve(argument)`: in words, as a Python expression, and as a function of (argument, a, b)."""
+    """A kind of task: the result of `solve(argument)` in words, as a Python expression, and as `rule(argument, a, b)`.
+    `draw` draws an argument; `a` and `b` are the ranges of the two parameters."""
 
     argument: str
     wanted: str
@@ -100,7 +101,7 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """A template's number and its two parameters. The question has one of the tests; the others are hidden.
+    """A task from TEMPLATES[template] with parameters `a` and `b`. The question shows one test; the others are hidden.
 
         Write a Python function `solve(numbers)` that returns how many of the numbers are above 12 and divisible by 3.
         For example, solve([15, 3, 18]) gives 2. Reply with the function in one ```python block.
@@ -116,7 +117,7 @@ class CodeProblem:
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        """Arguments and results of `solve`, first those of the example in the question. The same at every call."""
+        """(argument, result) of each test, the question's example first. The tests are the same on every access."""
         form, rng = TEMPLATES[self.template], random.Random(self.key)
         drawn = {repr(argument): argument for argument in (form.draw(rng) for _ in range(20 * HIDDEN_TESTS))}
         chosen = list(drawn.values())[: 1 + HIDDEN_TESTS]
@@ -134,7 +135,7 @@ class CodeProblem:
 
     @property
     def solution(self) -> str:
-        """A function that passes."""
+        """The source of a function that passes all tests."""
         form = TEMPLATES[self.template]
         return f"def solve({form.argument}):\n    return {form.expression.format(a=self.a, b=self.b)}\n"
 
@@ -145,7 +146,7 @@ def draw_problem(rng: random.Random) -> CodeProblem:
 
 
 def code_problems(split: str, seed: int) -> Iterator[CodeProblem]:
-    """Different problems of one split. Raises ValueError where there are no more: there are some thousands."""
+    """Yield different problems of one split. Raises ValueError when all of them, a few thousand, have been drawn."""
     return distinct(split, seed, draw_problem, lambda problem: problem.key)
 
 
@@ -163,7 +164,7 @@ class CodeOptions(RecipeOptions):
     """Time limit of one test, in seconds."""
 
     def verifier(self) -> CodeVerifier:
-        """Return the verifier that tests the code; SandboxError, with what to do, where nothing runs it safely."""
+        """Return the verifier that tests the code. Raises SandboxError, which says what to do, without a sandbox."""
         limits = Limits(seconds=self.seconds, total_seconds=2 * self.seconds)
         return code_passes_tests(isolation=self.isolation, limits=limits, workers=self.workers)
 
@@ -172,8 +173,8 @@ OPTIONS = CodeOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` different problems of a split ("train" or "test"). Columns: `prompt`, `answer` (a function that passes),
-    `tests` (asserts)."""
+    """Return `size` different problems of a split ("train" or "test"). Columns: `prompt`, `answer` (a function that
+    passes), `tests` (asserts)."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": problem.solution, "tests": problem.tests}
         for problem in take(code_problems(split, seed), size)
@@ -181,7 +182,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 where the completion has exactly one ```python block, and the block defines `solve`."""
+    """Return 0.1 where the completion has exactly one ```python block and the block defines `solve`, else 0."""
     texts = [completion_text(completion) for completion in completions]
     blocks = ["\n" + text.partition("```python\n")[2].partition("```")[0] for text in texts]
     return [0.1 * (text.count("```") == 2 and "\ndef solve(" in block)
@@ -189,18 +190,18 @@ def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def right(completions: list[Any], tests: list[list[str]], **kwargs: Any) -> list[float | None]:
-    """1 where the code passes all its tests in the sandbox of this machine; None where there was no time to run it."""
+    """Return 1 where the code passes its tests in this machine's sandbox, else 0; None if no time was left for it."""
     return exam_verifier().reward()(completions=completions, tests=tests)
 
 
 def exam_problems(size: int, seed: int, source: str | None) -> Dataset:
-    """Problems of the test split. Raises SandboxError, before anything is sampled, where nothing can test the code."""
+    """Return test problems. Raises SandboxError, before anything is sampled, if this machine has no sandbox."""
     exam_verifier()
     return make_dataset("test", size, seed)
 
 
 def exam_verifier() -> CodeVerifier:
-    """A verifier in the sandbox of this machine. Its SandboxError says what an exam offers instead of `isolation`."""
+    """Return a verifier in this machine's sandbox. Its SandboxError says what an exam offers instead of `isolation`."""
     try:
         return code_passes_tests()
     except SandboxError as error:

@@ -41,23 +41,22 @@ PRESETS: Presets = {
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1536, 64, 128,
                  {"max_completion_length": 1152, "optim": "adamw_8bit"}),
 }
-LARGEST_RESULT = 999  # on the way to the target
+LARGEST_RESULT = 999  # bound of every intermediate result
 OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
 }
 NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-RANK = {"+": 1, "-": 1, "*": 2, "/": 2}  # what binds tighter
+RANK = {"+": 1, "-": 1, "*": 2, "/": 2}  # operator precedence
 ATOM = 3
-LONGEST = 120  # characters of an expression that is read
-HOPELESS = 50_000  # draws in a row without any puzzle: there is none, or hardly any
+LONGEST = 120  # characters; a longer expression is not evaluated
+HOPELESS = 50_000  # draws in a row without a puzzle, after which the settings are taken to allow none
 QUESTION = ("Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. End "
             "with a line `Answer: ` and the expression.")
 
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Which puzzles are drawn. Raises ValueError for settings that make none."""
-
+    """The bounds of the puzzles that are drawn. Raises ValueError for bounds that allow no puzzle."""
     min_numbers: int = 3
     max_numbers: int = 4
     largest_number: int = 50
@@ -77,14 +76,14 @@ class Difficulty:
 
 @dataclass(frozen=True)
 class Term:
-    """A number, or two terms combined: its value, its text, and how tightly the text binds."""
+    """A number or a combination of two terms: its value, its text, and the precedence of its last operator."""
 
     value: int
     text: str
     rank: int = ATOM
 
     def within(self, rank: int) -> str:
-        """The text as part of an expression, in parentheses where it binds less tightly than `rank`."""
+        """Return the text for use in a larger expression, in parentheses if it binds less tightly than `rank`."""
         return self.text if self.rank >= rank else f"({self.text})"
 
 
@@ -94,7 +93,7 @@ class Countdown:
 
         Make 54 from the numbers 25, 3, 7. Use + - * / and parentheses, each number at most once. ...
 
-    Each result on the way is a positive integer. The split depends on the target and on the numbers in any order.
+    Every intermediate result is a positive integer. The split depends on the target and the sorted numbers.
     """
 
     numbers: tuple[int, ...]
@@ -109,7 +108,7 @@ class Countdown:
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
-        """The same for the same numbers in any order."""
+        """The sorted numbers and the target, so that the order of the numbers does not matter."""
         return tuple(sorted(self.numbers)), self.target
 
     @property
@@ -118,7 +117,7 @@ class Countdown:
 
 
 def possible_signs(left: int, right: int, operators: str) -> list[str]:
-    """Operators that make a positive integer of left >= right, and not just one of the two again."""
+    """Return the operators that turn left >= right into a positive integer that differs from both."""
     rules = {"+": left + right <= LARGEST_RESULT, "-": left > right and left - right != right,
              "*": right > 1 and left * right <= LARGEST_RESULT,
              "/": right > 1 and left % right == 0 and left // right != right}
@@ -126,7 +125,7 @@ def possible_signs(left: int, right: int, operators: str) -> list[str]:
 
 
 def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> Term | None:
-    """Return all numbers combined at random; None where two are left that no operator may combine."""
+    """Combine all numbers in random order with random operators; None if no operator can combine a drawn pair."""
     terms = [Term(number, str(number)) for number in numbers]
     while len(terms) > 1:
         left, right = sorted(rng.sample(terms, 2), key=lambda term: -term.value)
@@ -139,14 +138,14 @@ def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> Ter
 
 
 def join(left: Term, sign: str, right: Term) -> Term:
-    """`left sign right`, with the parentheses that it needs."""
+    """Return `left sign right`, with the parentheses that it needs."""
     rank = RANK[sign]
     text = f"{left.within(rank)} {sign} {right.within(rank + (sign in '-/'))}"
     return Term(int(OPERATORS[sign](Fraction(left.value), Fraction(right.value))), text, rank)
 
 
 def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | None:
-    """A random puzzle whose target is not one of its numbers; None where the drawn numbers make no such puzzle."""
+    """Draw a puzzle whose target is not one of its numbers; None if the drawn numbers make no such puzzle."""
     size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
     numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
     made = combine(rng, numbers, difficulty.operators)
@@ -156,7 +155,7 @@ def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | No
 
 
 def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:
-    """Different puzzles of one split. Raises ValueError where a difficulty makes none, and once there are no more."""
+    """Yield different puzzles of one split. Raises ValueError if `difficulty` allows none, and once none is left."""
     check_split(split)
     seen: set[tuple[tuple[int, ...], int]] = set()
     rng, chosen, hopeless, fruitless = random.Random(f"{split}-{seed}"), difficulty or Difficulty(), 0, 0
@@ -185,7 +184,7 @@ class Answer:
 
 
 def answer_text(text: str) -> str | None:
-    """Return what follows the last `Answer:` on its line, without the marks that chat models put around it."""
+    """Return the rest of the line after the last `Answer:`, without Markdown or LaTeX marks; None without `Answer:`."""
     _, label, after = text.rpartition("Answer:")
     if not label:
         return None
@@ -193,20 +192,20 @@ def answer_text(text: str) -> str | None:
 
 
 def evaluate(expression: str | None) -> Answer | None:
-    """Return the exact value of an expression of numbers, + - * / and parentheses that a model wrote: none of it is
-    run. None for anything else, a division by 0, and for more than LONGEST characters."""
+    """Return the exact value of a model's expression of numbers, + - * / and parentheses, without running it as code.
+    None for anything else, for a division by 0, and for more than LONGEST characters."""
     if expression is None or len(expression) > LONGEST or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return None
     numbers: Counter[int] = Counter()
     try:
         value = value_of(ast.parse(expression.strip(), mode="eval").body, numbers)
-    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError):  # the last: parentheses deeper than the parser
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError):  # MemoryError: parentheses too deep
         return None
     return Answer(value, numbers)
 
 
 def value_of(node: ast.expr, numbers: Counter[int]) -> Fraction:
-    """The value of a part of an expression; its numbers are counted. Raises ValueError for anything else."""
+    """Return the value of a part of an expression; count its numbers in `numbers`. ValueError for any other syntax."""
     match node:
         case ast.Constant(value=int(number)):
             numbers[number] += 1
@@ -240,7 +239,7 @@ class CountdownOptions(RecipeOptions):
 
     @property
     def difficulty(self) -> Difficulty:
-        """Which puzzles are drawn. Raises ValueError for settings that make none."""
+        """The bounds of the puzzles that are drawn. Raises ValueError for bounds that allow no puzzle."""
         return Difficulty(self.min_numbers, self.max_numbers, self.largest_number, self.largest_target, self.operators)
 
 
@@ -248,8 +247,8 @@ OPTIONS = CountdownOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0, difficulty: Difficulty | None = None) -> Dataset:
-    """`size` different puzzles of a split ("train" or "test"). Columns: `prompt`, `answer` (one of several solutions),
-    `numbers`, `target`."""
+    """Return `size` different puzzles of a split ("train" or "test"). Columns: `prompt`, `answer` (one of several
+    solutions), `numbers`, `target`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": puzzle.question}], "answer": puzzle.solution,
          "numbers": list(puzzle.numbers), "target": puzzle.target}
@@ -258,7 +257,7 @@ def make_dataset(split: str, size: int, seed: int = 0, difficulty: Difficulty | 
 
 
 def reaches_target(completions: list[Any], numbers: list[list[int]], target: list[int], **kwargs: Any) -> list[float]:
-    """1 where the expression after the last `Answer:` makes the target from the given numbers."""
+    """Return 1 where the expression after the last `Answer:` makes the target from the given numbers, else 0."""
     rows = zip(completions, numbers, target, strict=True)
     return [float(solves(completion_text(completion), own, wanted)) for completion, own, wanted in rows]
 
@@ -270,14 +269,14 @@ def solves(text: str, numbers: list[int], target: int) -> bool:
 
 
 def given_numbers(completions: list[Any], numbers: list[list[int]], **kwargs: Any) -> list[float]:
-    """0.1 where that expression uses at least two of the given numbers, each at most once, and no others."""
+    """Return 0.1 where the answer uses at least two of the given numbers, each at most once, and no others, else 0."""
     answers = [evaluate(answer_text(completion_text(completion))) for completion in completions]
     return [0.1 * (answer is not None and answer.numbers.total() > 1 and allowed(answer, own))
             for answer, own in zip(answers, numbers, strict=True)]
 
 
 def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
-    """0.1 where the last line is `Answer: ` and an expression, and nothing else."""
+    """Return 0.1 where the last line is `Answer: ` and an expression, and nothing else; else 0."""
     last_lines = [completion_text(completion).strip().rpartition("\n")[2] for completion in completions]
     return [0.1 * (line.startswith("Answer: ") and evaluate(line.removeprefix("Answer: ")) is not None)
             for line in last_lines]

@@ -68,7 +68,7 @@ OPTIONS = EmailOptions
 
 @dataclass(frozen=True)
 class EmailRequest:
-    """An e-mail, and what the shop knows."""
+    """A customer's e-mail, and the facts that the shop knows."""
 
     recipient: str
     question: str
@@ -86,7 +86,7 @@ class EmailRequest:
 
 
 def draw_request(rng: random.Random) -> EmailRequest:
-    """A random question about a thing, with different kinds of facts about it in a random order."""
+    """Draw a question about a random thing, with KNOWN facts of different kinds about it in random order."""
     thing, numbers = rng.choice(THINGS), rng.sample(range(3, 1000), KNOWN)
     drawn = list(zip(rng.sample(KINDS, KNOWN), numbers, strict=True))
     (question, fact, keyword), n = rng.choice(drawn)
@@ -100,8 +100,8 @@ def requests(split: str, seed: int) -> Iterator[EmailRequest]:
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` different requests of a split ("train" or "test"). Columns: `prompt`, `recipient`, `keyword`, `ideal` (the
-    perfect reply), and `answer` (the same)."""
+    """Return `size` different requests of a split ("train" or "test"). Columns: `prompt`, `recipient`, `keyword`,
+    `ideal` (the perfect reply), and `answer` (the same)."""
     return Dataset.from_list([
         {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.text}],
          "recipient": request.recipient, "keyword": request.keyword, "ideal": request.ideal, "answer": request.ideal}
@@ -110,7 +110,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def good_reply(longest_words: int = LONGEST_WORDS) -> Callable[..., list[float]]:
-    """A reward of 1 for a reply that has every quality except that it may differ from the ideal one, else 0."""
+    """Return a reward function: 1 for a reply with every quality, whether or not it equals the ideal one, else 0."""
     keyword, _, length, recipient, signature = email_rewards(SIGNATURE, longest_words)
 
     def right(completions: list[Any], **columns: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""How a recipe is tested by `lowmem-grpo eval --recipe`: its module has an attribute EXAM."""
+"""The exam with which `lowmem-grpo eval --recipe` tests a recipe: the attribute EXAM of the recipe's module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ class Exam:
     play: Play | None = None  # how an episode is played, where an answer takes several turns
     of_tiny: Callable[[int, int, str | None], Any] | None = None
     """The problems for an embedded model, where it is trained on others."""
-    tiny_max_tokens: int | None = None  # `max_tokens` of an embedded model, where it is less
+    tiny_max_tokens: int | None = None  # `max_tokens` for an embedded model, if it is less
 
     def problems_of(self, model: str) -> Callable[[int, int, str | None], Any]:
-        """Return what makes the problems for a model: an embedded one may have its own."""
+        """Return the function that makes the problems for this model; embedded models may have their own."""
         return self.of_tiny if self.of_tiny is not None and model in EMBEDDED else self.problems
 
     def max_tokens_of(self, model: str) -> int:
-        """Return the most tokens of an answer of this model."""
+        """Return the token limit of this model's answers."""
         return self.tiny_max_tokens if self.tiny_max_tokens is not None and model in EMBEDDED else self.max_tokens
 
 
 def find_exam(recipe: str) -> Exam:
-    """The exam of a recipe or of a recipe file. Raises ValueError for an unknown recipe, or one without an exam."""
+    """Return the exam of a recipe or a recipe file. Raises ValueError for an unknown recipe, or one without an exam."""
     exam = getattr(find_recipe(recipe), "EXAM", None)
     if not isinstance(exam, Exam):
         raise ValueError(NO_EXAM.format(recipe))

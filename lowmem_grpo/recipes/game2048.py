@@ -1,4 +1,4 @@
-"""Recipe `game2048`: 2048 on a small board. The policy sees the last board only, so each of its moves is a sequence.
+"""Recipe `game2048`: 2048 on a small board. The policy sees only the current board, so each move is a sequence.
 
     lowmem-grpo run game2048                        # the embedded model, 3x3, in minutes on two CPU cores
     lowmem-grpo run game2048 goal=64 moves=50       # a harder goal
@@ -45,14 +45,14 @@ OF_TINY, OF_OTHERS = 3, 4  # tiles in a row
 Board = tuple[tuple[int, ...], ...]  # rows of tiles; 0 is an empty place
 FOURS = 0.1  # share of new tiles that are a 4
 MOVES = ("left", "down", "right", "up")
-WON, INVALID = 2.0, -1.0  # what an episode earns that reaches the goal, and one whose reply is no move
-IN_VAIN = 0.1  # what a move costs that changes nothing
-OF_ALL = 0.2  # weight of all tiles together beside the largest one
+WON, INVALID = 2.0, -1.0  # reward of an episode that reaches the goal, and of one with a reply that is no move
+IN_VAIN = 0.1  # cost of a move that changes nothing
+OF_ALL = 0.2  # weight of the sum of all tiles, relative to the largest tile
 
 
 @dataclass(frozen=True)
 class Size:
-    """A board, what has to be reached on it, and in how many moves."""
+    """The side of a board, the tile to reach on it, and the moves allowed for that."""
 
     side: int
     goal: int
@@ -67,18 +67,18 @@ class Size:
             raise ValueError(f"moves is {self.moves}; it must be at least 1")
 
 
-SIZES = {3: Size(3, 32, 25), 4: Size(4, 256, 250)}  # the goals need about half of these moves
+SIZES = {3: Size(3, 32, 25), 4: Size(4, 256, 250)}  # reaching the goal takes about half of these moves
 
 
 class Game2048:
-    """An environment whose every turn has a prompt of its own. Its seed decides where new tiles appear."""
+    """An environment in which every turn starts from a new prompt. The seed decides where new tiles appear."""
 
     def __init__(self, size: Size = SIZES[3]) -> None:
         self.size = size
         self.reset()
 
     def reset(self, seed: int = 0, side: int | None = None, **row: object) -> str:
-        """A board with two tiles. A `side` in the row replaces size, goal and moves by those usual for it."""
+        """Start with two tiles; return the prompt. A `side` in the row sets side, goal and moves by SIZES."""
         if side is not None:
             self.size = SIZES[side]
         self.rng = random.Random(f"2048-{seed}")
@@ -88,7 +88,7 @@ class Game2048:
         return self.shown()
 
     def step(self, reply: str) -> tuple[Anew, float, bool]:
-        """Slide the tiles, and add one. A move that changes nothing is lost; no move at all ends the game."""
+        """Slide the tiles, and add one. A move that changes nothing is wasted; a reply without a move ends the game."""
         move = move_in(reply)
         if not move:
             return Anew(f"That is no move.\n{self.shown()}"), self.pay(INVALID), True
@@ -102,12 +102,12 @@ class Game2048:
         return Anew(self.shown()), self.pay(reached - IN_VAIN * self.in_vain), self.over
 
     def pay(self, earned: float) -> float:
-        """Return what an episode earned since the last turn."""
+        """Set the episode's reward so far to `earned`; return its change since the last turn."""
         before, self.earned = self.earned, earned
         return earned - before
 
     def grown(self, board: Board) -> Board:
-        """Return the board with one more tile on a free place."""
+        """Return the board with one more tile on a random free place."""
         free = [(y, x) for y, row in enumerate(board) for x, tile in enumerate(row) if not tile]
         y, x = self.rng.choice(free)
         return placed(board, y, x, 4 if self.rng.random() < FOURS else 2)
@@ -125,12 +125,12 @@ class Game2048:
         return self.won or not self.left or not possible(self.board)
 
     def state_key(self) -> str:
-        """The board and the moves left: how they came about does not matter."""
+        """Return the board and the moves left; how they were reached does not matter."""
         return f"{self.board} {self.left}"
 
 
 def move_in(reply: str) -> str:
-    """The only move that a reply names; else nothing."""
+    """Return the only move that a reply names; "" if it names none or several."""
     moves = set(re.findall(r"\b(?:left|down|right|up)\b", reply.lower()))
     return moves.pop() if len(moves) == 1 else ""
 
@@ -142,7 +142,7 @@ def placed(board: Board, y: int, x: int, tile: int) -> Board:
 
 @cache
 def joined(row: tuple[int, ...]) -> tuple[int, ...]:
-    """A row after its tiles slid to its beginning; two equal neighbours become one, each tile once."""
+    """Slide a row's tiles to its beginning; two equal neighbours merge, and no tile merges twice."""
     tiles, out = [tile for tile in row if tile], []
     while tiles:
         tile = tiles.pop(0)
@@ -153,17 +153,17 @@ def joined(row: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def turned(board: Board) -> Board:
-    """Rows become columns."""
+    """Swap rows and columns."""
     return tuple(zip(*board, strict=True))
 
 
 def mirrored(board: Board) -> Board:
-    """Each row from its end."""
+    """Reverse each row."""
     return tuple(row[::-1] for row in board)
 
 
 def slid(board: Board, move: str) -> Board:
-    """The board after a move, without a new tile."""
+    """Return the board after a move, before a new tile is added."""
     if move in ("up", "down"):
         return turned(slid(turned(board), "left" if move == "up" else "right"))
     if move == "right":
@@ -180,23 +180,23 @@ def largest(board: Board) -> int:
 
 
 def worth(board: Board, goal: int) -> float:
-    """From 0 to 1 for the largest tile, by its power of two, and a little for the sum of all tiles."""
+    """Return (log2(largest tile) + OF_ALL * log2(sum of all tiles)) / log2(goal)."""
     total = sum(sum(row) for row in board)
     return (math.log2(largest(board)) + OF_ALL * math.log2(total)) / math.log2(goal)
 
 
 def random_move(game: Game2048, rng: random.Random) -> str:
-    """A player that takes any possible move."""
+    """Play any possible move."""
     return rng.choice(possible(game.board))
 
 
 def corner(game: Game2048, rng: random.Random) -> str:
-    """A player that keeps its tiles in a corner: left where that is possible, else down, right, up."""
+    """Keep the tiles in a corner: play left if that is possible, else down, right, up."""
     return possible(game.board)[0]
 
 
 def greedy(game: Game2048, rng: random.Random) -> str:
-    """A player that makes the board as empty as it can."""
+    """Play a move that leaves the most empty places."""
     empty = {move: sum(row.count(0) for row in slid(game.board, move)) for move in possible(game.board)}
     return rng.choice([move for move, count in empty.items() if count == max(empty.values())])
 
@@ -221,7 +221,7 @@ class Game2048Options(RecipeOptions):
         self.size(tiny=True)
 
     def size(self, tiny: bool) -> Size:
-        """The board of a model, which is an embedded one or not. ValueError for a board that nobody plays on."""
+        """Return the board for an embedded (`tiny`) or another model. Raises ValueError for a side not in SIZES."""
         side = (OF_TINY if tiny else OF_OTHERS) if self.side is None else self.side
         if side not in SIZES:
             raise ValueError(f"side is {side}; it must be {' or '.join(map(str, SIZES))}")
@@ -234,7 +234,7 @@ OPTIONS = Game2048Options
 
 
 def make_dataset(size: int, seed: int = 0, side: int | None = None) -> Dataset:
-    """`size` games that are never trained on, each with a `seed`, and with a `side` where one is given."""
+    """Return `size` games that are never trained on, each with a `seed`, and with a `side` unless that is None."""
     extra = {} if side is None else {"side": side}
     return Dataset.from_list([row | extra for row in seeded_rows(size, seed, held_out=True)])
 

@@ -2,9 +2,9 @@
 
     python -m lowmem_grpo.recipes.grpo_loop          # the embedded model learns arithmetic, in two minutes on two cores
 
-It uses the parts that the trainer uses: one copy of the weights samples and trains, completions are packed without
-padding, and the logits of the whole vocabulary are never made. Shapes are in the names of tensors: P prompts of a step,
-G completions of each, R reward functions, N trained tokens of a micro-batch.
+It uses the trainer's own parts: one copy of the weights samples and trains, completions are packed without padding, and
+full-vocabulary logits are never materialized. Names of tensors end in their shapes: P prompts of a step, G completions
+of each prompt, R reward functions, N trained tokens of a micro-batch.
 """
 
 import random
@@ -30,13 +30,13 @@ REWARDS = (correct_answer, answer_line)
 
 @dataclass
 class LoopSettings:
-    """What may be tuned; the values are those of the recipe `arithmetic`."""
+    """The hyperparameters; the defaults are those of the recipe `arithmetic`."""
 
     model: str = "tiny"
     steps: int = 60
-    prompts: int = 32  # P, a step
-    generations: int = 8  # G, a prompt
-    max_tokens: int = 64  # a completion
+    prompts: int = 32  # P, per step
+    generations: int = 8  # G, per prompt
+    max_tokens: int = 64  # per completion
     temperature: float = 1.0
     learning_rate: float = 3e-3  # falls linearly to 0
     lora_rank: int = 16
@@ -47,7 +47,7 @@ class LoopSettings:
 
 @dataclass
 class Parts:
-    """The parts of a run. The engine samples with the weights of the policy, in place."""
+    """The parts of a run. The engine samples from the policy's own weights, without a copy of them."""
 
     policy: Policy
     engine: Engine
@@ -56,7 +56,7 @@ class Parts:
 
 
 def load(settings: LoopSettings) -> Parts:
-    """Load the base model, put a fresh adapter on it, and make what samples and what trains."""
+    """Load the base model with a fresh LoRA adapter, and make the policy, the engine and the optimizer."""
     torch.manual_seed(settings.seed)
     model, tokenizer = FastLanguageModel.from_pretrained(settings.model, max_seq_length=128, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(
@@ -67,7 +67,7 @@ def load(settings: LoopSettings) -> Parts:
 
 
 def sample(parts: Parts, rows: Rows, params: SamplingParams) -> list[RolloutGroup]:
-    """Sample `params.n` completions of the prompt of each row."""
+    """Sample `params.n` completions for the prompt of each row."""
     prompts = [parts.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
                for row in rows]
     completions = parts.engine.generate(prompts, params)
@@ -75,7 +75,7 @@ def sample(parts: Parts, rows: Rows, params: SamplingParams) -> list[RolloutGrou
 
 
 def score(parts: Parts, groups: list[RolloutGroup]) -> Tensor:
-    """Return the rewards (P, G) of all completions: the sum of what each reward function gives."""
+    """Return the rewards (P, G) of all completions, summed over the reward functions."""
     completions = as_messages(parts, groups)
     answers = [group.row["answer"] for group in groups for _ in group.rollouts]
     rewards_R_PG = torch.tensor([reward(completions, answer=answers) for reward in REWARDS])
@@ -90,8 +90,8 @@ def as_messages(parts: Parts, groups: list[RolloutGroup]) -> list[list[dict[str,
 
 
 def assign_advantages(groups: list[RolloutGroup], rewards_PG: Tensor) -> None:
-    """Compare each completion with the others of its prompt: A = r - mean(r), as Dr. GRPO does, without the division
-    by the standard deviation (arXiv 2503.20783)."""
+    """Set each rollout's advantage relative to its group: A = r - mean(r), without the division by the standard
+    deviation, as in Dr. GRPO (arXiv 2503.20783)."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     for group, advantages_G in zip(groups, advantages_PG.tolist(), strict=True):
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):
@@ -99,9 +99,9 @@ def assign_advantages(groups: list[RolloutGroup], rewards_PG: Tensor) -> None:
 
 
 def forward_backward(parts: Parts, groups: list[RolloutGroup], settings: LoopSettings) -> float:
-    """Add the gradient of the step's loss to the adapter, one packed micro-batch after the other; return the loss.
+    """Accumulate the gradient of the step's loss over packed micro-batches; return the loss.
 
-    The completions are of the current policy, so the ratio of the probabilities is 1 and its gradient that of log p:
+    The completions come from the current policy, so the probability ratio is 1 and its gradient is that of log p:
 
         loss = -sum_t A_t p(t) / sg(p(t)) / (P G max_tokens)
     """
@@ -120,7 +120,7 @@ def forward_backward(parts: Parts, groups: list[RolloutGroup], settings: LoopSet
 
 
 def optim_step(parts: Parts, learning_rate: float) -> float:
-    """Clip the gradient, make the optimizer's step and tell the engine; return the gradient's norm."""
+    """Clip the gradient, make the optimizer's step and clear the gradient; return its norm before clipping."""
     norm = torch.nn.utils.clip_grad_norm_(parts.policy.trainable, 1.0)
     parts.optimizer.param_groups[0]["lr"] = learning_rate
     parts.optimizer.step()
@@ -129,7 +129,7 @@ def optim_step(parts: Parts, learning_rate: float) -> float:
 
 
 def accuracy(parts: Parts, settings: LoopSettings) -> float:
-    """Return the share of held-out problems that one sampled completion each solves."""
+    """Return the share of held-out problems that are solved by one sampled completion each."""
     rows = list(make_dataset("test", settings.test_problems))
     params = SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=settings.seed)
     completions = as_messages(parts, sample(parts, rows, params))
@@ -137,7 +137,7 @@ def accuracy(parts: Parts, settings: LoopSettings) -> float:
 
 
 def train(settings: LoopSettings, parts: Parts) -> Iterator[tuple[int, float, float]]:
-    """Make the steps; yield the number of each with its mean reward and its loss."""
+    """Train for all steps; yield (step from 1, mean reward, loss) after each."""
     rows = list(make_dataset("train", settings.steps * settings.prompts, settings.seed))
     random.Random(settings.seed).shuffle(rows)
     for step in range(settings.steps):

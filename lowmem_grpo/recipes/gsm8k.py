@@ -29,11 +29,11 @@ from lowmem_grpo.rewards import (
 )
 
 logger = logging.getLogger(__name__)
-HUB = "openai/gsm8k"  # its configuration `main`
+HUB = "openai/gsm8k"  # read with its configuration `main`
 REWARDS: list[Callable[..., Any]] = [
     xmlcount_reward_func, soft_format_reward_func, strict_format_reward_func, int_reward_func, correctness_reward_func,
 ]
-COLUMNS = ("question", "answer")  # that the rows have
+COLUMNS = ("question", "answer")  # required in every row
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/gsm8k", "seed": 3407, "learning_rate": 5e-6, "adam_beta2": 0.99, "weight_decay": 0.1,
     "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1, "max_steps": 250, "num_generations": 8,
@@ -63,8 +63,8 @@ OPTIONS = Gsm8kOptions
 
 
 def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
-    """Rows with `prompt`, `question` and `answer`, from a split of a hub dataset or from a whole local file. Rows
-    without a label are left out and counted. Raises ValueError where none is left."""
+    """Return rows with `prompt`, `question` and `answer`, from a split of a hub dataset or a whole local file. Rows
+    without a question or label are left out, with a warning. Raises ValueError if none is left."""
     rows = read_rows(f"{source}:main" if source == HUB else source, split)
     check_columns(source, rows.column_names, COLUMNS)
     made = [with_prompt(row) for row in rows]
@@ -79,14 +79,14 @@ def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
 
 
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its chat prompt, and its label as `answer`; a missing question or label is None."""
+    """Return a row with its chat prompt, and its label as `answer`; a missing question or label is None."""
     question = cell_text(row["question"])
     return row | {"prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}],
                   "question": question, "answer": extract_hash_answer(cell_text(row["answer"]) or "") or None}
 
 
 def held_out(size: int, seed: int, source: str | None) -> Dataset:
-    """At most `size` rows in a seeded order: of the test split of a hub dataset, or of a file."""
+    """Return at most `size` rows in a seeded order, of the test split of a hub dataset or of a file."""
     rows = make_dataset(source or HUB, "test").shuffle(seed)
     return rows.select(range(min(size, len(rows))))
 

@@ -1,8 +1,8 @@
-"""Recipe `guess`: find a hidden number by listening to "higher" and "lower". There is no data: each game is of a seed.
+"""Recipe `guess`: find a hidden number by listening to "higher" and "lower". There is no data: a seed makes each game.
 
     lowmem-grpo run guess                           # the embedded model of the games, in minutes on two CPU cores
     lowmem-grpo run guess largest=64 tries=6        # harder
-    lowmem-grpo run guess turn_discount=1           # each turn is paid for what followed it
+    lowmem-grpo run guess turn_discount=1           # each turn is credited with the rewards after it
 """
 
 import random
@@ -52,14 +52,14 @@ class Guess:
         self.reset()
 
     def reset(self, seed: int = 0, **row: object) -> str:
-        """Hide a number from 1 to `largest`; returns the rules."""
+        """Hide a number from 1 to `largest`; return the rules."""
         self.hidden = random.Random(f"guess-{seed}").randint(1, self.largest)
-        self.low, self.high = 1, self.largest  # where the number can still be, from what the policy was told
+        self.low, self.high = 1, self.largest  # the remaining range, as the game has told it
         self.left, self.won = self.tries, False
         return f"Guess my number from 1 to {self.largest} in {self.tries} tries. Reply with a number."
 
     def step(self, reply: str) -> tuple[str, float, bool]:
-        """Compare the one number of a reply with the hidden one. A reply without a number, or with several, loses."""
+        """Compare the number in a reply with the hidden one. A reply without a number, or with several, loses."""
         guess = number_in(reply)
         if guess is None:
             return "unreadable", UNREADABLE, True
@@ -75,18 +75,18 @@ class Guess:
         return f"{said}: {self.low} to {self.high}", WRONG, self.left == 0
 
     def state_key(self) -> str:
-        """Return all that a perfect player needs to know: where the number can be, and how many tries are left."""
+        """Return all that a perfect player needs to know: the remaining range, and the number of tries left."""
         return f"{self.low}-{self.high} {self.left}"
 
 
 def number_in(reply: str) -> int | None:
-    """The whole number of a reply that has exactly one, of at most nine digits; else None."""
+    """Return the integer in a reply that has exactly one, of at most nine digits; else None."""
     numbers = re.findall(r"-?\d+", reply, re.ASCII)
     return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 10 else None
 
 
 def blind(game: Guess, rng: random.Random) -> str:
-    """A player that knows the range at the start and does not listen."""
+    """Guess in the initial range, ignoring the answers."""
     return str(rng.randint(1, game.largest))
 
 
@@ -95,7 +95,7 @@ def in_range(game: Guess, rng: random.Random) -> str:
 
 
 def bisect(game: Guess, rng: random.Random) -> str:
-    """The perfect player: it halves what is possible."""
+    """Play perfectly: halve the remaining range."""
     return str((game.low + game.high) // 2)
 
 
@@ -114,14 +114,14 @@ class GuessOptions(RecipeOptions):
     """Held-out games before and after training."""
 
     def __post_init__(self) -> None:
-        Guess(self.largest, self.tries)  # refuses what cannot be played
+        Guess(self.largest, self.tries)  # raises ValueError for a game that cannot be played
 
 
 OPTIONS = GuessOptions
 
 
 def make_dataset(size: int, seed: int = 0) -> Dataset:
-    """`size` games that are never trained on, each with a `seed`."""
+    """Return `size` games that are never trained on, each with a `seed`."""
     return Dataset.from_list(seeded_rows(size, seed, held_out=True))
 
 

@@ -5,9 +5,9 @@
     lowmem-grpo run inbox reward=ruler judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local    # no labels
     lowmem-grpo eval runs/inbox --recipe inbox
 
-The mails lie in a SQLite database with full-text search, which a seed makes. Each question has one mail that answers
-it. What an answer earns is in `tasks/inbox.py`. With reward=ruler a judge compares the episodes of a question instead:
-it knows neither the answer nor the source, and what the rules would have paid is only logged (`rewards/earned/mean`).
+The mails are generated from a seed into a SQLite database with full-text search. Exactly one mail answers each
+question. The reward's rules are in `tasks/inbox.py`. With reward=ruler a judge compares the episodes of a group
+instead: it sees neither the answer nor the source, and the reward by the rules is only logged (`rewards/earned/mean`).
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ PRESETS: Presets = {
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 4096, 64, 128, {"optim": "adamw_8bit"}),
 }
 SMALL, LARGE = WORLDS
-DOUBT = {SMALL: WRONG, LARGE: UNKNOWN}  # what "unknown" earns: a bad model would say only that
+DOUBT = {SMALL: WRONG, LARGE: UNKNOWN}  # reward of "unknown"; the embedded model would learn to say only that
 REWARDS = ("rules", "ruler")
 SYSTEM = """\
 You answer questions about the mails of a company. Search them with the tool search, read those that may help with the
@@ -90,8 +90,8 @@ OPTIONS = InboxOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0, name: str = LARGE, calls: int | None = None) -> Dataset:
-    """`size` different questions of a split ("train" or "test") about the mailbox of a seed. Columns: `prompt`, and
-    what `Inbox.reset` takes: `mailbox`, `mail_seed`, `answer`, `source`, `calls` and `unknown`."""
+    """Return `size` different questions of a split ("train" or "test") about the mailbox of a seed. Columns: `prompt`,
+    and the arguments of `Inbox.reset`: `mailbox`, `mail_seed`, `answer`, `source`, `calls` and `unknown`."""
     questions, most = mailbox(name, seed).of_split(split), calls or WORLDS[name].calls
     if size > len(questions):
         raise ValueError(f"the mailbox {name!r} of seed {seed} has {len(questions)} questions to {split}, and {size} "
@@ -128,7 +128,7 @@ def run(options: InboxOptions) -> None:
 
 
 def check_turns(calls: int, setup: Setup) -> None:
-    """Raise ValueError where `max_turns` would end episodes before their calls are made."""
+    """Raise ValueError if `max_turns` would end an episode before it has used its tool calls."""
     if setup.config.max_turns is not None and setup.config.max_turns <= calls:
         raise ValueError(f"max_turns is {setup.config.max_turns}, but an episode has {calls} calls; give "
                          f"max_turns={calls + 1} or more, or fewer calls")

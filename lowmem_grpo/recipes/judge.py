@@ -4,7 +4,7 @@
     lowmem-grpo run judge judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local     # your own server
     lowmem-grpo run judge judge=https://api.openai.com/v1 judge_model=NAME  # with the key in OPENAI_API_KEY
 
-The judge values facts, and a small penalty falls on summaries that are too long. The share of facts that a summary
+The judge values facts, and summaries that are too long get a small penalty. The share of facts that a summary
 keeps is logged with weight 0, as a check of the judge: `rewards/facts_kept/mean` should climb with
 `rewards/ruler/mean`. On a CPU the recipe uses the embedded tiny model, whose judgements make no sense: no group gets a
 gradient, and the run ends with an error that says so. See docs/judge.md.
@@ -54,12 +54,12 @@ KINDS = (
      "{c} sacks of {goods} were found on {a} shelves.",
      "{b} sacks were damp and had to go.", "The loss was put at {d} crowns."),
 )
-RANGES = {"a": (20, 99), "b": (3, 19), "c": (1100, 9900), "d": (120, 990)}  # no two facts of a report are equal
+RANGES = {"a": (20, 99), "b": (3, 19), "c": (1100, 9900), "d": (120, 990)}  # disjoint: a report's numbers all differ
 
 
 @dataclass(frozen=True)
 class Report:
-    """The number of its kind, and its facts. Sentences that say nothing worth keeping stand between those with facts.
+    """The index of a report's kind in KINDS, and its facts. Filler sentences stand between those with facts.
 
         The harbour of Aldermouth published its figures for June. 74 ships called there, 37 more than a year before. ...
     """
@@ -101,12 +101,12 @@ def draw_report(rng: random.Random) -> Report:
 
 
 def reports(split: str, seed: int) -> Iterator[Report]:
-    """Different reports of one split, without end."""
+    """Yield different reports of one split, practically without end."""
     return distinct(split, seed, draw_report, repr)
 
 
 def share_kept(text: str, facts: list[str]) -> float:
-    """The share of facts that stand in a text as whole words or numbers; 1,240 counts as 1240."""
+    """Return the share of facts that a text contains as whole words or numbers; 1,240 counts as 1240."""
     plain = re.sub(r"(?<=\d)[, ](?=\d{3}\b)", "", text).lower()
     words = set(re.findall(r"\d+|[^\W\d_]+", plain))
     return sum(fact.lower() in words for fact in facts) / len(facts)
@@ -151,7 +151,7 @@ OPTIONS = SummaryOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """`size` different reports of a split ("train" or "test"). Columns: `prompt`, `answer` (one of many good
+    """Return `size` different reports of a split ("train" or "test"). Columns: `prompt`, `answer` (one of many good
     summaries), `facts`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": report.question}], "answer": report.summary,
@@ -161,12 +161,12 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def facts_kept(completions: list[Any], facts: list[list[str]], **kwargs: Any) -> list[float]:
-    """The share of a report's numbers and names that the summary keeps."""
+    """Return the share of a report's numbers and names that each summary keeps."""
     return [share_kept(text, wanted) for text, wanted in zip(completion_texts(completions), facts, strict=True)]
 
 
 def good_summary(completions: list[Any], facts: list[list[str]], **kwargs: Any) -> list[float]:
-    """1 where a summary keeps ENOUGH of the facts in at most WORDS_ALLOWED words."""
+    """Return 1 where a summary keeps ENOUGH of the facts in at most WORDS_ALLOWED words, else 0."""
     shares = facts_kept(completions, facts)
     return [float(share >= ENOUGH and is_short(text))
             for share, text in zip(shares, completion_texts(completions), strict=True)]

@@ -1,4 +1,4 @@
-"""The options of recipes whose answers a language model can judge."""
+"""Options and training of recipes whose completions a language model judges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ TOKENS_OF_A_REPLY = {True: 32, False: 768}  # for an embedded model, whose repli
 
 @dataclass
 class JudgeOptions(RecipeOptions):
-    """Who judges."""
+    """The options that choose the judge."""
 
     judge: str = SELF
     """"self": the base model, in the engine that samples; else the address of an OpenAI-compatible server."""
@@ -30,7 +30,7 @@ class JudgeOptions(RecipeOptions):
     """Its API key; None is OPENAI_API_KEY. Your own server takes any text."""
 
     def url_judge(self) -> UrlJudge | None:
-        """The judge on a server; None where the model judges itself. Raises ValueError for options that do not fit."""
+        """Return the judge on a server; None if the base model judges. Raises ValueError for options that conflict."""
         if self.judge == SELF:
             extra = [name for name in ("judge_model", "judge_key") if getattr(self, name) is not None]
             if extra:
@@ -50,9 +50,9 @@ class JudgeOptions(RecipeOptions):
 def teach_judged(
     options: JudgeOptions, setup: Setup, lesson: Lesson, rubric: str, others: list[Callable[..., Any]]
 ) -> None:
-    """Teach a lesson whose first reward is a judge's, which compares the answers of a group; print what judging cost.
-    Raises ValueError for a judge that cannot be, before anything is loaded, and RewardError, once all is written, where
-    the judge answered nothing."""
+    """Teach a lesson with two kinds of rewards: a judge that compares the completions of a group, then the `others`.
+    Print the cost of judging. Raises ValueError for wrong judge options before anything is loaded, and RewardError,
+    after all results are written, if no call to the judge gave a usable score."""
     url_judge = options.url_judge()
     judges: list[Judge] = []
 

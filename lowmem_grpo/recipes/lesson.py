@@ -1,4 +1,4 @@
-"""What all recipes share: one call from a lesson (data, rewards, what is right) to a trained model and its report."""
+"""Train on a lesson (data, rewards, a test of right answers) in one call, up to the report. All recipes use it."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ from lowmem_grpo.utils import count_text
 
 logger = logging.getLogger(__name__)
 SHOWN = 6  # samples in the report
-RewardFunctions = list[Any]  # callables; `Any`, since a list of one kind of callable is no list[Callable]
+RewardFunctions = list[Any]  # callables; `Any` because list is invariant: list[Reward] is no list[Callable]
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A task to teach, and how to see that it was learned."""
+    """A task to train on, and the test that shows whether it was learned."""
 
     name: str
     train: Dataset | None
@@ -54,18 +54,18 @@ class Lesson:
 
 
 def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOTrainer:
-    """Load, measure, train, measure again, report; the returned trainer's `state` says how far it came. Where Ctrl-C
-    stops it, this ends the command, with the exit status 130."""
+    """Load the model, measure, train, measure again, report; the returned trainer's `state` says how far it came. If
+    a signal stops training, raises SystemExit with its exit status (130 for Ctrl-C)."""
     with ranks().together():
         return taught(setup, lesson, opened(lesson, console))
 
 
 def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
-    """`teach`, in each of the processes of a run."""
+    """Do the work of `teach` in one of the run's ranks."""
     if not setup.resume:
         check_folders(setup, lesson)
     model, trainer = load(setup, lesson)
-    if trainer.args.preflight:  # before minutes go into held-out answers; train() repeats it and logs the warnings
+    if trainer.args.preflight:  # before minutes are spent on held-out answers; train() repeats it and logs warnings
         refuse_errors(trainer.preflight())
     if setup.resume and trainer.ranks.first("whether all is done", lambda: is_done(trainer, lesson)):
         made = count_text(trainer.state.max_steps, "step")
@@ -96,14 +96,14 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
 
 
 def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) -> RewardCheck:
-    """Sample a few groups and show what the rewards make of them. Nothing is trained."""
+    """Sample a few groups and show the rewards of their completions. Nothing is trained."""
     console = opened(lesson, console)
     model, _ = load_model(setup)
     return check(reward_functions(lesson, model), lesson.train, model, setup.config, console=console)
 
 
 def opened(lesson: Lesson, console: Console | None) -> Console:
-    """Return the console, with the lesson's note printed."""
+    """Print the lesson's note; return the console, a new one for None."""
     console = console or any_console()
     if lesson.note:
         print_line(console, lesson.note)
@@ -111,7 +111,7 @@ def opened(lesson: Lesson, console: Console | None) -> Console:
 
 
 def check_folders(setup: Setup, lesson: Lesson) -> None:
-    """Raise RecordError where a new run would overwrite another one."""
+    """Raise RecordError if a new run would overwrite another one."""
     folder = Path(setup.config.output_dir)
     if not setup.config.overwrite_output_dir:
         for place in [folder, folder / SFT] if lesson.warm_up else [folder]:
@@ -119,7 +119,7 @@ def check_folders(setup: Setup, lesson: Lesson) -> None:
 
 
 def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
-    """Return whether the run in the folder made every step and was measured, so that nothing is left to do."""
+    """Return whether the run in the output folder made every step, was measured and saved its final adapter."""
     known = trainer.records.known()
     tested = lesson.test is None or (
         known.get("accuracy_after") is not None and known.get("eval_problems") == len(lesson.test))
@@ -128,7 +128,7 @@ def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
 
 
 def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
-    """The model with LoRA, and its trainer."""
+    """Return the model with LoRA, and its trainer."""
     model, tokenizer = load_model(setup)
     play = lesson.play or Play()
     return model, GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=reward_functions(lesson, model),
@@ -137,7 +137,7 @@ def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
 
 
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
-    """Load the model of a setup and put LoRA on it; returns it with its tokenizer."""
+    """Load the model of a setup and add LoRA to it; return it with its tokenizer."""
     keep_to(setup.card_share)
     logger.info("loading %s, %s weights, context %d", setup.model, setup.weights, setup.max_seq_length)
     bare, tokenizer = FastLanguageModel.from_pretrained(
@@ -150,13 +150,13 @@ def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
 
 
 def reward_functions(lesson: Lesson, model: FastPeftModel) -> RewardFunctions:
-    """Return the lesson's reward functions, made with the model where it wants that."""
+    """Return the lesson's reward functions; if `rewards` is a factory, it is called with the model."""
     return lesson.rewards if isinstance(lesson.rewards, list) else lesson.rewards(model)
 
 
 def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRequest | None) -> Answers | None:
-    """Return one answer to each held-out problem at temperature 1, in one batch, of which each rank samples its share;
-    None without a test."""
+    """Return one answer to each held-out problem, sampled at temperature 1 in one batch that the ranks share; None if
+    the lesson has no test."""
     if lesson.test is None or lesson.right is None:
         return None
     logger.info("answering %s", count_text(len(lesson.test), "held-out problem"))
@@ -179,7 +179,7 @@ def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRe
 def warm_up(
     taught: WarmUp, model: FastPeftModel, setup: Setup, lesson: Lesson, before: Answers | None, console: Console
 ) -> dict[str, Any] | None:
-    """Fine-tune before GRPO unless a checkpoint is resumed; returns entries of summary.json, None if stopped."""
+    """Fine-tune before GRPO unless a checkpoint is resumed; return entries for summary.json, None if stopped."""
     facts: dict[str, Any] = {"sft_steps": taught.steps}
     if taught.is_over(setup):
         return facts
@@ -192,7 +192,7 @@ def warm_up(
 
 
 def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) -> dict[str, Any]:
-    """Print what training changed; returns what summary.json gets."""
+    """Print how training changed the answers; return entries for summary.json."""
     changes: dict[str, Any] = {"accuracy_after": after.accuracy, "difference": difference(before, after)}
     print_accuracy(console, before.accuracy, after.accuracy, len(after.texts), changes["difference"]["interval"])
     if lesson.warm_up is not None:
@@ -203,7 +203,7 @@ def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) 
 
 
 def side_by_side(dataset: Any, before: Answers, after: Answers) -> list[dict[str, Any]]:
-    """Return a few problems with the answers before and after, those first that changed between wrong and right."""
+    """Return SHOWN problems with the answers before and after; those that turned right or wrong come first."""
     verdicts = [(old[0], new[0]) for old, new in zip(before.right, after.right, strict=True)]
     return [
         {"prompt": dataset[place]["prompt"][-1]["content"], "answer": dataset[place].get("answer"),

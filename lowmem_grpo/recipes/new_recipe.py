@@ -1,4 +1,4 @@
-"""Recipes for a user's own data: the kinds of answers, how they are recognized, and the template that is filled.
+"""Generate a recipe for a user's data: recognize the kind of its answers, and fill a template.
 
 The template, assets/new_recipe/recipe.txt, has the code for each kind: a verifier, and an example of the user's own
 reward function.
@@ -21,7 +21,7 @@ from lowmem_grpo.recipes.tasks.arithmetic import QUESTION
 from lowmem_grpo.rewards.ready.reading import boxed, read_number
 
 ENDS_IN = "Think step by step. Then end with a line of its own: `Answer: ` and the {}, nothing else."
-KINDS = {  # in words, and the system prompt
+KINDS = {  # kind: (its name in messages, the system prompt)
     "example": ("numbers", ""),  # rows that the embedded tiny model can learn; any system prompt makes it talk nonsense
     "number": ("numbers", ENDS_IN.format("number")),
     "marked": ("solutions that end in `#### ` and the answer", ENDS_IN.format("number")),
@@ -34,14 +34,14 @@ KINDS = {  # in words, and the system prompt
     "none": ("none", "Answer in a few sentences."),
 }
 MOSTLY = 0.9  # a kind must fit this share of the answers
-MATHS = 0.5  # so must LaTeX and numbers: the other answers to mathematics are words, names and intervals
+MATHS = 0.5  # LaTeX and numbers must fit this share: other answers to mathematics are words, names and intervals
 SHORT = (8, 60)  # words and characters of a short answer
 LATEX = re.compile(r"\\[a-zA-Z]+|\$[^$]+\$|\^|_\{")
 
 
 @dataclass(frozen=True)
 class NewRecipe:
-    """A recipe for the user's rows."""
+    """The values from which the recipe for the user's rows is generated."""
 
     name: str
     folder: Path
@@ -51,7 +51,7 @@ class NewRecipe:
     others: tuple[str, ...] = ()  # the columns that the recipe does not use
     split: str = "train"
     is_sure: bool = True  # whether the kind is known from the answers or from the user
-    marks: str = ""  # the marks before several choices; empty for none
+    marks: str = ""  # the marks of choices in the question, such as "ABCD"; empty for none
 
     def text(self) -> str:
         """Return the recipe's source."""
@@ -63,13 +63,13 @@ class NewRecipe:
 
     @property
     def shown(self) -> str:
-        """The source as the docstring names it: its last part, or "a file" if that has odd characters."""
+        """The source's name in the recipe's docstring: its last part, or "a file" if that would need escapes."""
         name = self.source if self.source.count("/") == 1 else Path(self.source).name
         return name if name.replace("/", "").isprintable() and not set(name) & set('"\\$') else "a file"
 
     @property
     def place(self) -> str:
-        """The source as code; a file in the recipe's folder is found from there."""
+        """The source as Python code; a file below the recipe's folder becomes a path relative to the recipe."""
         if not is_file_name(self.source):
             return literal(self.source)
         whole = Path(self.source).resolve()
@@ -96,7 +96,7 @@ def recipe_for(
     name: str, folder: Path, source: str, rows: list[dict[str, Any]], prompt: str | None, answer: str | None,
     kind: str | None, split: str,
 ) -> NewRecipe:
-    """Return the recipe for rows, with columns and kind as named or guessed; ValueError for rows that make none."""
+    """Return the recipe for these rows; columns and kind that are None are guessed. ValueError for unusable rows."""
     if len(rows) == 1:
         raise ValueError(ONE_ROW.format(source))
     if not rows:
@@ -118,7 +118,7 @@ def recipe_for(
 
 
 def texts_of(rows: list[dict[str, Any]], column: str) -> list[str]:
-    """Return every answer in a column; of a list, each text in it."""
+    """Return every answer in a column; a list of answers is flattened."""
     answers = [answer_of(row, column) for row in rows]
     return [text for said in answers if said for text in (said if isinstance(said, list) else [said])]
 
@@ -139,7 +139,7 @@ def kind_of(answers: list[str]) -> str:
 
 
 def marks_of(kind: str, answers: list[str]) -> str:
-    """Return the marks of choices (A, B, ... or 0, 1, ...) if the answers are such marks; else nothing."""
+    """Return the marks of choices (A, B, ... or 0, 1, ...) if the answers are such marks, else ""."""
     if kind == "choice":
         return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     if kind == "number" and set(answers) <= set("0123456789"):
@@ -148,12 +148,12 @@ def marks_of(kind: str, answers: list[str]) -> str:
 
 
 def mostly(texts: list[str], suits: Callable[[str], bool], share: float = MOSTLY) -> bool:
-    """Return whether at least this share of the texts suits."""
+    """Return whether `suits` is true of at least this share of the texts."""
     return sum(map(suits, texts)) >= share * len(texts)
 
 
 def is_json(answer: str) -> bool:
-    """Return whether it is a JSON object or list."""
+    """Return whether the answer is a JSON object or list."""
     try:
         return answer[:1] in "{[" and isinstance(json.loads(answer), dict | list)
     except (ValueError, RecursionError):
@@ -161,7 +161,7 @@ def is_json(answer: str) -> bool:
 
 
 def is_number(answer: str) -> bool:
-    """Return whether it is one number, without LaTeX: math_match reads that better."""
+    """Return whether the answer is one number without LaTeX; math_match reads LaTeX better."""
     return read_number(answer) is not None and not has_latex(answer)
 
 
@@ -170,5 +170,5 @@ def has_latex(answer: str) -> bool:
 
 
 def is_math(answer: str) -> bool:
-    """Return whether it is a boxed solution, a number, or a short text with LaTeX in it."""
+    """Return whether the answer is a boxed solution, a number, or a short text with LaTeX."""
     return boxed(answer) is not None or is_number(answer) or (has_latex(answer) and len(answer) <= 2 * SHORT[1])

@@ -12,7 +12,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.utils import COUNT, POSITIVE, Rule, at_least, check_ranges, number, up_to
 
 NONE_IS_A_CHOICE = ("scale_rewards",)
-MOST_ROWS = 1_000_000  # that a recipe makes
+MOST_ROWS = 1_000_000  # most rows that a recipe generates
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text",
                          list: "numbers or texts with commas between them"}
 IN_A_FILE = "a value that only a recipe file can give"
@@ -79,7 +79,7 @@ class RecipeOptions:
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
-    """{"key": "value"} from ["key=value"], ["--key", "value"] or ["--key=value"], else click.UsageError."""
+    """Parse ["key=value"], ["--key", "value"] or ["--key=value"] to {"key": "value"}; click.UsageError for others."""
     options: dict[str, str] = {}
     waiting = list(arguments)
     while waiting:
@@ -94,7 +94,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 
 def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
-    """Return a recipe's options from the command line; click.UsageError or ValueError for what cannot be."""
+    """Return a recipe's options from the command line; click.UsageError or ValueError for wrong names or values."""
     own = {f.name for f in fields(options)} - {"config"}
     texts = parse(arguments)
     settings = {name: typed(options, name, value) for name, value in texts.items() if name in own}
@@ -118,7 +118,7 @@ def typed(owner: type, name: str, text: str) -> Any:
             return adapter.validate_python(None)
         except ValidationError:
             pass  # the field cannot be None: check the text itself
-    if bool in get_args(hint) and text.lower() in ("true", "false"):  # beside a text, which both would be too
+    if bool in get_args(hint) and text.lower() in ("true", "false"):  # for bool | str, which would keep the text
         return text.lower() == "true"
     several = "list[" in str(hint) or (hint is Any and "," in text)
     value: Any = text.split(",") if several else text
@@ -129,7 +129,7 @@ def typed(owner: type, name: str, text: str) -> Any:
 
 
 def in_words(hint: Any) -> str:
-    """Return what values of a type are, in words."""
+    """Describe the values of a type in words."""
     kinds = [hint] if get_origin(hint) in (None, list) else get_args(hint)
     words = [KINDS.get(get_origin(kind) or kind, IN_A_FILE) for kind in kinds if kind is not NoneType]
     return ", or ".join([*words, *(["none"] if NoneType in kinds else [])])

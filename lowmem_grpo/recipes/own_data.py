@@ -1,7 +1,7 @@
-"""Your own rows for a recipe: read, turned into prompts and answers, and split into training and test rows.
+"""Read your own rows for a recipe, turn them into prompts and answers, and split them into training and test rows.
 
-Whether a row is held out depends on a hash of what the user says in its prompt. So the same prompt never stands on both
-sides, whatever its case, its spacing and the system prompt. Adding, removing or reordering rows moves no other row,
+A hash of a prompt's text without its system prompt decides whether the row is held out. So the same prompt is never on
+both sides, whatever its case, spacing and system prompt. Adding, removing or reordering rows moves no other row,
 except in files of a few rows, where one side would be empty.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 KNOWS_ARITHMETIC_ALONE = ("The embedded tiny model only knows its own arithmetic: with other data, the run only shows "
                           "that everything works. Choose a model that can learn the task: "
                           "model=Qwen/Qwen2.5-1.5B-Instruct, or any other on the hub")
-PARTS = 1 << 16  # values that the hash of a prompt can have
+PARTS = 1 << 16  # number of values of a prompt's hash
 
 MakeRow = Callable[[dict[str, Any]], dict[str, Any]]
 """From a row of the data to {"prompt": text or chat, "answer": ..., further columns that the rewards read}."""
@@ -50,7 +50,7 @@ class OwnData:
     make_row: MakeRow
     split: str = "train"  # split of a hub dataset
     held_out: float = 0.125  # share of the rows that are never trained on
-    reads: tuple[str, ...] = field(default=("answer",))  # what a usable row needs beside its prompt
+    reads: tuple[str, ...] = field(default=("answer",))  # columns that a usable row needs beside its prompt
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
@@ -62,8 +62,8 @@ class OwnData:
         return self.read(self.source, self.split)
 
     def read(self, source: str | Path, split: str) -> Dataset:
-        """Return the usable rows of a source, and count the others in a warning; ValueError for fewer than two, or a
-        missing column."""
+        """Return the usable rows of a source; a warning counts the others. Raises ValueError for fewer than two usable
+        rows, or a missing column."""
         raw = read_rows(str(source), split)
         made = [tidy(self.made(row, source)) for row in raw]
         wrong = [flaw(row, self.reads) for row in made]
@@ -77,11 +77,11 @@ class OwnData:
             logger.warning("%s: %d of %d rows are left out: %s", source, len(made) - len(kept), len(made), why)
         try:
             return Dataset.from_list(kept)
-        except (ValueError, TypeError) as error:  # pyarrow's
+        except (ValueError, TypeError) as error:  # from pyarrow
             raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
 
     def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
-        """Make a row by `make_row`. Raises ValueError where a column or the prompt is missing."""
+        """Make a row with `make_row`. Raises ValueError if a column or the prompt is missing."""
         try:
             made = self.make_row(row)
         except KeyError as error:
@@ -99,14 +99,14 @@ class OwnData:
         return self.rows.select([index for index in range(len(self.rows)) if index not in self.tested])
 
     def test(self, size: int) -> Dataset:
-        """At most `size` held-out rows, always the same ones."""
+        """Return at most `size` held-out rows, always the same ones."""
         if size < 1:
             raise ValueError(f"eval_problems is {size}; it must be at least 1")
         return self.rows.select(list(self.tested)[:size])
 
     @cached_property
     def tested(self) -> dict[int, None]:
-        """Return indices of held-out rows by their hashes: the lowest share, at least one prompt and never all."""
+        """Indices of the held-out rows: those with the lowest hashes, at least one prompt and never all prompts."""
         places = [place(row["prompt"]) for row in self.rows]
         bound = max(min(places), min(int(PARTS * self.held_out), max(places)) - 1)
         chosen = sorted((place, index) for index, place in enumerate(places) if place <= bound)
@@ -115,7 +115,7 @@ class OwnData:
         return dict.fromkeys(index for _, index in chosen)
 
     def problems(self, size: int, seed: int, source: str | None) -> Dataset:
-        """The problems of an exam: the held-out rows, or any rows of another source."""
+        """Return at most `size` problems of an exam: the held-out rows, or any rows of another source."""
         if source is None or same_source(source, self.source):
             rows = self.test(len(self.rows))
         else:
@@ -123,7 +123,7 @@ class OwnData:
         return rows.select(range(min(size, len(rows))))
 
     def exam(self, right: Callable[..., Any], max_tokens: int, size: int = 256) -> Exam:
-        """For `lowmem-grpo eval --recipe FILE.py`: the held-out rows, or those of --dataset."""
+        """Return the EXAM for `lowmem-grpo eval --recipe FILE.py`: the held-out rows, or those of --dataset."""
         return Exam(self.problems, right, max_tokens, size, takes_source=True)
 
 
@@ -133,13 +133,13 @@ def same_source(source: str | Path, other: str | Path) -> bool:
 
 
 def tidy(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its prompt as chat messages and its answer as text; an empty answer is None."""
+    """Return a row with its prompt as chat messages and its answer as text; an empty answer is None."""
     return {name: chat(value) if name == "prompt" else cell_text(value) if name == "answer" else value
             for name, value in row.items()}
 
 
 def chat(prompt: Any) -> list[dict[str, str]]:
-    """A prompt as chat messages; a text becomes a user message. Empty messages before the last are left out."""
+    """Return a prompt as chat messages; a text becomes a user message. Empty messages before the last are dropped."""
     messages = chat_in(prompt) or (prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
     if not all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in messages):
         raise ValueError(f"make_row gave the prompt {prompt!r:.80}; it is a text, or a list of "
@@ -149,7 +149,7 @@ def chat(prompt: Any) -> list[dict[str, str]]:
 
 
 def flaw(row: dict[str, Any], reads: tuple[str, ...]) -> str:
-    """Why a row cannot be used; empty for a usable one."""
+    """Return why a row cannot be used, "" for a usable one."""
     if not row["prompt"] or not row["prompt"][-1]["content"]:
         return "no prompt"
     if row["prompt"][-1]["role"] == "assistant":
@@ -158,6 +158,6 @@ def flaw(row: dict[str, Any], reads: tuple[str, ...]) -> str:
 
 
 def place(prompt: list[dict[str, str]]) -> int:
-    """The hash of a prompt, below PARTS; its case, spacing and system message do not matter."""
+    """Return the hash of a prompt, below PARTS; its case, spacing and system message do not matter."""
     said = " ".join(message["content"] for message in prompt if message["role"] != "system")
     return zlib.crc32(" ".join(said.split()).casefold().encode()) % PARTS

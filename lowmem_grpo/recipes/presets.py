@@ -17,7 +17,7 @@ from lowmem_grpo.utils import GIB
 
 CPU = "cpu"
 SIZES = ("16", "24", "48", "80")  # GiB
-OTHER_MODELS = (  # newer ones, each of which fits every recipe's preset of every card: `run NAME model=...`
+OTHER_MODELS = (  # newer models, each of which fits every recipe's preset on every card: `run NAME model=...`
     "HuggingFaceTB/SmolLM3-3B", "Qwen/Qwen3.5-4B", "google/gemma-4-E4B-it", "allenai/Olmo-3-7B-Instruct",
     "mistralai/Ministral-3-8B-Instruct-2512-BF16", "Qwen/Qwen3.5-9B",
 )
@@ -43,7 +43,7 @@ Presets = dict[str, Preset]  # by size in GiB, or CPU; a recipe with only a CPU 
 
 @dataclass(frozen=True)
 class Setup:
-    """All settings of a run: those of the recipe, the preset and the options in one."""
+    """The settings of a run, merged from the recipe's defaults, the preset and the options."""
 
     model: str
     max_seq_length: int
@@ -73,12 +73,12 @@ class Setup:
 
 
 def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> Setup:
-    """Return the settings of a run: options win over the preset, and that over the recipe's `defaults`. ValueError for
-    a card size without a preset, and for settings that GRPOConfig refuses."""
+    """Return the settings of a run: options override the preset, which overrides the recipe's `defaults`. Raises
+    ValueError for a card size without a preset, and for settings that GRPOConfig refuses."""
     preset = preset_for(options, presets, fitting_size(presets) if options.gpu == "auto" else options.gpu)
     name = either(options.model, preset.model)
     rank = either(options.lora_rank, preset.lora_rank)
-    form_of_weights(options.load_in_4bit, False, options.load_in_fp8)  # refuses both
+    form_of_weights(options.load_in_4bit, False, options.load_in_fp8)  # raises ValueError for both
     four_bit = either(options.load_in_4bit, name not in EMBEDDED and not options.load_in_fp8)
     form = weights(four_bit, options.load_in_fp8)
     settings = defaults | preset.settings | options.config
@@ -91,8 +91,8 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
 
 
 def planned(setup: Setup, card: Device) -> MemoryPlan:
-    """Return the memory plan of a run on a card before its model is loaded, as far as the setup tells. ValueError for a
-    model that no plan can be made for."""
+    """Return the memory plan of a run on a card, made from the setup before the model is loaded. Raises ValueError for
+    a model that cannot be planned."""
     config = setup.config
     return plan(config_of(setup.model), RunSettings(
         setup.max_seq_length, config.completions_per_prompt, setup.lora_rank, setup.load_in_4bit, setup.load_in_fp8,
@@ -104,16 +104,16 @@ def planned(setup: Setup, card: Device) -> MemoryPlan:
 
 
 def preset_for(options: RecipeOptions, presets: Presets, gpu: str) -> Preset:
-    """Return the preset for a card, or for the CPU, and for the model that is asked for."""
+    """Return the preset for a card or the CPU, and for the model in the options."""
     size, preset = choose(gpu, presets)
     if size == CPU and either(options.model, preset.model) != preset.model:
-        # the CPU's own is a short trial of the tiny model: other models get a full run, as on the smallest card
+        # the CPU's preset is a short trial of the tiny model: other models get a full run, as on the smallest card
         return next((presets[card] for card in SIZES if card in presets), presets[CPU])
     return preset
 
 
 def check_setup(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> None:
-    """Raise the ValueError to which each preset that may be chosen leads, without torch."""
+    """Raise ValueError if every preset that may be chosen would fail. Does not use torch."""
     chosen = [preset_for(options, presets, gpu) for gpu in (presets if options.gpu == "auto" else [options.gpu])]
     faults = [fault(options, defaults, preset) for preset in chosen]
     if faults and all(faults):
@@ -121,7 +121,7 @@ def check_setup(options: RecipeOptions, defaults: dict[str, Any], presets: Prese
 
 
 def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> str:
-    """Return why there is no run with this preset; empty where nothing is known against one."""
+    """Return why a run with this preset would fail; "" if no reason is known before the model is loaded."""
     model, context = either(options.model, preset.model), either(options.max_seq_length, preset.max_seq_length)
     try:
         config = GRPOConfig(**(defaults | preset.settings | options.config))
@@ -137,7 +137,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
 def without_card(
     preset: Preset, model: str, form: str, settings: dict[str, Any], options: RecipeOptions
 ) -> dict[str, Any]:
-    """Return what changes where a card's preset is used without one, with a warning: nothing is paged out then."""
+    """Return the settings to change, with a warning, if a card's preset is used on a CPU: no paged optimizers there."""
     import torch
 
     if torch.cuda.is_available():
@@ -154,22 +154,22 @@ def without_card(
 
 
 def weights(four_bit: bool, in_fp8: bool) -> str:
-    """Return the form of weights in words."""
+    """Return the form of the base model's weights in words."""
     return "4-bit" if four_bit else "FP8" if in_fp8 else "16-bit"
 
 
 def either(asked: T | None, default: T) -> T:
-    """Return the option that was asked for, else the default. A 0 counts as asked for: whoever uses it refuses it."""
+    """Return `asked`, or the default if it is None. A 0 is kept, so that the code that uses it can refuse it."""
     return default if asked is None else asked
 
 
 def size_of(gpu: str) -> str:
-    """The size in GiB as presets name it: without its unit."""
+    """Return the size in GiB as presets name it, without its unit."""
     return re.sub(r"(?i)\s*gi?b$", "", gpu)
 
 
 def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
-    """Return size and preset for a size in GiB, "cpu", or "auto"; ValueError for a size without a preset."""
+    """Return (size, preset) for a size in GiB, "cpu", or "auto"; ValueError for a size without a preset."""
     size = fitting_size(presets) if gpu == "auto" else size_of(gpu)
     if size not in presets:
         raise ValueError(f"gpu is {gpu!r}; allowed are auto, {', '.join(presets)}")
@@ -177,7 +177,8 @@ def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
 
 
 def fitting_size(presets: Presets) -> str:
-    """The largest size that fits the card of this machine; CPU without a card, or without a preset for one."""
+    """Return the largest size that fits this machine's card; CPU without a card, or without a preset for any card.
+    Raises ValueError for a card below the smallest preset."""
     import torch
 
     sizes = [size for size in SIZES if size in presets]

@@ -54,14 +54,14 @@ MIN_STOCK, MAX_STOCK = 50, 20_000  # boxes after each step
 
 @dataclass(frozen=True)
 class StockProblem:
-    """A warehouse, what happens to its goods, and what is left: large numbers, for models that solve small ones.
+    """A word problem about a warehouse's stock. Its numbers are large, because hub models solve small ones easily.
 
         A warehouse holds 340 boxes of tea. 12 carts of 36 boxes each arrive. A quarter of all boxes is sold. Then 57
         boxes are found to be damaged and thrown away. How many boxes are left?
     """
 
     question: str
-    lines: tuple[str, ...]  # A line of worked solution for each step
+    lines: tuple[str, ...]  # a line of the worked solution for each step
     answer: int
 
 
@@ -102,7 +102,7 @@ EVENTS = (arrive, sell_part, sell, throw_away, multiply)
 
 
 def draw_problem(rng: random.Random) -> StockProblem:
-    """A random problem whose stock stays between MIN_STOCK and MAX_STOCK."""
+    """Draw a problem whose stock stays between MIN_STOCK and MAX_STOCK."""
     start = stock = rng.randint(100, 2000)
     story, lines = [], []
     for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)):
@@ -116,7 +116,7 @@ def draw_problem(rng: random.Random) -> StockProblem:
 
 
 def draw_step(rng: random.Random, stock: int) -> Step:
-    """Draw a step after which the stock is within its bounds."""
+    """Draw a step after which the stock is between MIN_STOCK and MAX_STOCK."""
     while True:
         step = rng.choice(EVENTS)(rng, stock)
         if MIN_STOCK <= step[2] <= MAX_STOCK:
@@ -124,7 +124,7 @@ def draw_step(rng: random.Random, stock: int) -> Step:
 
 
 def stock_problems(split: str, seed: int) -> Iterator[StockProblem]:
-    """Different problems of one split, without end."""
+    """Yield different problems of one split, practically without end."""
     return distinct(split, seed, draw_problem, lambda problem: problem.question)
 
 
@@ -135,7 +135,7 @@ class Task:
     problems: Callable[[str, int], Iterator[Any]]
     """(split, seed) -> different problems with `question`, `answer` and `lines` (the worked solution)."""
     system: str
-    form: str  # the end of a solution, as people read it
+    form: str  # the end of a solution, as messages show it
     solution: Callable[[Iterable[str], int], str]  # (lines, answer) -> a solution in the format
     place: Place  # where the answer stands
     kept: Verifier  # says whether a completion has the format
@@ -183,7 +183,7 @@ OPTIONS = ProximityOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0, task: Task = WORDS) -> Dataset:
-    """`size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
+    """Return `size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
     return Dataset.from_list([
         {"prompt": task.prompt(problem.question), "answer": str(problem.answer)}
         for problem in take(task.problems(split, seed), size)
@@ -191,7 +191,7 @@ def make_dataset(split: str, size: int, seed: int = 0, task: Task = WORDS) -> Da
 
 
 def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset:
-    """`size` different training problems with a solution in the format, with columns `prompt` and `completion`."""
+    """Return `size` different training problems, with columns `prompt` and `completion` (a solution in the format)."""
     return Dataset.from_list([
         {"prompt": task.prompt(problem.question), "completion": task.solution(problem.lines, problem.answer)}
         for problem in take(task.problems("train", seed), size)
@@ -199,12 +199,12 @@ def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset
 
 
 def rewards(task: Task) -> list[Reward]:
-    """Near answers earn up to 1, exact ones 1 more, outliers lose 0.5. The format itself earns little."""
+    """Return the rewards: near answers earn up to 1, exact ones 1 more, outliers lose 0.5, the format earns little."""
     return [*task.pays, proximity(exact=1.0, outlier=-0.5, where=task.place),
             number_equal(right=1.0, wrong=0.0, where=task.place)]
 
 
-RIGHT = number_match().reward()  # the last number, in the format or not; the share in the format is measured apart
+RIGHT = number_match().reward()  # the last number, in the format or not; the share in the format is measured separately
 EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), RIGHT, max_tokens=512, of_tiny=lambda size,
             seed, source: make_dataset("test", size, seed, STEPS))
 

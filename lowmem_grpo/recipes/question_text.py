@@ -7,13 +7,13 @@ from lowmem_grpo.data.files import cell_text
 
 
 def question_text(*parts: Any, marks: str = "") -> str:
-    """The parts as paragraphs; empty ones are left out. A part may be a list of choices, or {"text": list, "label":
+    """Join the parts as paragraphs, without empty ones. A part may be a list of choices, or {"text": list, "label":
     list}. Each choice gets its own line: `A. Paris` with its label or with marks="ABCD", otherwise `- Paris`."""
     return "\n\n".join(text for part in parts if (text := choices_text(part, marks)))
 
 
 def choices_text(part: Any, marks: str) -> str:
-    """A list as lines; anything else as text."""
+    """Return a list or dict of choices as lines, and anything else as text."""
     labels: Any = marks
     if isinstance(part, dict) and isinstance(part.get("text"), list):
         part, labels = part["text"], part.get("label") or marks

@@ -1,4 +1,4 @@
-"""Recipes by name, and recipe files of the user: found, loaded and run. An error in such a file shows its own lines."""
+"""Find, load and run recipes by name, and recipe files of the user. An error in a file shows the file's own lines."""
 
 import sys
 import traceback
@@ -27,7 +27,7 @@ def is_recipe_file(name: str) -> bool:
 
 
 def unknown_recipe(name: str) -> str:
-    """Return why a name is no recipe, and what was probably meant; empty for a known recipe or a file."""
+    """Return why a name is no recipe, with a suggestion; "" for a known recipe or a file."""
     if name in RECIPES or is_recipe_file(name):
         return ""
     if Path(f"{name}.py").is_file():
@@ -36,14 +36,14 @@ def unknown_recipe(name: str) -> str:
 
 
 def find_recipe(name: str) -> Any:
-    """The module of a recipe of the package, or of a recipe file. Raises ValueError where there is none."""
+    """Return the module of a recipe of the package, or of a recipe file. Raises ValueError if there is none."""
     if problem := unknown_recipe(name):
         raise ValueError(problem)
     return load_recipe(name) if is_recipe_file(name) else import_module(f"lowmem_grpo.recipes.{name}")
 
 
 def recipe_path(name: str) -> Path:
-    """The recipe file of this name; ValueError where there is none."""
+    """Return the path of a recipe file. Raises ValueError if it is no Python file, or does not exist."""
     path = Path(name)
     if path.suffix in KINDS:
         raise ValueError(f"{name} is data, and no recipe: `lowmem-grpo new NAME --data {name}` writes a recipe for it, "
@@ -55,7 +55,7 @@ def recipe_path(name: str) -> Path:
 
 
 def load_recipe(name: str) -> Any:
-    """The module in a recipe file. It can import modules beside it, and these hide no installed ones."""
+    """Import a recipe file. It can import modules from its folder, which do not shadow installed ones."""
     path = recipe_path(name)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -95,7 +95,7 @@ def start(run: Callable[[Any], None], options: type) -> None:
 
 @contextmanager
 def own_traceback(path: Path) -> Iterator[None]:
-    """Show an error in the user's file, or in what it called, from that file on: the frames above it are ours."""
+    """Print an error in the user's file, or in code it called, without the frames above that file: these are ours."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -119,7 +119,7 @@ def show(error: BaseException, trace: Any) -> None:
 
 
 def first_frame(trace: Any, path: Path) -> Any:
-    """Return the part of a traceback that begins in this file; None where the file is not in it."""
+    """Return the part of a traceback that begins in this file; None if the file is not in it."""
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != path.resolve():
         trace = trace.tb_next
     return trace

@@ -46,7 +46,7 @@ STRENGTHS = (0.0, 0.0, 0.5, 1.0)  # the seed chooses one of them
 
 
 class TicTacToe:
-    """An environment with an opponent. Its seed decides how strong the opponent is, and what it draws."""
+    """An environment with an opponent. The seed decides the opponent's strength and its random choices."""
 
     opponent: Callable[[str], str] | None = None
     """Who plays O instead: somebody who sees the board, and names a free square (asked again for anything else)."""
@@ -58,7 +58,7 @@ class TicTacToe:
         self.reset()
 
     def reset(self, seed: int = 0, strength: float | None = None, **row: object) -> str:
-        """An empty board; returns the rules. A `strength` in the row replaces the one of the seed."""
+        """Empty the board; return the rules. A `strength` in the row replaces the one that the seed draws."""
         self.rng = random.Random(f"tictactoe-{seed}")
         drawn = self.rng.choice(self.strengths)
         self.strength = drawn if strength is None else strength
@@ -66,7 +66,7 @@ class TicTacToe:
         return f"You are X. Reply with the number of a free square.\n{shown(self.board)}"
 
     def step(self, reply: str) -> tuple[str, float, bool]:
-        """Play the one digit of a reply, and the opponent's answer to it. A reply that is no free square loses."""
+        """Play the square that a reply names, then the opponent's move. A reply that names no free square loses."""
         move = square_in(reply)
         if move is None or move not in free(self.board):
             return f"illegal\n{shown(self.board)}", ILLEGAL, True
@@ -76,7 +76,7 @@ class TicTacToe:
         return shown(self.board), reward_of(self.board), over(self.board)
 
     def answer(self) -> int:
-        """The opponent's move: a free square that somebody names, or one by the opponent's strength."""
+        """Return the opponent's move: a free square named by `opponent` if that is set, else one by its strength."""
         if self.opponent is None:
             strong = self.rng.random() < self.strength
             return self.rng.choice(best_moves(self.board, "O") if strong else free(self.board))
@@ -86,7 +86,7 @@ class TicTacToe:
         return move
 
     def state_key(self) -> str:
-        """The board: how it came about does not matter."""
+        """Return the board; how it was reached does not matter."""
         return self.board
 
     @property
@@ -95,13 +95,13 @@ class TicTacToe:
 
 
 def shown(board: str) -> str:
-    """Three lines of three squares, and the free ones."""
+    """Return the board as three lines of three squares, with a list of the free ones."""
     lines = ["|".join(board[start : start + 3]) for start in (0, 3, 6)]
     return "\n".join([*lines, f"Free: {' '.join(EMPTY[place] for place in free(board))}"])
 
 
 def square_in(reply: str) -> int | None:
-    """The place (0 to 8) that the only digit of a reply names; else None."""
+    """Return the place (0 to 8) that the only digit of a reply names, else None."""
     digits = re.findall(r"[0-9]", reply)
     return EMPTY.index(digits[0]) if len(digits) == 1 and digits[0] in EMPTY else None
 
@@ -130,14 +130,14 @@ def reward_of(board: str) -> float:
 
 @cache
 def value(board: str, mark: str) -> int:
-    """1 where `mark`, whose turn it is, can force a win, 0 for a draw, -1 where it loses (minimax)."""
+    """Return 1 if `mark`, whose turn it is, can force a win, 0 for a draw, -1 if it loses (minimax)."""
     if over(board):
         return 0 if winner(board) is None else -1  # whoever moved last has won
     return max(-value(played(board, place, mark), other(mark)) for place in free(board))
 
 
 def best_moves(board: str, mark: str) -> list[int]:
-    """All moves that a perfect player may make: to take always the first would be a pattern to learn by heart."""
+    """Return all moves of a perfect player; one that always took the first could be learned by heart."""
     values = {place: -value(played(board, place, mark), other(mark)) for place in free(board)}
     return [place for place, worth in values.items() if worth == max(values.values())]
 
@@ -151,7 +151,7 @@ def random_move(game: TicTacToe, rng: random.Random) -> str:
 
 
 def best_move(game: TicTacToe, rng: random.Random) -> str:
-    """A perfect player, which chooses at random among its best moves."""
+    """Play perfectly, with a random choice among the best moves."""
     return EMPTY[rng.choice(best_moves(game.board, "X"))]
 
 
@@ -176,7 +176,7 @@ class TicTacToeOptions(RecipeOptions):
         self.mixed()
 
     def mixed(self) -> tuple[float, ...]:
-        """The strengths as numbers. ValueError where they are none."""
+        """Return the strengths as numbers. Raises ValueError if they are no numbers from 0 to 1."""
         try:
             strengths = tuple(float(word) for word in self.strengths.split(","))
         except ValueError:
@@ -190,7 +190,7 @@ OPTIONS = TicTacToeOptions
 
 
 def make_dataset(size: int, seed: int = 0, strength: float = 0.0) -> Dataset:
-    """`size` games that are never trained on, each with a `seed` and the `strength` of the opponent."""
+    """Return `size` games that are never trained on, each with a `seed` and the `strength` of the opponent."""
     return Dataset.from_list([row | {"strength": strength} for row in seeded_rows(size, seed, held_out=True)])
 
 

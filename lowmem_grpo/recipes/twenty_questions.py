@@ -1,4 +1,4 @@
-"""Recipe `twenty_questions`: ask what helps to find out what the base model thinks of. It answers, and is not trained.
+"""Recipe `twenty_questions`: ask questions to find out what the base model, which is not trained, thinks of.
 
     lowmem-grpo run twenty_questions                # the embedded model, in minutes on two CPU cores
     lowmem-grpo run twenty_questions turns=5        # one question less
@@ -45,7 +45,7 @@ PRESETS: Presets = {
 FOUND, WRONG, UNREADABLE = 1.0, 0.0, -1.0  # what an episode earns
 LARGEST = 16
 NUMBERS = tuple(map(str, range(1, LARGEST + 1)))
-THINGS = (  # about which a model from the hub knows by itself what is true
+THINGS = (  # about which a model from the hub can answer questions
     "apple", "banana", "bear", "bee", "bell", "bicycle", "boat", "book", "bottle", "bread", "bridge", "bus", "cactus",
     "camera", "candle", "car", "castle", "cat", "chair", "cheese", "clock", "cloud", "coin", "cow", "desert", "diamond",
     "dog", "dolphin", "door", "drum", "eagle", "egg", "elephant", "fish", "flute", "forest", "fork", "frog", "giraffe",
@@ -59,11 +59,11 @@ THINGS = (  # about which a model from the hub knows by itself what is true
 
 @dataclass(frozen=True)
 class Things:
-    """The things that can be thought of, and the number of turns to find one."""
+    """The possible things, and the number of turns to find one."""
 
     things: tuple[str, ...]
     turns: int
-    rules: str  # how the game begins, with the place {turns}
+    rules: str  # the first message, with the placeholder {turns}
 
     def __post_init__(self) -> None:
         if self.turns < 1:
@@ -79,10 +79,10 @@ WORLDS = {
 
 
 class TwentyQuestions:
-    """An environment whose other side is the base model, which is told the thing and answers each question by itself.
-    Its seed decides what that thinks of.
+    """An environment in which the base model is told the thing, and answers each question without seeing the others.
+    The seed chooses the thing.
 
-    `opponent`, where it is set, takes the other side instead: it gets what the base model would get, and replies.
+    If `opponent` is set, it answers instead of the base model: it gets the same prompt, and returns a reply.
     """
 
     opponent: Callable[[str], str] | None = None
@@ -92,16 +92,16 @@ class TwentyQuestions:
         self.reset()
 
     def reset(self, seed: int = 0, world: str | None = None, **row: object) -> str:
-        """Think of a thing; returns the rules. A `world` in the row replaces the one of the class."""
+        """Choose a thing; return the rules. A `world` in the row replaces the environment's own."""
         if world is not None:
             self.world = WORLDS[world]
         self.thing = random.Random(f"twenty-questions-{seed}").choice(self.world.things)
         self.left, self.won = self.world.turns, False
-        self.low, self.high = 1, len(self.world.things)  # where a number can still be, by the answers
+        self.low, self.high = 1, len(self.world.things)  # the range that the answers leave for a number
         return self.world.rules.format(turns=self.left)
 
     def step(self, reply: str) -> AskBase | tuple[str, float, bool]:
-        """A guess ends the game. A question goes to the other side; the last turn has to be a guess."""
+        """End the game at a guess; pass a question to the base model or `opponent`. The last turn must be a guess."""
         guess = guess_in(reply)
         self.left -= 1
         if guess is not None:
@@ -117,7 +117,7 @@ class TwentyQuestions:
         return AskBase(asked, lambda said: self.pass_answer(reply, said), lambda said: yes_or_no(said) is not None, 8)
 
     def pass_answer(self, question: str, said: str) -> tuple[str, float, bool]:
-        """Tell the policy yes, no, or that it is not known, and of numbers which ones are left."""
+        """Tell the policy "yes", "no" or "I do not know", and for numbers the remaining range."""
         answer = yes_or_no(said) or "I do not know"
         if self.world.things != NUMBERS:
             return f"{answer}, {self.left} left", 0.0, False
@@ -130,25 +130,25 @@ def about(thing: str, question: str) -> str:
 
 
 def guess_in(reply: str) -> str | None:
-    """The name behind `Guess:`, without an article; None where nothing is guessed."""
+    """Return the name after `Guess:` in lower case, without an article; None if nothing is guessed."""
     match = re.search(r"\bguess:\s*(.+)", reply, re.IGNORECASE)
     return None if match is None else re.sub(r"^(?:an?|the) ", "", match[1].strip(" .!*\"'").lower())
 
 
 def yes_or_no(reply: str) -> str | None:
-    """Return which of the two words a reply has; None if it has none or both."""
+    """Return "yes" or "no" if a reply has exactly one of these words, else None."""
     words = {word for word in re.findall(r"[a-z]+", reply.lower()) if word in ("yes", "no")}
     return words.pop() if len(words) == 1 else None
 
 
 def limit_in(question: str) -> int | None:
-    """The number that a question of this form names: `Is it above N?`"""
+    """Return N of a question of the form `Is it above N?`, else None."""
     match = re.fullmatch(r"is it above ([0-9]{1,9})\s?\?", question.strip(), re.IGNORECASE)
     return None if match is None else int(match[1])
 
 
 def narrowed(low: int, high: int, question: str, answer: str) -> tuple[int, int]:
-    """Return the range of a number after an answer; nothing changes where that contradicts what was known."""
+    """Return the range of a number after an answer; an answer that contradicts the range does not change it."""
     limit = limit_in(question)
     if limit is None or answer not in ("yes", "no"):
         return low, high
@@ -161,7 +161,7 @@ def question_of(limit: int) -> str:
 
 
 def truth(number: str, question: str) -> str:
-    """The right answer about a number; ValueError for a question of another form."""
+    """Return the right answer about a number; ValueError for a question of another form."""
     limit = limit_in(question)
     if limit is None:
         raise ValueError(f"{question!r} is not of the form 'Is it above N?'")
@@ -169,25 +169,25 @@ def truth(number: str, question: str) -> str:
 
 
 def truthful(told: str) -> str:
-    """Answer truly what the base model would be asked."""
+    """Answer the base model's prompt truthfully."""
     first, question = told.split("\n")
     return truth(first.removeprefix("You think of: ").split(".")[0], question)
 
 
 def blind(game: TwentyQuestions, rng: random.Random) -> str:
-    """A player that knows the range at the start and does not listen; it guesses in the last turn."""
+    """Ask about numbers of the initial range, ignoring the answers; guess in the last turn."""
     return question_of(rng.randint(1, LARGEST - 1)) if game.left > 1 else f"Guess: {rng.randint(1, LARGEST)}"
 
 
 def listening(game: TwentyQuestions, rng: random.Random) -> str:
-    """A player that asks anything that is still open, and guesses what is left."""
+    """Ask a random question within the remaining range; guess in the last turn, or when one number is left."""
     if game.left == 1 or game.low == game.high:
         return f"Guess: {rng.randint(game.low, game.high)}"
     return question_of(rng.randint(game.low, game.high - 1))
 
 
 def halving(game: TwentyQuestions, rng: random.Random) -> str:
-    """The perfect player: its questions halve what is left."""
+    """Play perfectly: halve the remaining range with each question."""
     if game.left == 1 or game.low == game.high:
         return f"Guess: {rng.randint(game.low, game.high)}"
     return question_of((game.low + game.high) // 2)
@@ -197,7 +197,7 @@ PLAYERS = {"blind": blind, "listening": listening, "halving": halving}
 
 
 def answered_truly(world: Things = WORLDS["numbers"]) -> TwentyQuestions:
-    """The game of numbers with an opponent who is always right, for scripted players."""
+    """Return the game of numbers with an opponent that is always right, for scripted players."""
     game = TwentyQuestions(world)
     game.opponent = truthful
     return game
@@ -222,7 +222,7 @@ class TwentyQuestionsOptions(RecipeOptions):
         self.chosen(tiny=True)
 
     def chosen(self, tiny: bool) -> Things:
-        """The world for a model, which is an embedded one or not. ValueError for one that does not exist."""
+        """Return the world for an embedded (`tiny`) or another model. Raises ValueError for an unknown world."""
         name = (OF_TINY if tiny else OF_OTHERS) if self.world is None else self.world
         if name not in WORLDS:
             raise ValueError(f"world is {name!r}; it must be {' or '.join(WORLDS)}")
@@ -234,7 +234,7 @@ OPTIONS = TwentyQuestionsOptions
 
 
 def make_dataset(size: int, seed: int = 0, world: str | None = None) -> Dataset:
-    """`size` games that are never trained on, each with a `seed`, and with a `world` where one is given."""
+    """Return `size` games that are never trained on, each with a `seed`, and with a `world` unless that is None."""
     extra = {} if world is None else {"world": world}
     return Dataset.from_list([row | extra for row in seeded_rows(size, seed, held_out=True)])
 

@@ -25,17 +25,17 @@ class WarmUp:
 
     demonstrations: Callable[[int, int], Dataset]  # (size, seed) -> different rows with `prompt` and `completion`
     steps: int
-    form: str  # the format as people read it
+    form: str  # the format, as messages show it
     has_form: Callable[[str], bool]  # whether a completion has the format
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of SFTConfig. Other fields that GRPOConfig has too are as in the run."""
 
     def is_over(self, setup: Setup) -> bool:
-        """Return whether the run goes on from a checkpoint, which was taught already."""
+        """Return whether the run resumes from a checkpoint, whose adapter was fine-tuned already."""
         return setup.resume and bool(last_good(Path(setup.config.output_dir))[0])
 
     def teach(self, model: FastPeftModel, setup: Setup, console: Console) -> bool:
-        """Teach the format; False where it was stopped; Ctrl-C ends the command."""
+        """Teach the format; return False if it was stopped. Raises SystemExit after Ctrl-C."""
         trainer = self.trainer(model, setup)
         result = trainer.train()
         if not result.finished:
@@ -45,7 +45,7 @@ class WarmUp:
         return result.finished
 
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:
-        """Return the trainer of the warm-up, with the run's settings where it has none of its own."""
+        """Return the trainer of the warm-up, with the run's values of SHARED unless `settings` has others."""
         config = setup.config
         shared = {name: getattr(config, name) for name in SHARED}
         settings = SFTConfig(**({"save_strategy": "no"} | shared | self.settings | {
@@ -60,7 +60,7 @@ class WarmUp:
         return sum(self.has_form(texts[0]) for texts in answers.texts) / len(answers.texts)
 
     def report_taught(self, before: Answers, after: Answers, console: Console) -> dict[str, float]:
-        """Print what fine-tuning changed; returns what summary.json gets."""
+        """Print how fine-tuning changed the answers; return entries for summary.json."""
         shares = self.share(before), self.share(after)
         print_line(console, f"answers as `{self.form}`: {shares[0]:.1%} before, {shares[1]:.1%} after "
                             f"{self.steps} steps of fine-tuning; accuracy {after.accuracy:.1%}")
@@ -68,7 +68,7 @@ class WarmUp:
                 "taught_format_after_sft": shares[1]}
 
     def report_kept(self, after: Answers, console: Console) -> dict[str, float]:
-        """Print the share of answers in the format after GRPO; returns what summary.json gets."""
+        """Print the share of answers in the format after GRPO; return it for summary.json."""
         share = self.share(after)
         console.print(f"answers as `{self.form}`: {share:.1%} after GRPO", markup=False)
         return {"taught_format_after": share}

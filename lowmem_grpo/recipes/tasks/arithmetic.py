@@ -60,7 +60,7 @@ def apply_step(total: int, operator: str, operand: int) -> int:
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    """A random problem of MIN_STEPS to MAX_STEPS steps whose totals all lie in [0, MAX_TOTAL]."""
+    """Draw a problem of MIN_STEPS to MAX_STEPS steps whose totals all lie in [0, MAX_TOTAL]."""
     start = total = rng.randint(1, MAX_TOTAL)
     steps: list[tuple[str, int]] = []
     for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)):
@@ -71,7 +71,7 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def draw_step(rng: random.Random, total: int) -> tuple[str, int]:
-    """A step that keeps the total within [0, MAX_TOTAL]. It multiplies by 2 to 5, where there is room for it."""
+    """Draw a step that keeps the total within [0, MAX_TOTAL]; a factor is 2 to 5, as far as the product fits."""
     operators = [
         operator
         for operator, possible in (("+", total < MAX_TOTAL), ("-", total > 0), ("*", 0 < total <= MAX_TOTAL // 2))
@@ -86,11 +86,11 @@ def draw_step(rng: random.Random, total: int) -> tuple[str, int]:
 
 
 def problems(split: str, seed: int) -> Iterator[Problem]:
-    """Different problems of one split, without end."""
+    """Yield different problems of one split, practically without end."""
     return distinct(split, seed, draw_problem, lambda problem: problem.question)
 
 
 def last_integer(text: str) -> int | None:
-    """The last integer in `text`; None where there is none, or where it is too long to be an answer."""
+    """Return the last integer in `text`; None if there is none, or if it is longer than 12 characters."""
     numbers = re.findall(r"-?\d+", text)
     return int(numbers[-1]) if numbers and len(numbers[-1]) <= 12 else None

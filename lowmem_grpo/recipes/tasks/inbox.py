@@ -1,5 +1,5 @@
-"""Answer a question by searching mails: tools to search, to read and to answer, what an answer earns, and two scripted
-players to compare a policy with."""
+"""The environment in which a policy answers questions by searching mails: tools to search, read and answer, the reward,
+and two scripted players as baselines."""
 
 import random
 import re
@@ -10,9 +10,9 @@ from lowmem_grpo.environments.tools.results import FinalResult
 from lowmem_grpo.recipes.tasks.mail_database import Hit, database_of
 from lowmem_grpo.recipes.tasks.mailbox import FIRST_NAMES, LAST_NAMES, WORLDS, Kind, Mail, MailWorld, check_name
 
-NO_ANSWER, WRONG, UNKNOWN, RIGHT = -2.0, -1.0, 0.0, 1.0  # what an episode earns at least
-FOUND, READ, CITED, SAVED = 0.2, 0.2, 0.2, 0.3  # what it earns beside that; SAVED for all calls, in a right answer only
-MOST_SOURCES = 3  # an answer that names more names none
+NO_ANSWER, WRONG, UNKNOWN, RIGHT = -2.0, -1.0, 0.0, 1.0  # base reward of an episode, by its answer
+FOUND, READ, CITED, SAVED = 0.2, 0.2, 0.2, 0.3  # added; SAVED is scaled by the unused calls, for right answers only
+MOST_SOURCES = 3  # an answer that cites more counts as citing none
 NOT_KNOWN = re.compile(r"(?i)(unknown|not known|.*\b(don.?t|do not|cannot|can.?t) (know|find|tell)\b.*)")
 PEOPLE = frozenset(name.casefold() for name in (*FIRST_NAMES, *LAST_NAMES))
 
@@ -22,7 +22,7 @@ class Inbox:
 
     def reset(self, mailbox: str, mail_seed: int, answer: str, source: int, calls: int | None = None,
               unknown: float = UNKNOWN, **row: object) -> None:
-        """Open a row's mailbox, for so many `calls` of tools; the answer "unknown" earns `unknown` at least."""
+        """Open a row's mailbox, with a limit of `calls` tool calls; the answer "unknown" earns at least `unknown`."""
         check_name(mailbox)
         self.world = WORLDS[mailbox]
         self._database = database_of(mailbox, mail_seed)
@@ -31,7 +31,7 @@ class Inbox:
         self.given: str | None = None  # the answer of the policy
         self.seen: set[int] = set()  # mails that a search found
         self.opened: set[int] = set()  # mails that were read
-        self.sources: list[int] = []  # that the answer names
+        self.sources: list[int] = []  # cited by the answer
 
     def search(self, words: str) -> str:
         """Search the mails. Gives the best results, each with the id of the mail.
@@ -69,7 +69,7 @@ class Inbox:
         return FinalResult("received")
 
     def _last(self, result: str) -> str:
-        """A result, which ends the episode where no call is left."""
+        """Return a result; it ends the episode if no call is left."""
         return result if self.left > 0 else FinalResult(result)
 
     @property
@@ -80,7 +80,7 @@ class Inbox:
 
     @property
     def progress(self) -> float:
-        """The reward for the way to the answer: the source was found, read, and named."""
+        """The reward for progress: the source was found, read, and cited."""
         named = self.source in self.sources and len(self.sources) <= MOST_SOURCES
         return FOUND * (self.source in self.seen) + READ * (self.source in self.opened) + CITED * named
 
@@ -95,24 +95,24 @@ class Inbox:
 
 
 def line(hit: Hit) -> str:
-    """Return a result of a search as the policy sees it."""
+    """Return a search result as the policy sees it."""
     shown = (hit.sender, hit.date, hit.subject, hit.snippet) if hit.snippet else (hit.subject,)
     return " | ".join((str(hit.id), *shown))
 
 
 def letter(mail: Mail) -> str:
-    """Return a mail as the policy reads it, without empty heads."""
+    """Return a mail as the policy reads it, without empty headers."""
     heads = {"From": mail.sender, "To": mail.recipient, "Date": mail.date, "Subject": mail.subject}
     return "\n".join([*(f"{name}: {text}" for name, text in heads.items() if text), "", mail.body])
 
 
 def words_of(text: str) -> list[str]:
-    """Words and numbers, in small letters; a number's thousands may have commas."""
+    """Return words and numbers in lower case; commas between a number's thousands are removed."""
     return re.findall(r"[^\W_]+(?:[.:][^\W_]+)*", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.casefold()))
 
 
 def says(answer: str, expected: str) -> bool:
-    """Return whether an answer has the expected words in their order, and no other number or name of a person."""
+    """Return whether an answer has the expected words in their order, and no other number or person's name."""
     words, wanted = words_of(answer), words_of(expected)
     at = next((at for at in range(len(words)) if words[at : at + len(wanted)] == wanted), None)
     if at is None:
@@ -122,7 +122,7 @@ def says(answer: str, expected: str) -> bool:
 
 
 def earned(environments: list[Any], **kwargs: Any) -> list[float]:
-    """A reward function: what each episode earned."""
+    """Return what each episode earned; a reward function."""
     return [environment.earned for environment in environments]
 
 
@@ -131,7 +131,7 @@ VALUE = r"(\d(?:[\d.,:]*\d)?(?: euros| [A-Z]\w+)?|[A-Z]\w+(?: [A-Z]\w+)?)"  # a 
 
 
 def random_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str, list[int]]:
-    """Searches for one word of the question, reads any result, and gives any value that stands there."""
+    """Search for a random word of the question, read any result, and answer with any value in it."""
     ids = ids_in(inbox.search(rng.choice(re.findall(r"\w+", question))))
     if not ids:
         return "unknown", []
@@ -141,7 +141,7 @@ def random_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str,
 
 
 def keyword_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str, list[int]]:
-    """The perfect player: it knows how mails tell what is asked, searches for that, and believes the newest mail."""
+    """Play perfectly: search for the phrases in which mails state such a fact, and believe the newest mail."""
     kind, topic = understood(question, inbox.world)
     told: list[tuple[str, int, str]] = []  # date, id, value
     for words, form in ways(kind, topic):
@@ -155,7 +155,7 @@ def keyword_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str
 
 
 def understood(question: str, world: MailWorld) -> tuple[Kind, str]:
-    """Which kind of fact is asked for, and about what. Raises ValueError for a question that nobody generated."""
+    """Return the kind of fact that is asked for, and its topic. Raises ValueError for a question of another form."""
     for kind in world.kinds:
         for form in kind.questions:
             if match := re.fullmatch(re.escape(form).replace(r"\{topic\}", "(.+)"), question):
@@ -164,7 +164,7 @@ def understood(question: str, world: MailWorld) -> tuple[Kind, str]:
 
 
 def ways(kind: Kind, topic: str) -> Iterator[tuple[str, str]]:
-    """For each way to tell a fact: phrases to search for, and the expression that finds the value in a mail."""
+    """Yield, for each way to state a fact, the phrases to search for and the regular expression of its value."""
     for sentence in kind.sentences:
         phrased = sentence if "{topic}" in sentence else kind.subjects[0]
         parts = phrased.format(topic=topic, value="|").split("|")
@@ -182,7 +182,7 @@ def ids_in(results: str) -> list[int]:
 
 
 def played(player: Asker, row: Mapping[str, Any]) -> Inbox:
-    """Play one question; returns the inbox at the end."""
+    """Play one question; return the inbox at the end."""
     inbox, question = Inbox(), row["prompt"][-1]["content"]
     inbox.reset(**row)
     answer, sources = player(inbox, question, random.Random(f"player-{question}"))
@@ -191,7 +191,7 @@ def played(player: Asker, row: Mapping[str, Any]) -> Inbox:
 
 
 def baselines(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The share of questions that each player answers rightly, by its name."""
+    """Return the share of questions that each player answers rightly, by the player's name."""
     rows = list(rows)
     return {name: sum(played(player, row).right for row in rows) / len(rows) for name, player in PLAYERS.items()}
 

@@ -30,17 +30,17 @@ SELECT mails.id, mails.sender, mails.date, mails.subject, snippet(mail_words, 2,
 FROM mail_words JOIN mails ON mails.id = mail_words.rowid WHERE mail_words MATCH ? ORDER BY rank, mails.id LIMIT ?
 """
 PROBE = "CREATE VIRTUAL TABLE words USING fts5 (word)"
-LONGEST = 200  # letters of a search
-WORK = 2_000_000  # instructions of SQLite that a search may take; one of the large mailbox takes some thousands
+LONGEST = 200  # characters of a search
+WORK = 2_000_000  # SQLite instructions allowed per search; in the large mailbox a search takes a few thousand
 
 
 class SearchError(ValueError):
-    """Words that cannot be searched for. The text says why, for whoever wrote them."""
+    """A search that cannot be run. The message says why, for the policy that wrote it."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A mail that was found; `snippet` is empty where none was asked for."""
+    """A mail that a search found; `snippet` is empty if none was asked for."""
 
     id: int
     sender: str
@@ -50,7 +50,7 @@ class Hit:
 
 
 def check_sqlite() -> None:
-    """Raise RuntimeError where this Python's SQLite has no full-text search."""
+    """Raise RuntimeError if this Python's SQLite has no full-text search."""
     try:
         with closing(sqlite3.connect(":memory:")) as database:
             database.execute(PROBE)
@@ -62,7 +62,7 @@ def check_sqlite() -> None:
 
 
 def write(mails: Iterable[Mail], path: Path) -> None:
-    """Write mails into a new file, with the ids 1, 2, 3, ... Raises FileExistsError."""
+    """Write mails into a new file, with the ids 1, 2, 3, ... Raises FileExistsError if the file exists."""
     check_sqlite()
     if path.exists():
         raise FileExistsError(f"{path} exists already; give another name, or delete it first")
@@ -74,7 +74,7 @@ def write(mails: Iterable[Mail], path: Path) -> None:
 
 @cache
 def database_of(name: str, seed: int) -> "MailDatabase":
-    """The database of a generated mailbox, in a file that lasts as long as this program."""
+    """Return the database of a generated mailbox, in a file that is deleted when this process exits."""
     folder = Path(tempfile.mkdtemp(prefix="inbox-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / f"{name}-{seed}.db"
@@ -83,20 +83,21 @@ def database_of(name: str, seed: int) -> "MailDatabase":
 
 
 class MailDatabase:
-    """Reads a database. Each call opens the file for itself, read-only: any number of threads may search."""
+    """A read-only mail database. Each call opens its own connection, so any number of threads may search."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
     def opened(self) -> Iterator[sqlite3.Connection]:
-        """A connection that cannot write, and gives up what takes too long."""
+        """Open a read-only connection that aborts a query after WORK instructions."""
         with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             connection.set_progress_handler(lambda: 1, WORK)
             yield connection
 
     def search(self, words: str, most: int, snippet: int = 0) -> list[Hit]:
-        """Return the best mails with all the words (BM25), with snippets; SearchError for what FTS5 cannot read."""
+        """Return the `most` best mails with all the words (by BM25), each with a snippet of `snippet` words. Raises
+        SearchError if FTS5 cannot read the words."""
         if not words.strip() or len(words) > LONGEST or "\0" in words:
             raise SearchError(f"a search is 1 to {LONGEST} letters long, without a zero byte, and this one has "
                               f"{len(words.strip())} letters")
@@ -110,7 +111,7 @@ class MailDatabase:
                 for number, sender, date, subject, text in rows]
 
     def read(self, number: int) -> Mail | None:
-        """The mail with this id; None where there is none."""
+        """Return the mail with this id; None if there is none."""
         with self.opened() as connection:
             try:
                 row = connection.execute(

@@ -1,4 +1,4 @@
-"""A generated mailbox, and questions of which one mail holds the answer. The same seed gives the same mails."""
+"""A generated mailbox, and questions that exactly one of its mails answers. The same seed gives the same mails."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ COMPANIES = ("Nordwind", "Almeida Tools", "Hexagon Parts", "Brightwell", "Kestre
              "Orion Freight", "Maple Instruments", "Quintar", "Zephyr Metals", "Lakeside Printing", "Ostra Cables")
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
           "December")
-# in the small mailbox, short since a small model must copy them
+# for the small mailbox: short, because a small model must copy them
 SHORT_NAMES = ("Falcon", "Harbor", "Cedar", "Comet", "Ember", "Garnet", "Heron", "Jasper", "Kite", "Lotus", "Maple",
                "Nova", "Pearl", "Quartz", "Raven", "Tulip", "Viper", "Willow", "Yarrow", "Acorn")
 SHORT_THINGS = ("budget", "price", "weight", "length", "height", "score", "team", "room", "floor", "desk", "rent",
@@ -31,7 +31,7 @@ SHORT_THINGS = ("budget", "price", "weight", "length", "height", "score", "team"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fact: how it is asked for, how a mail tells it, and its values."""
+    """A kind of fact: how it is asked for, how a mail states it, and its values."""
 
     questions: tuple[str, ...]  # with {topic}
     subjects: tuple[str, ...]  # with {topic}
@@ -41,18 +41,18 @@ class Kind:
 
 @dataclass(frozen=True)
 class MailWorld:
-    """The topics of a mailbox, and its number of mails."""
+    """The contents of a mailbox: its topics, its people, and the number of its mails."""
 
     topics: tuple[str, ...]
     kinds: tuple[Kind, ...]
     people: tuple[str, ...]
-    facts: int  # how many of all pairs of a topic and a kind
+    facts: int  # number of (topic, kind) pairs that have a fact
     noise: int = 0  # mails without a fact that anyone asks for
-    revised: float = 0.0  # share of the facts that an older mail tells otherwise
+    revised: float = 0.0  # share of the facts that an older mail contradicts
     fillers: tuple[str, ...] = field(default=())  # sentences around a fact; without them mails have no date either
-    calls: int = 4  # calls of tools that answering a question may take
-    results: int = 3  # that a search gives
-    snippet: int = 0  # words of a mail that a result shows
+    calls: int = 4  # tool calls allowed for a question
+    results: int = 3  # per search
+    snippet: int = 0  # words of a mail in a search result
 
 
 def amount(rng: random.Random) -> str:
@@ -121,7 +121,7 @@ FILLERS = (
 
 
 def short_kind(thing: str) -> Kind:
-    """A kind of fact of the small mailbox, in as few words as possible."""
+    """Return a kind of fact of the small mailbox, in as few words as possible."""
     return Kind((f"What is the {thing} of {{topic}}?",), (f"{thing} {{topic}}",), ("It is {value}.",), number(10, 99))
 
 
@@ -139,7 +139,7 @@ FIRST_DAY, DAYS = date(2026, 1, 5), 300
 
 @dataclass(frozen=True)
 class Mail:
-    """A message; what is empty is not shown."""
+    """A message; empty fields are not shown."""
 
     sender: str
     recipient: str
@@ -159,20 +159,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Mails, of which the first has the id 1, and questions about them."""
+    """Mails with the ids 1, 2, 3, ..., and questions about them."""
 
     mails: tuple[Mail, ...]
     questions: tuple[Question, ...]
 
     def of_split(self, split: str) -> list[Question]:
-        """The questions to train on ("train"), or those held out ("test")."""
+        """Return the questions to train on ("train"), or those held out ("test")."""
         check_split(split)
         return [question for question in self.questions if split_of(question.text) == split]
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that one mail tells, and perhaps an older one otherwise."""
+    """A fact that one mail states, and that an older mail may contradict."""
 
     topic: str
     kind: Kind
@@ -181,7 +181,7 @@ class Fact:
 
 @cache
 def mailbox(name: str, seed: int = 0) -> Mailbox:
-    """The mailbox "small" or "large" of a seed. Raises ValueError for another name."""
+    """Return the mailbox "small" or "large" of a seed. Raises ValueError for another name."""
     check_name(name)
     world, rng = WORLDS[name], random.Random(f"{name}-{seed}")
     pairs = rng.sample(list(product(world.topics, world.kinds)), world.facts)
@@ -198,13 +198,13 @@ def mailbox(name: str, seed: int = 0) -> Mailbox:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a mailbox that does not exist."""
+    """Raise ValueError for an unknown mailbox."""
     if name not in WORLDS:
         raise ValueError(f"mailbox is {name!r}; allowed: {', '.join(WORLDS)}")
 
 
 def told(world: MailWorld, facts: list[Fact], rng: random.Random) -> Iterator[tuple[Mail, Fact | None]]:
-    """A mail for each fact, with the fact; for some also an older mail that is out of date, without one."""
+    """Yield (mail, fact) for each fact; before some of them also (an older mail that is out of date, None)."""
     for fact in facts:
         newest = rng.randrange(DAYS)
         if rng.random() < world.revised and newest:
@@ -219,7 +219,7 @@ def other_value(fact: Fact, rng: random.Random) -> str:
 
 
 def mail_of(world: MailWorld, fact: Fact, value: str, day: int, rng: random.Random) -> Mail:
-    """Return a mail that tells a fact with this value."""
+    """Return a mail that states a fact with this value."""
     sentence = rng.choice(fact.kind.sentences).format(topic=fact.topic, value=value)
     return written(world, rng.choice(fact.kind.subjects).format(topic=fact.topic), fact.topic, [sentence], day, rng)
 
@@ -231,7 +231,7 @@ def noise(world: MailWorld, rng: random.Random) -> Mail:
 
 
 def written(world: MailWorld, subject: str, topic: str, sentences: list[str], day: int, rng: random.Random) -> Mail:
-    """A mail with these sentences, and with others around them where the world has any."""
+    """Return a mail with these sentences, among filler sentences if the world has any."""
     sender, recipient = rng.sample(world.people, 2)
     if not world.fillers:
         return Mail(sender, "", "", subject, " ".join(sentences))

@@ -1,4 +1,4 @@
-"""How well a scripted player does in an environment: what a policy's figures are compared with."""
+"""Scripted players in an environment, as baselines for a policy."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,11 @@ class Game(Protocol):
 
 
 G = TypeVar("G", bound=Game)
-Player = Callable[[G, random.Random], str]  # it looks at the state of the game, and replies
+Player = Callable[[G, random.Random], str]  # reads the state of the game, and replies
 
 
 def play(game: G, player: Player[G], row: Mapping[str, Any]) -> tuple[float, int]:
-    """Play one game; returns the sum of its rewards, and its turns."""
+    """Play one game; return the sum of its rewards and its number of turns."""
     rng = random.Random(f"player-{row}")
     game.reset(**row)
     total, turns, done = 0.0, 0, False
@@ -32,7 +32,7 @@ def play(game: G, player: Player[G], row: Mapping[str, Any]) -> tuple[float, int
 
 
 def baselines(game: G, players: Mapping[str, Player[G]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the share of games that each player wins, by its name, in one game for each row."""
+    """Return the share of games that each player wins, by the player's name, in one game for each row."""
     wins = dict.fromkeys(players, 0)
     for name, player in players.items():
         for row in rows:
@@ -42,5 +42,5 @@ def baselines(game: G, players: Mapping[str, Player[G]], rows: Sequence[Mapping[
 
 
 def won(environments: list[Any], **kwargs: Any) -> list[float]:
-    """A reward function: 1 for each game that was won."""
+    """Return 1 for each game that was won, else 0; a reward function."""
     return [float(environment.won) for environment in environments]

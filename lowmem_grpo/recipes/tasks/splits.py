@@ -1,5 +1,4 @@
-"""Training and test splits that never meet, since a hash of a problem's own text decides, and draws without repetition.
-"""
+"""Training and test splits, disjoint because a hash of a problem's text decides, and draws without repetition."""
 
 import random
 import zlib
@@ -9,26 +8,25 @@ from typing import TypeVar
 
 SPLITS = ("train", "test")
 TEST_SHARE = 8  # one problem in eight is a test problem
-FRUITLESS = 20_000  # draws in a row without a new problem: there are no more
+FRUITLESS = 20_000  # draws in a row without a new problem, after which there are taken to be no more
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Hashable)
 
 
 def split_of(text: str) -> str:
-    """"test" or "train", by a hash of the text that identifies a problem."""
+    """Return "test" or "train", by a hash of the text that identifies a problem."""
     return "test" if zlib.crc32(text.encode()) % TEST_SHARE == 0 else "train"
 
 
 def check_split(split: str) -> None:
-    """Raise ValueError for a split that does not exist."""
+    """Raise ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
 
 
 def distinct(split: str, seed: int, draw: Callable[[random.Random], P], text: Callable[[P], str]) -> Iterator[P]:
-    """Yield different problems of one split, drawn with a seed; `text` identifies one. ValueError once there are none.
-    """
+    """Yield different problems of one split, drawn with a seed; `text` identifies one. ValueError once none is left."""
     check_split(split)
     rng = random.Random(f"{split}-{seed}")
     seen: set[Hashable] = set()
@@ -44,7 +42,7 @@ def distinct(split: str, seed: int, draw: Callable[[random.Random], P], text: Ca
 
 
 def take(problems: Iterator[T], size: int) -> list[T]:
-    """The first `size` problems. Raises ValueError for a size below 1."""
+    """Return the first `size` problems. Raises ValueError for a size below 1."""
     if size < 1:
         raise ValueError(f"size is {size}; it must be at least 1")
     return list(islice(problems, size))
