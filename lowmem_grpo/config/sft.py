@@ -43,8 +43,8 @@ class SFTConfig(TrainSettings):
     """How rows longer than `max_length` are treated: "keep_start" cuts off their end, "keep_end" their beginning, and
     None (not in TRL) skips and counts them."""
     packing: bool = False
-    """True packs rows into sequences of `max_length` tokens, which then count as the rows of a batch. False does not pad
-    either: the rows of a step lie side by side and do not attend to each other."""
+    """True packs rows into sequences of `max_length` tokens, which then count as the rows of a batch. False pads
+    nothing either: the rows of a step lie side by side and do not attend to each other."""
     packing_strategy: str = "bfd"
     """"bfd" (best fit, longest rows first; rows above `max_length` are cut), "bfd_split" (the part cut off becomes
     another row) or "wrapped" (all tokens in one stream, cut every `max_length`; rows attend to those before them)."""
