@@ -26,7 +26,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 OF_EPISODES = (  # label, metric, and its words
     ("tools", "tools/call_frequency", "{:.2f} calls an episode"),
     ("failed", "tools/failure_frequency", "{:.0%} of calls"),
-    ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
+    ("waiting", "tools/waiting_share", "{:.0%} of sampling time"),
+    ("cached", "tokens/cached_share", "{:.0%} of prompt tokens"),
 )
 CURVES = (  # metric, its label on the panel, and in a plain line
     ("eval_reward", "evaluation reward", "eval_reward"), ("turns/mean", "turns", "turns"),
