@@ -36,8 +36,9 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     """Maximum tokens of a prompt; longer rows are skipped and counted. None: the context less max_completion_length."""
     truncate_prompts: bool = False
     """Not in TRL: True cuts longer prompts to their last `max_prompt_length` tokens instead of skipping their rows, as
-    TRL did until 0.25. A chat then loses its beginning, with the system message."""
+    TRL did until 0.25. A chat then loses its beginning, and so its system message."""
     steps_per_generation: int | None = None
+    """Batches of per_device_train_batch_size completions in a generation; None: gradient_accumulation_steps."""
     generation_batch_size: int | None = None
     """Completions per generation, a multiple of per_device_train_batch_size; an alternative to steps_per_generation."""
     num_iterations: int = 1
@@ -64,7 +65,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     parity_steps: int = 10
     """Not in TRL: recompute sampled log-probabilities in the first step and every `parity_steps` steps; 0: never."""
     parity_bound: float | None = None
-    """Not in TRL: stop if they differ by more nats on average; None: 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
+    """Not in TRL: mean difference, in nats, that stops a run; None: 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
 
     kl_reference: str = "start"
     """Not in TRL: the reference of the KL term (`beta`). "start", as in TRL: the policy at the start of training, so

@@ -153,7 +153,7 @@ class EpisodeSettings:
     max_tool_calling_iterations: int | None = None
     """Maximum tool-calling turns of an episode, as in TRL; another way to set `max_turns`, which is one more."""
     max_turn_tokens: int | None = None
-    """Maximum tokens that the policy may sample in one turn; None: all that remain to the episode."""
+    """Maximum tokens that the policy may sample in one turn; None: all that the episode has left."""
     history: str = "append"
     """"append": the next prompt is all tokens so far plus the new messages. "template": the chat template renders the
     whole conversation again for each turn; if that changes sampled tokens, a new training sequence begins."""

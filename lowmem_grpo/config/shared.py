@@ -98,7 +98,7 @@ class TrainSettings(metaclass=CheckedCall):
     max_tokens_per_micro_batch: int | None = None
     """Not in TRL: maximum tokens of a micro-batch; None: the memory plan's number, if there is a plan."""
     logits_chunk: int | None = None
-    """Not in TRL: number of tokens whose logits are in memory at a time; None: chosen by the device's memory."""
+    """Not in TRL: number of tokens whose logits are in memory at a time; None: chosen for the device's memory."""
 
     # optimizer
     learning_rate: float = 1e-6
@@ -121,7 +121,7 @@ class TrainSettings(metaclass=CheckedCall):
     gradient_checkpointing: bool | None = field(default=None, metadata=BARE)
     """True recomputes activations in the backward pass, False keeps them; None: as get_peft_model set it up."""
     disable_dropout: bool = False
-    """True sets all dropout of the model to 0, also LoRA's."""
+    """True sets all dropout of the model to 0, including LoRA's."""
     use_cpu: bool = False
     """True loads a model given by name on the CPU, and refuses a loaded model that is on another device."""
 
