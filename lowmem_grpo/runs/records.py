@@ -104,7 +104,7 @@ class RunRecords:
             return json_object(path.read_bytes())
         except (OSError, ValueError) as error:
             broken = path.with_name(f"{SUMMARY}.broken-{os.getpid()}")
-            logger.warning("%s cannot be read (%s); it is now %s, and a new one is begun", path, error, broken.name)
+            logger.warning("%s cannot be read (%s); it is renamed to %s, and a new one begun", path, error, broken.name)
             with suppress(OSError):  # then writing the new one says what is wrong with the disk
                 os.rename(path, broken)
             return {}
