@@ -33,13 +33,14 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     # turns; OverlapSettings, training while sampling; LossSettings and AdvantageSettings, the loss.
 
     max_prompt_length: int | None = None
-    """Rows with a longer prompt are skipped and counted; None leaves the context as the only bound."""
+    """Maximum tokens of a prompt; longer rows are skipped and counted. None: the context less max_completion_length."""
     truncate_prompts: bool = False
-    """Not in TRL: True cuts longer prompts to their last `max_prompt_length` tokens instead, as TRL did until 0.25. The
-    beginning of a chat, with its system message, is then missing."""
+    """Not in TRL: True cuts longer prompts to their last `max_prompt_length` tokens instead of skipping their rows, as
+    TRL did until 0.25. A chat then loses its beginning, and so its system message."""
     steps_per_generation: int | None = None
+    """Batches of per_device_train_batch_size completions in a generation; None: gradient_accumulation_steps."""
     generation_batch_size: int | None = None
-    """Completions of one generation, as another way to say steps_per_generation, which it becomes."""
+    """Completions per generation, a multiple of per_device_train_batch_size; an alternative to steps_per_generation."""
     num_iterations: int = 1
     num_generations: int = 8
 
@@ -50,53 +51,53 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     top_k: int = 0
     min_p: float | None = None
     vllm_sampling_params: SamplingParams | None = None
-    """Unsloth's name: stop strings, top_p, top_k, min_p. It must not contradict the fields above."""
+    """As in Unsloth: `stop`, `top_p`, `top_k`, `min_p` and so on. It must not contradict the fields above."""
     use_vllm: bool = False
-    """True insists that the model was loaded with vLLM as its engine; False takes whichever it was loaded with."""
+    """True requires vLLM as the engine: a model given by name is loaded with it, and a loaded model without it is
+    refused. False uses the engine that the model was loaded with."""
     vllm_mode: str = "colocate"
-    """vLLM works in this process, on the trainer's own weights; another value is refused."""
+    """Only "colocate" is allowed: vLLM runs in this process, on the trainer's own weights."""
     vllm_gpu_memory_utilization: float | None = None
-    """How much of the card vLLM may fill, for a model that is given by its name; None is 0.5, the loader's own."""
+    """Share of the card's memory, in (0, 1], for vLLM if the model is given by name; None: 0.5, as in the loader."""
     vllm_max_model_length: int | None = None
-    """Tokens that a prompt and its completion may have together, whichever engine samples; None is the context. A model
-    that is given by its name is loaded with it."""
+    """Maximum tokens of a prompt with its completion, with any engine; None: the model's context. A model given by name
+    is loaded with this context."""
     parity_steps: int = 10
-    """Not in TRL: recompute sampled log-probabilities every so many steps, and in the first; 0 is never."""
+    """Not in TRL: recompute sampled log-probabilities in the first step and every `parity_steps` steps; 0: never."""
     parity_bound: float | None = None
-    """Not in TRL: stop where they differ by more, on average; None is 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
+    """Not in TRL: mean difference, in nats, that stops a run; None: 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
 
     kl_reference: str = "start"
-    """Not in TRL: what the KL term (`beta`) compares with. "start", as in TRL: the policy as the trainer begins with
-    it, so that a run that goes on from an adapter keeps what that has learned. "base": the model without any adapter.
-    """
+    """Not in TRL: the reference of the KL term (`beta`). "start", as in TRL: the policy at the start of training, so
+    that a run that continues an adapter stays near what it has learned. "base": the model without any adapter."""
     sync_ref_model: bool = False
-    """True moves the reference toward the policy: every `ref_model_sync_steps` steps each number of its adapter becomes
+    """True moves the reference toward the policy: every `ref_model_sync_steps` steps, its adapter weights become
     ref_model_mixup_alpha * policy + (1 - ref_model_mixup_alpha) * reference."""
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
     mask_truncated_completions: bool = False
     log_completions: bool = False
-    """Print a sample with each log; completions.jsonl holds them all in any case."""
+    """True prints sample completions every `logging_steps` steps; completions.jsonl has all completions anyway."""
     num_completions_to_print: int | None = None
-    """So many of a step's completions with each log; None is the best one of its first prompt."""
+    """Number of completions that `log_completions` prints; None: the best completion of the step's first prompt."""
     log_unique_prompts: bool = False
-    """True prints one completion of each prompt at most, the best one."""
+    """True prints only the best completion of each prompt."""
     per_device_eval_batch_size: int = 8
     num_generations_eval: int | None = None
-    """Completions of each row of an evaluation; None is num_generations, as in TRL."""
+    """Completions per prompt in an evaluation; None: num_generations, as in TRL."""
 
     # rewards
     reward_timeout: float | None = 60.0
-    """Not in TRL: how many seconds one call of a reward function may take: for a step's completions, or for those that
-    it gets at once while others are sampled; None is no limit."""
+    """Not in TRL: time limit in seconds for one call of a reward function, which scores a step's completions or, while
+    others are still being sampled, some of its groups. None: no limit."""
     score_while_sampling: bool | None = None
-    """Not in TRL: which reward functions are called on finished groups while other groups are still sampled. None:
-    those that say that they look at each group by itself (`rewards.Reward` objects, such as the ready-made ones,
-    except GSM8K's five, which are plain functions). True: plain functions too, which is a promise that they can be
-    called on some groups of a step at a time, in another thread than the one that samples. False: none; each is called
-    once, on all of a step's completions, as in TRL."""
+    """Not in TRL: which reward functions score finished groups while other groups are still being sampled. None: those
+    that declare that they score each group independently (`rewards.Reward` objects, such as the ready-made ones,
+    except GSM8K's five, which are plain functions). True: plain functions too; each must work on some groups of a step
+    at a time, and in another thread than the sampling. False: none; each is called once, with all completions of a
+    step, as in TRL."""
     nothing_to_learn_steps: int = 10
-    """Not in TRL: warn after this many steps in a row in which no group had any spread of rewards."""
+    """Not in TRL: warn after this many consecutive steps in which the rewards did not differ within any group."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "num_generations": ("a whole number, 2 or more: GRPO compares completions of one prompt (8 is usual)",

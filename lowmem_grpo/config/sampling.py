@@ -51,11 +51,11 @@ class SamplingParams(metaclass=CheckedCall):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
-    """`fast_generate` returns, for each token, its own log-probability and those of so many likeliest ones (-1: of
-    all), in vLLM's shape."""
+    """Number of most likely tokens (-1: all) whose log-probabilities `fast_generate` returns at each position, beside
+    the sampled token's own, in vLLM's format; None: no log-probabilities."""
     part: tuple[int, int] | None = None
-    """(F, N): these prompts are those from place F on of N, which several processes share. Their random numbers are
-    those that they would have in a call with all N."""
+    """(F, N), if processes divide N prompts among them: this call has those from index F on, and they get the random
+    numbers that they would get in one call with all N."""
 
     unsupported = FIXED  # the table that `CheckedCall` reads
 
@@ -149,28 +149,29 @@ class EpisodeSettings:
     `max_completion_length` bounds all turns together with everything between them."""
 
     max_turns: int | None = None
-    """Turns of the policy in an episode; None leaves the tokens as the only bound."""
+    """Maximum turns of the policy in an episode; None: only the number of tokens is limited."""
     max_tool_calling_iterations: int | None = None
-    """TRL's: how many times tools may be called; the same as `max_turns` less one."""
+    """Maximum tool-calling turns of an episode, as in TRL; another way to set `max_turns`, which is one more."""
     max_turn_tokens: int | None = None
-    """Tokens that the policy may draw in one turn; None: all that are left."""
+    """Maximum tokens that the policy may sample in one turn; None: all that the episode has left."""
     history: str = "append"
-    """"append": the next prompt is the tokens so far and what came after them. "template": the chat template renders
-    the whole conversation anew for each turn; where it rewrites what was sampled, another sequence begins."""
+    """"append": the next prompt is all tokens so far plus the new messages. "template": the chat template renders the
+    whole conversation again for each turn; if that changes sampled tokens, a new training sequence begins."""
     environment_timeout: float = 60.0
-    """Seconds that one call of a tool or of an environment may take."""
+    """Time limit in seconds for one call of a tool or of an environment."""
     episode_timeout: float = 600.0
-    """Seconds that the calls of one episode may take together."""
+    """Time limit in seconds for all calls of tools and environment in one episode together."""
     max_tool_tokens: int = 1024
-    """Tokens of what one tool or one step of an environment returns; more is cut out of its middle."""
+    """Maximum tokens of the text that a tool call or an environment step returns; the middle of a longer one is cut
+    out."""
     turn_discount: float | None = None
-    """None: each token of an episode gets the advantage of the whole. A number from 0 to 1: a turn's advantage is its
-    discounted reward to go, less the group's mean at that turn, divided as `scale_rewards` says. Rewards that no turn
-    was paid are the last turn's."""
+    """None: each token gets the advantage of its whole episode. A number from 0 to 1: a turn's advantage is its
+    reward-to-go with this discount, less the group's mean at that turn, divided as `scale_rewards` says. Rewards for
+    the whole episode count for its last turn."""
     state_weight: float = 1.0
-    """Weight of the comparison of turns that acted in the same state (GiGPO, arXiv 2505.10978, equation 8), where the
-    environment has a `state_key`; 0 turns it off. What is compared is the reward to go, with `turn_discount`, or
-    undiscounted where that is None."""
+    """Weight of the advantage among turns that acted in the same state (GiGPO, arXiv 2505.10978, equation 8), for
+    environments with a `state_key`; 0 turns it off. It compares the rewards-to-go, discounted by `turn_discount`, or
+    undiscounted if that is None."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "max_turns": COUNT, "max_tool_calling_iterations": ZERO_OR_MORE, "max_turn_tokens": COUNT,

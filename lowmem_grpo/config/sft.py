@@ -38,33 +38,33 @@ class SFTConfig(TrainSettings):
     output_dir: str = "outputs/sft"
     learning_rate: float = 2e-5
     max_length: int | None = None
-    """Rows with more tokens are cut as `truncation_mode` says; None is the model's context."""
+    """Maximum tokens of a row; longer ones are cut as `truncation_mode` says. None: the model's context."""
     truncation_mode: str | None = "keep_start"
-    """What happens to longer rows: "keep_start" cuts their end off, "keep_end" their beginning, and None skips and
-    counts them (not in TRL)."""
+    """How rows longer than `max_length` are treated: "keep_start" cuts off their end, "keep_end" their beginning, and
+    None (not in TRL) skips and counts them."""
     packing: bool = False
-    """Whether rows are packed into sequences of `max_length` tokens, which then count as the rows of a batch. Without
-    it nothing is padded either: rows of a step lie side by side and do not see each other."""
+    """True packs rows into sequences of `max_length` tokens, which then count as the rows of a batch. False pads
+    nothing either: the rows of a step lie side by side and do not attend to each other."""
     packing_strategy: str = "bfd"
-    """"bfd" (longest first, each where it fits best; longer rows are cut), "bfd_split" (what is cut off is a row of its
-    own) or "wrapped" (all tokens in a line, cut at `max_length`; rows see those before them)."""
+    """"bfd" (best fit, longest rows first; rows above `max_length` are cut), "bfd_split" (the part cut off becomes
+    another row) or "wrapped" (all tokens in one stream, cut every `max_length`; rows attend to those before them)."""
     eval_packing: bool | None = None
-    """Whether evaluation rows are packed; None is as `packing`."""
+    """True packs evaluation rows; None: as `packing`."""
     loss_type: str = "nll"
     """"nll" (-log p, also named "chunked_nll") or "dft" (-p log p, with p as a constant; arXiv 2508.05629)."""
     chat_template_path: str | None = None
-    """A file of a chat template (.jinja), which becomes the tokenizer's."""
+    """Path of a chat template file (.jinja), which replaces the tokenizer's template."""
     eos_token: str | None = None
-    """The tokenizer's end token from now on. Answers end as the chat template ends them, else with it."""
+    """The end token to set in the tokenizer; None keeps its own. It ends answers that no chat template ends."""
     dataset_num_proc: int | None = None
-    """By how many processes TRL reads the rows; any number gives the same here."""
+    """Number of processes with which TRL prepares the rows; it changes nothing here."""
     dataset_text_field: str = "text"
-    """The column of rows that are one text. All of it is trained, as in TRL."""
+    """The column that holds the text of rows that are plain text. All of its tokens are trained, as in TRL."""
     completion_only_loss: bool | None = None
-    """Of rows with `prompt` and `completion`: None and True train the completion, False trains both."""
+    """For rows with `prompt` and `completion`: None and True train only the completion, False trains both."""
     assistant_only_loss: bool | None = False
-    """Of rows with `messages`: False trains all tokens, True every message of the assistant, and None the assistant's
-    last one (not in TRL)."""
+    """For rows with `messages`: False trains all tokens, True all messages of the assistant, and None (not in TRL) only
+    the assistant's last message."""
 
     unsupported = FIXED  # the table that `CheckedCall` reads
     renamed = RENAMED | {"max_seq_length": "max_length"}

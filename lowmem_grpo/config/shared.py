@@ -85,9 +85,9 @@ class TrainSettings(metaclass=CheckedCall):
 
     # data
     shuffle_dataset: bool = True
-    """Each epoch in its own order, by `data_seed`; False keeps the order of the rows."""
+    """True shuffles the rows anew in each epoch, seeded by `data_seed`; False keeps their order."""
     data_seed: int | None = None
-    """Of the order of the rows; None is `seed`."""
+    """Seed that shuffles the rows; None: `seed`."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     # how much
@@ -96,9 +96,9 @@ class TrainSettings(metaclass=CheckedCall):
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     max_tokens_per_micro_batch: int | None = None
-    """Not in TRL: your own bound on a micro-batch, in tokens. None takes the memory plan's, where there is one."""
+    """Not in TRL: maximum tokens of a micro-batch; None: the memory plan's number, if there is a plan."""
     logits_chunk: int | None = None
-    """Not in TRL: how many tokens have their logits in memory at a time; None chooses by the device's memory."""
+    """Not in TRL: number of tokens whose logits are in memory at a time; None: chosen for the device's memory."""
 
     # optimizer
     learning_rate: float = 1e-6
@@ -110,37 +110,37 @@ class TrainSettings(metaclass=CheckedCall):
     max_grad_norm: float = 1.0
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
-    """Options of the schedule, such as {"min_lr_rate": 0.1} of "cosine_with_min_lr"; may be JSON, on a command line."""
+    """Arguments of the scheduler, a dict or its JSON text, such as {"min_lr_rate": 0.1} for "cosine_with_min_lr"."""
     warmup_steps: float = 0
-    """Steps; below 1 it is a share of all steps, as in transformers 5."""
+    """Number of warmup steps or, below 1, their share of all steps, as in transformers 5."""
     warmup_ratio: float = 0.0
 
     # precision and memory
     bf16: bool | None = None
     fp16: bool | None = field(default=None, metadata=BARE)
     gradient_checkpointing: bool | None = field(default=None, metadata=BARE)
-    """None keeps what get_peft_model set up."""
+    """True recomputes activations in the backward pass, False keeps them; None: as get_peft_model set it up."""
     disable_dropout: bool = False
-    """True sets every dropout of the model to 0, that of LoRA too."""
+    """True sets all dropout of the model to 0, including LoRA's."""
     use_cpu: bool = False
-    """True loads a model that is given by its name on the CPU, and refuses one that lies elsewhere."""
+    """True loads a model given by name on the CPU, and refuses a loaded model that is on another device."""
 
     trust_remote_code: bool = False
-    """Of ONE_MEANING."""
+    """Only False is allowed: code from a model repository is never run."""
 
     # records and checkpoints
     logging_steps: int = 1
     logging_first_step: bool = False
     log_level: str = "passive"
-    """Of this package's log, while it is not "passive"."""
+    """Level of this package's log; "passive" leaves the level as it is."""
     report_to: str | list[str] = "none"  # a list once checked
     disable_tqdm: bool | None = None
-    """True turns the live view off."""
+    """True turns off the live view, which None and False show."""
     preflight: bool = True
-    """Not in TRL: before the first step, look for what would stop or spoil the run (docs/checks.md), and after the
-    first two steps report how they went. False checks nothing and reports nothing."""
+    """Not in TRL: True checks before the first step for mistakes that would stop or spoil the run (docs/checks.md), and
+    reports on the first two steps. False does neither."""
     nonfinite_steps: int = 3
-    """Not in TRL: stop after this many steps in a row that were skipped for NaN or infinity in rewards,
+    """Not in TRL: stop after this many consecutive steps that were skipped because of NaN or infinity in rewards,
     log-probabilities or gradients. Their rollouts are in nonfinite.jsonl."""
     save_strategy: str = "steps"
     save_steps: int = 100
@@ -149,22 +149,22 @@ class TrainSettings(metaclass=CheckedCall):
     eval_steps: int | None = None
     eval_on_start: bool = False
     metric_for_best_model: str | None = None
-    """Which metric of an evaluation says which checkpoint is the best, with or without eval_ before it. None: the mean
-    training reward of GRPO, and in fine-tuning no metric."""
+    """Evaluation metric that ranks checkpoints, with or without the prefix eval_. None: "reward" in GRPO and "loss" in
+    SFT with load_best_model_at_end; otherwise GRPO's mean training reward, and no metric in SFT."""
     greater_is_better: bool | None = None
-    """None: True, unless the metric's name ends with "loss"."""
+    """True if a higher metric_for_best_model is better; None: True, unless the metric's name ends with "loss"."""
     load_best_model_at_end: bool = False
-    """True: after the last step the adapter is that of the best checkpoint, and this is what `adapter` holds."""
+    """True loads the best checkpoint's adapter after the last step, and saves it in the folder `adapter`."""
     model_init_kwargs: dict[str, Any] | None = None
-    """How a model that is given to a trainer by its name is loaded: dtype, revision, token, device_map."""
+    """Options for loading a model that is given to a trainer by name: dtype, revision, token, device_map."""
     push_to_hub: bool = False
-    """True: a finished run uploads its adapter to the hub; a repository that does not exist is made, and private."""
+    """True uploads the adapter of a finished run to the hub; a missing repository is created, as a private one."""
     hub_model_id: str | None = None
-    """OWNER/NAME. Without an owner, it is that of `hf auth login`; None takes the name of output_dir."""
+    """Repository as OWNER/NAME, or NAME for the account of `hf auth login`; None: the name of output_dir."""
     project: str = "huggingface"
-    """Of trackio, as `run_name` is."""
+    """The project in trackio; `run_name` is the run's name in it."""
     trackio_space_id: str | None = None
-    """The space of the hub that trackio writes to; None keeps everything on this machine."""
+    """The Space on the hub that trackio writes to; None: it writes on this machine only."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "output_dir": utils.PATH,

@@ -45,13 +45,13 @@ class StrategySettings:
     of groups in a step; rows are used up faster, and `epoch` counts the rows used."""
 
     dynamic_sampling_rounds: int = 0
-    """Extra rounds of sampling at most, while there are groups without signal."""
+    """Maximum extra sampling rounds per step, which replace groups without signal; 0 turns it off."""
     difficulty_pools: bool = False
-    """Rows that were solved or failed by all completions rest for some epochs."""
+    """True skips rows whose completions all earned the same, for 1 epoch, then 2, 4 and 8."""
     replay_buffer_size: int = 0
-    """Groups kept, to be used once more in place of groups without signal."""
+    """Number of groups to keep, each to be used once more in place of a group without signal; 0 turns it off."""
     replay_max_age: int | None = None
-    """Policy versions after which a kept group is of no use; None is never."""
+    """Optimizer steps after which a kept group is discarded; None: never."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "dynamic_sampling_rounds": at_least(0, Integral), "difficulty_pools": TRUTH,
@@ -76,9 +76,9 @@ class OverlapSettings:
     """Fields of GRPOConfig for training while sampling; none is in TRL, and all are off by default."""
 
     train_while_sampling: bool | str = False
-    """True: the gradient of groups that are complete is computed while the last sequences decode, in turn with them.
-    "parallel": at the same time, in a thread of its own (on a card in a stream of its own). The policy stays as it is
-    until the step ends, so the gradient is the same but for rounding."""
+    """True: gradients of complete groups are computed between decode steps of the last sequences. "parallel": at the
+    same time as these, in another thread (on a card, in another stream). False: after all sampling. The policy does not
+    change before the step ends, so the gradient is the same up to rounding."""
 
     RANGES: ClassVar[dict[str, Rule]] = {"train_while_sampling": one_of(False, True, PARALLEL)}
 

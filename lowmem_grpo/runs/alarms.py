@@ -102,7 +102,7 @@ def preempted(line: Line, kept: list[float]) -> str | None:
     if times is None or not together:
         return None
     many = times > MANY_PREEMPTED * together
-    return f"{times:.0f} times in a step a sequence left the engine for want of cache" if many else ""
+    return f"{times:.0f} times in a step a sequence had to leave the full key-value cache" if many else ""
 
 
 def constant(name: str, line: Line, kept: list[float]) -> str | None:
@@ -117,34 +117,36 @@ def constant(name: str, line: Line, kept: list[float]) -> str | None:
 
 ALARMS = (
     Alarm(
-        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (nothing_to_learn_steps)", 10, no_signal,
-        "so there is no gradient",
+        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (for how long: nothing_to_learn_steps)", 10,
+        no_signal, "so there is no gradient",
         "if the mean is low, use easier problems, a reward for partial success, a stronger model, or SFT on the format "
         "first; if it is high, use harder problems; otherwise raise num_generations or the temperature", repeats=True,
     ),
     Alarm(
         "truncated", "all completions were cut off", "completions/clipped_ratio is 1", 3,
         outside(lambda share: share >= 1, "completions/clipped_ratio"),
-        "so no completion reached its end, and no reward saw an answer there",
+        "so no completion came to its end, and no reward saw a final answer",
         "raise max_completion_length, use a chat template whose end token the model knows, set stop strings in "
-        "vllm_sampling_params, or ask for less in the prompt. With mask_truncated_completions nothing is trained",
+        "vllm_sampling_params, or ask for shorter answers in the prompt. With mask_truncated_completions=True nothing "
+        "is trained",
     ),
     Alarm(
         "mismatch", "sampler and trainer disagree",
         f"mismatch/k3 above {MISMATCH_K3} or mismatch/effective_samples below {EFFECTIVE_SAMPLES}", 3, mismatch,
-        "so completions come from another distribution than the one that is trained",
-        "use bfloat16 or fp32 in both, a sampler without quantization of its own, no top_p, top_k or min_p, or fewer "
-        "steps between sampling and training; vllm_importance_sampling_correction=None corrects what remains",
+        "so completions come from another distribution than the one being trained",
+        "use bfloat16 or fp32 for both, do not quantize the sampler's weights separately, leave out top_p, top_k and "
+        "min_p, or take fewer steps between sampling and training; vllm_importance_sampling_correction=None corrects "
+        "what remains",
     ),
     Alarm(
         "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio above {CLIPPED}", 3,
         outside(lambda share: share > CLIPPED, "clip_ratio/region_mean", "cispo_clip_ratio"),
         "so the policy moves further within one update than its bounds allow",
-        "lower learning_rate, num_iterations or steps_per_generation. Widen the bounds only if you made them narrow "
-        "(those of gspo are narrow on purpose)",
+        "lower learning_rate, num_iterations or steps_per_generation. Widen the bounds only if you narrowed "
+        "them yourself (those of gspo are narrow on purpose)",
     ),
     Alarm("kl", "the policy is far from its reference", f"kl above {KL}", 3, outside(lambda kl: kl > KL, "kl"),
-          "so it may have lost what the model knew, or found a way to cheat the reward",
+          "so it may have forgotten what the model knew, or exploit a flaw of the reward",
           "read completions.jsonl; lower learning_rate, raise beta, or go back to an earlier checkpoint"),
     Alarm(
         "entropy_collapse", "the entropy has collapsed",
@@ -155,66 +157,66 @@ ALARMS = (
     ),
     Alarm(
         "gradient_spike", "the gradient has spiked",
-        f"grad_norm above {SPIKE:.0f} times the median of the last {NORMS_KEPT} steps with one", 1, gradient_spike,
-        "and after clipping the step follows only a few completions",
+        f"grad_norm above {SPIKE:.0f} times the median of the last {NORMS_KEPT} steps with a gradient", 1,
+        gradient_spike, "and after clipping, the update follows only a few completions",
         "look at this step in completions.jsonl. If it happens often, lower max_grad_norm or learning_rate, use larger "
         "groups, bound the ratio with delta, or set scale_rewards to \"batch\" or \"none\"",
     ),
     Alarm(
         "nonfinite", "NaN or infinity", "nonfinite/rollouts above 0", 1,
         outside(lambda rollouts: rollouts > 0, "nonfinite/rollouts"), "so nothing was trained on these rollouts",
-        "read nonfinite.jsonl, which holds them and says where the value was. Let reward functions return None for "
-        "what they cannot judge, use bfloat16 instead of fp16, or lower learning_rate",
+        "read nonfinite.jsonl, which has these rollouts and says where the value was. Let reward functions return None "
+        "for what they cannot judge, use bfloat16 instead of fp16, or lower learning_rate",
     ),
     Alarm(
-        "unreadable_calls", "calls of tools fail",
+        "unreadable_calls", "tool calls fail",
         f"episodes/parse_error or tools/failure_frequency above {MANY_ENDS}", 3,
         outside(lambda share: share > MANY_ENDS, "episodes/parse_error", "tools/failure_frequency"),
-        "so the policy does not know the form of a call, or which tools and arguments there are",
-        "read completions.jsonl, which holds each call and its answer. Use a model that knows calls of tools, show one "
-        "in the prompt, or say more in the tools' docstrings",
+        "so the policy does not know the format of a call, or the tools and their arguments",
+        "read completions.jsonl, which has each call and its result. Use a model that knows tool calls, show a call in "
+        "the prompt, or say more in the tools' docstrings",
     ),
     Alarm(
-        "no_room", "episodes run out of room", f"episodes/max_tokens or episodes/context above {MANY_ENDS}", 3,
+        "no_room", "episodes run out of tokens", f"episodes/max_tokens or episodes/context above {MANY_ENDS}", 3,
         outside(lambda share: share > MANY_ENDS, "episodes/max_tokens", "episodes/context"),
-        "so they stop before they are over, and earn what they have earned by then",
-        "raise max_completion_length, which bounds all turns and what comes between them, lower max_tool_tokens, "
-        "max_turn_tokens or the number of turns, or let the environment say less",
+        "so they stop early, with the rewards that they have earned by then",
+        "raise max_completion_length, which limits all turns and the messages between them together, lower "
+        "max_tool_tokens, max_turn_tokens or the number of turns, or let the environment send shorter messages",
     ),
     Alarm(
         "turns_cut", "all turns were cut off", "turns/cut_ratio is 1", 3,
-        outside(lambda share: share >= 1, "turns/cut_ratio"), "so no turn came to its own end",
+        outside(lambda share: share >= 1, "turns/cut_ratio"), "so no turn came to its end",
         "raise max_turn_tokens or max_completion_length, ask for shorter replies, or use a chat template whose end "
         "token the model knows",
     ),
     Alarm(
         "unused_tools", "no tool is called", "tools/call_frequency is 0", 10,
         outside(lambda calls: calls == 0, "tools/call_frequency"), "so the policy does not learn to use them",
-        "use a model that knows calls of tools, say in the prompt that there are tools and show a call, or teach one "
-        "by SFT first",
+        "use a model that knows tool calls, say in the prompt that there are tools and show a call, or teach tool "
+        "calls by SFT first",
     ),
     Alarm(
         "failing_environments", "environments fail",
         f"episodes/timeout or episodes/environment_error above {MANY_FAILURES}", 1,
         outside(lambda share: share > MANY_FAILURES, "episodes/timeout", "episodes/environment_error"),
-        "so these episodes were played twice and left out",
-        "the warnings above name the call that failed, and its lines. Mend it; if it was only slow (episodes/timeout), "
-        "raise environment_timeout or episode_timeout",
+        "so these episodes were tried twice and left out of training",
+        "the warnings above name the call that failed, with its traceback. Correct it or, if it was only slow "
+        "(episodes/timeout), raise environment_timeout or episode_timeout",
     ),
     Alarm(
         "preempted", "sequences are computed again",
         f"sampling/preemptions above {MANY_PREEMPTED} of sampling/most_together", 3, preempted,
-        "and all of its tokens were computed again later",
-        "lower max_num_seqs, so that as many begin as the cache holds to their ends; or give the cache more room "
-        'with kv_cache_bytes or gpu_memory_utilization, or half the bytes with kv_cache_dtype="fp8"',
+        "and all tokens of such a sequence were computed again later",
+        "lower max_num_seqs to the number of sequences that the cache can hold at full length, enlarge the cache with "
+        'kv_cache_bytes or gpu_memory_utilization, or halve the size of its entries with kv_cache_dtype="fp8"',
     ),
     Alarm(
         "constant_reward", "a reward function is constant",
         "rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS,
         partial(constant, "NAME"),  # `Alarms.expanded` replaces NAME by each reward function's name
         "so the model learns nothing from it",
-        "if every completion is right, leave the function out or ask for more; if not, check that it reads what it "
-        "should: its columns, and the format of the completions",
+        "if every completion is right, leave the function out or make it stricter; if not, check that it reads the "
+        "right columns and the format of the completions",
     ),
 )
 

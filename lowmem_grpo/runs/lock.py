@@ -97,7 +97,7 @@ def take(file: int, path: Path) -> None:
             raise RunInUseError(f"{refusal(path, owner)}. This file system has no locks: if that process has ended, "
                                 f"delete {path}") from error
     if owner and owner.get("host") != socket.gethostname():
-        logger.warning("%s was left behind by %s, which ended without giving the folder back", path, said(owner))
+        logger.warning("%s was left behind by %s, which ended without releasing the folder", path, said(owner))
 
 
 def is_at(file: int, path: Path) -> bool:

@@ -82,7 +82,7 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
     names = sorted({match[1] for row in rows for key in row if (match := re.fullmatch(r"rewards/(.+)/mean", key))})
     functions = Chart("Reward functions", "mean of each", "reward", {f"rewards/{name}/mean": name for name in names})
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
-    verdicts = Chart("Verified right", "whatever that pays", "share of completions",
+    verdicts = Chart("Verified right", "by the verifier, whatever the reward", "share of completions",
                      {f"verdicts/{name}": name for name in verifiers}, share=True)
     charts = [functions, verdicts, *OF_EPISODES, *CHARTS]
     if taught(summary or {}):

@@ -15,13 +15,13 @@ ENDED = {
     "finished": "",
     "failed": "This run failed {place}.",
     "interrupted": "This run was stopped {place}: by Ctrl-C, by a signal, or by a callback. The same command with "
-                   "resume=true goes on.",
-    "running": "This page was written {place}, while the run was going on. If it no longer is, it was killed; "
-               "resume=true goes on from its last checkpoint.",
-    "killed": "This run was killed {place}: its process is gone, and did not say why. The same command with "
-              "resume=true goes on from its last checkpoint.",
-    "silent": "This run has written nothing for long {place}. Its process is on another machine, so that nobody here "
-              "knows whether it lives.",
+                   "resume=true continues it.",
+    "running": "This page was written {place}, while the run was in progress. If the run has ended since, it "
+               "was killed; resume=true continues it from its last checkpoint.",
+    "killed": "This run was killed {place}: its process is gone and recorded no error. The same command with "
+              "resume=true continues it from its last checkpoint.",
+    "silent": "This run has written nothing for a long time {place}. Its process is on another machine, so it cannot "
+              "be told here whether it still runs.",
 }
 LOSSES = {"loss": "loss", "eval_loss": "evaluation loss"}
 PREFIX = "alarms/"
@@ -46,7 +46,7 @@ def ending(status: str, rows: list[Record], summary: Record, missing: list[str])
     said = ENDED.get(status, "The status of this run is {status}, {place}.").format(status=status, place=place)
     why = str(summary.get("error") or "")
     if status == "failed" and not why:
-        said += " Why was not recorded; the output of the command tells."
+        said += " The reason was not recorded; see the output of the command."
     lacks = f"Not on this page: {'; '.join(missing)}." if missing else ""
     error = clipped(why, LONGEST_ERROR) if status != "finished" else ""
     return {"said": said, "error": error, "lacks": lacks} if said or lacks else None

@@ -26,7 +26,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 OF_EPISODES = (  # label, metric, format
     ("tools", "tools/call_frequency", "{:.2f} calls an episode"),
     ("failed", "tools/failure_frequency", "{:.0%} of calls"),
-    ("waiting", "tools/waiting_share", "{:.0%} of sampling"), ("cached", "tokens/cached_share", "{:.0%} of prompts"),
+    ("waiting", "tools/waiting_share", "{:.0%} of sampling time"),
+    ("cached", "tokens/cached_share", "{:.0%} of prompt tokens"),
 )
 CURVES = (  # metric, its label on the panel, and in a plain line
     ("eval_reward", "evaluation reward", "eval_reward"), ("turns/mean", "turns", "turns"),
@@ -246,7 +247,7 @@ def in_words(logs: dict[str, float]) -> dict[str, str]:
     if {"step_time", "time/planned_step_s"} <= logs.keys():
         lines["step"] = f"{logs['step_time']:.2f} s, estimated {logs['time/planned_step_s']:.2f} s"
     if ends := [f"{name} {share:.0%}" for name in ENDINGS if (share := logs.get(f"episodes/{name}"))]:
-        lines["ends"] = " ".join(ends)
+        lines["ended by"] = " ".join(ends)
     lines |= {label: words.format(logs[key]) for label, key, words in OF_EPISODES if key in logs}
     ranks = sorted({int(match[1]) for key in logs if (match := re.fullmatch(r"ranks/(\d+)/busy_s", key))})
     lines |= {f"rank {rank}": " ".join(f"{name} {logs[key]:.2f} s" for part, name in OF_RANKS.items()

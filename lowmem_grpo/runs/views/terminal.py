@@ -33,7 +33,7 @@ class plain_errors:  # noqa: N801  (used like a function)
         refused = getattr(error, "filename", None) if isinstance(error, OSError) else None
         if isinstance(error, written_for_users) and is_ours(trace, through_python=refused is not None):
             words = str(getattr(error, "strerror", None) or error)  # without the errno
-            words = words if refused is None else f"{refused}: {words}; mend that, or name another path"
+            words = words if refused is None else f"{refused}: {words}; correct that, or choose another path"
             notes = "\n".join(getattr(error, "__notes__", []))
             said = fitting(f"Error: {words}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
             raise click.ClickException(said) from error

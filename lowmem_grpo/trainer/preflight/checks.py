@@ -60,7 +60,7 @@ def empty_columns(subject: Subject) -> Iterator[Finding]:
     for name, function in subject.functions if sample.usable else ():
         for column in [column for column in empty if column in inspect.signature(function).parameters]:
             yield Finding("warning", name, f"it reads the column {column!r}, which is None in "
-                          f"{sample.share(len(sample.usable))}", "fill the column with what the function compares with")
+                          f"{sample.share(len(sample.usable))}", "fill the column with what the function needs")
 
 
 def unjudged_rows(subject: Subject) -> Iterator[Finding]:

@@ -46,7 +46,7 @@ class Checkup:
         """One line per fault with its fix, in the order in which to fix them."""
         if self.can_train:
             return [str(finding) for finding in self.findings]
-        return ["training is not possible here; mend the following, from the first line on", *map(str, self.findings)]
+        return ["training is not possible here; correct the following, in this order", *map(str, self.findings)]
 
     def say(self, problem: str, fix: str, fatal: bool = False) -> None:
         """Add a finding; `fatal` means that it makes training impossible."""
@@ -106,7 +106,7 @@ def look_at_versions(look: MachineProbe, checkup: Checkup) -> None:
             install = f"pip install '{wanted.get(name, name)}'"
             checkup.say(f"{name} is {checkup.versions[name]}, and training needs it", install, fatal=True)
         elif why is None and excluded(name, str(version), wanted):
-            checkup.say(f"{name} {version} is a version that was not checked", f"pip install '{wanted[name]}'")
+            checkup.say(f"{name} {version} is a version that was not tested", f"pip install '{wanted[name]}'")
 
 
 def absent(name: str) -> str:
@@ -187,11 +187,12 @@ def look_at_host(look: MachineProbe, checkup: Checkup) -> None:
     if attempt(lambda: look.load("lowmem_grpo.memory.offload.pages").on_wsl())[0]:
         checkup.say(*look.load("lowmem_grpo.memory.offload.pages").WSL_ADVICE.split(". ", 1))
     if memory is not None and memory < LITTLE_HOST:
-        checkup.say(f"{size_text(memory)} of host memory are free; it holds layer inputs with "
+        checkup.say(f"{size_text(memory)} of host memory are free, and layer inputs are kept there with "
                     'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")
     for name, what in (("disk_free_bytes", "this folder's disk"), ("model_cache_free_bytes", "the model cache's disk")):
         if checkup.host[name] is not None and checkup.host[name] < LITTLE_DISK:
-            checkup.say(f"{size_text(checkup.host[name])} are free on {what}", "make room: an 8B model takes 15 GiB")
+            checkup.say(f"{size_text(checkup.host[name])} are free on {what}",
+                        "free some space: an 8B model takes 15 GiB")
 
 
 def look_at_engine(look: MachineProbe, checkup: Checkup) -> None:
@@ -215,7 +216,7 @@ def look_at_engine(look: MachineProbe, checkup: Checkup) -> None:
                     "training", "install vLLM's own build for CUDA")
     elif choice.name != "vllm" and device != "cpu":
         checkup.say(f"vLLM does not sample here: {choice.why}",
-                    "mend that, because transformers samples several times slower")
+                    "correct that, because transformers samples several times slower")
 
 
 def has_pool(look: MachineProbe) -> bool:
@@ -229,7 +230,7 @@ def look_at_kernels(torch: Any, checkup: Checkup) -> None:
     if torch is None:
         return
     if not checkup.card.get("name"):
-        checkup.used["kernels"] = "reference in plain torch, as always on a CPU"
+        checkup.used["kernels"] = "the reference in plain torch, as always on a CPU"
         checkup.used["attention"] = "torch's own, on the CPU"
         return
     _, why = attempt(run_kernel, torch)
@@ -253,7 +254,7 @@ def run_kernel(torch: Any) -> None:
 def look_at_weights(look: MachineProbe, torch: Any, broken: set[str], checkup: Checkup) -> None:
     """Record whether weights can be held in 4 bit, by quantizing a small tensor."""
     if torch is None or "bitsandbytes" in broken:
-        checkup.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load with load_in_fp8=True (needs none)"
+        checkup.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load_in_fp8=True does without it"
         return
     device = "cuda" if checkup.card.get("name") else "cpu"
 

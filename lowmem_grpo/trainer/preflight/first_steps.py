@@ -81,8 +81,8 @@ def how_long(subject: Subject) -> str | None:
     generate, train = ((part or 0.0) / time.step_seconds for part in (time.generate_seconds, time.train_seconds))
     each, steps = time.step_seconds / updates, subject.state.max_steps - subject.state.global_step
     return (f"estimated, not measured: {time_text(each)} a step on {time.card} (sampling {generate:.0%}, training "
-            f"{train:.0%}), so {time_text(each * steps)} for {steps} steps, if completions have {mean:.0f} of at most "
-            f"{longest} tokens; the second step measures it")
+            f"{train:.0%}), so {time_text(each * steps)} for {steps} steps, if completions average {mean:.0f} of at "
+            f"most {longest} tokens; after the second step the measured time follows")
 
 
 class FirstSteps:

@@ -25,8 +25,8 @@ def unreadable(subject: Subject) -> Iterator[Finding]:
             continue
         line = (message.strip().splitlines() or ["no message"])[0][:200]
         yield Finding("error", "", f"{subject.sample.share(count)} cannot be made into a prompt ({kind}: {line})",
-                      "change these rows, or tokenizer.chat_template (some templates take no system message, some only "
-                      "user and assistant in turns)")
+                      "change these rows, or tokenizer.chat_template (some templates refuse system messages, some "
+                      "messages of user and assistant that do not alternate)")
 
 
 def split_advice(message: str) -> tuple[str, str]:
@@ -58,7 +58,7 @@ def too_long(subject: Subject) -> Iterator[Finding]:
     if not long:
         return
     if getattr(args, "truncate_prompts", False) or getattr(args, "truncation_mode", None):
-        yield Finding("note", "", f"{sample.share(len(long))} will be cut to {sample.limit} tokens, the longest of "
+        yield Finding("note", "", f"{sample.share(len(long))} will be cut to {sample.limit} tokens; the longest has "
                       f"{max(long)}", "")
         return
     none_left = len(long) == len(sample.usable)
@@ -127,4 +127,5 @@ def small_scale(subject: Subject) -> Iterator[Finding]:
     few = [f"{count} {what} ({usual} or more are usual)" for count, usual, what in (
         (subject.state.max_steps, USUAL_STEPS, "steps"), (subject.sample.total, USUAL_ROWS, "rows")) if count < usual]
     if few:
-        yield Finding("note", "", f"the run has {' and '.join(few)}", "use more before you judge a reward")
+        yield Finding("note", "", f"the run has {' and '.join(few)}",
+                      "use more before you conclude that a reward does not work")

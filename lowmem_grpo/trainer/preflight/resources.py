@@ -59,9 +59,9 @@ def unshared_memory(subject: Subject) -> Iterator[Finding]:
     """Find a paged optimizer on a card that shares no memory with the host, where bitsandbytes ends the process."""
     device = subject.policy.device
     if "paged" in subject.args.optim and device.type == "cuda" and not has_managed_memory(device.index or 0):
-        yield Finding("error", "", f"optim={subject.args.optim!r} needs managed memory, which host and card share, and "
-                      "the driver here has none (as in some WSL and on virtual GPUs)",
-                      'optim="adamw_8bit" keeps the states on the card')
+        yield Finding("error", "", f"optim={subject.args.optim!r} needs managed memory, which host and card share, but "
+                      "the driver here does not offer it (as in some WSL and on virtual GPUs)",
+                      'use optim="adamw_8bit", which keeps the optimizer states on the card')
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
@@ -81,7 +81,7 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
     dtypes = (subject.policy.autocast_dtype, subject.policy.head.weight.dtype)
     if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
         yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
-                      "with dtype=None or torch.float16; its gradients get a loss scale")
+                      "with dtype=None or torch.float16, which is trained with a loss scale")
 
 
 def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
@@ -91,12 +91,13 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
         return
     args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"
     if args.vllm_importance_sampling_correction is False:
-        yield Finding("warning", "", f"{name}, so that samples differ from the trainer, and "
+        yield Finding("warning", "", f"{name}, so the sampler's log-probabilities differ from the trainer's, and "
                       "vllm_importance_sampling_correction=False corrects nothing",
-                      "leave it out (tokens are weighed where the difference is large), or set it to True")
+                      "leave that out (tokens are then weighted if the difference is large), or set it to True")
     elif args.vllm_importance_sampling_correction is None and not args.parity_steps:
-        yield Finding("warning", "", f"{name}, and parity_steps=0 never measures how far its samples differ, so that "
-                      "nothing is corrected", "set parity_steps, or vllm_importance_sampling_correction=True")
+        yield Finding("warning", "", f"{name}, and parity_steps=0 never measures how far the sampler's log-"
+                      "probabilities differ from the trainer's, so nothing is corrected", "set parity_steps, or "
+                      "vllm_importance_sampling_correction=True")
 
 
 def optimizer_bytes(subject: Subject) -> int:

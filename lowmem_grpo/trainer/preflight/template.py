@@ -27,7 +27,7 @@ def no_generation_prompt(subject: Subject) -> Iterator[Finding]:
         if head := whole[len(ready) :].partition(ANSWER)[0].strip():
             yield Finding("warning", "", f"the chat template leaves out {head!r} at the end of a prompt, so the model "
                           "must write it before each answer",
-                          "end the template in {% if add_generation_prompt %}...{% endif %} with that text")
+                          "let the template end with this text in {% if add_generation_prompt %}...{% endif %}")
 
 
 def left_out(subject: Subject) -> Iterator[Finding]:
@@ -67,8 +67,8 @@ def other_end(subject: Subject) -> Iterator[Finding]:
         if not ids or subject.end_ids & {*ids} or any(text in tail for text in subject.end_texts):
             continue
         yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, but only "
-                      f"{names_of_ends(subject)} ends a completion, so answers may go on to their longest length",
-                      f"set tokenizer.eos_token to the template's{f', or give {STOP}' if subject.samples else ''}")
+                      f"{names_of_ends(subject)} ends a completion, so answers may run on to their maximum length",
+                      f"set tokenizer.eos_token to the template's end token{f', or {STOP}' if subject.samples else ''}")
 
 
 def names_of_ends(subject: Subject) -> str:
@@ -82,12 +82,12 @@ def endless(subject: Subject) -> Iterator[Finding]:
     ended = [[bool(subject.end_ids & {*answer}) for answer in answers(example)]
              for looked in subject.sample.fitting for example in each_of(looked.prompt)]
     never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
-    for which, severity, count in (("no answer of", never, sum(not any(row) for row in ended)),
-                                   ("not every answer of", "warning", sum(any(row) > all(row) for row in ended))):
+    for which, severity, count in (("no answer", never, sum(not any(row) for row in ended)),
+                                   ("not every answer", "warning", sum(any(row) > all(row) for row in ended))):
         if count and subject.end_ids:
-            yield Finding(severity, "", f"{which} {subject.sample.share(count)} is trained with a token that ends a "
-                          f"completion ({names_of_ends(subject)}), so a model does not learn to stop there", "let "
-                          "what is trained hold the end token ({% generation %} marks in a chat template, labels, the "
+            yield Finding(severity, "", f"in {subject.sample.share(count)}, {which} is trained with a token that ends "
+                          f"a completion ({names_of_ends(subject)}), so the model does not learn to stop", "include "
+                          "the end token in what is trained ({% generation %} marks in a chat template, labels, the "
                           "parts of train_on_responses_only), or set tokenizer.eos_token to what the chat template "
                           "writes there")
 
@@ -117,7 +117,7 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
                for token in (*looked.prompt.ids, *getattr(looked.prompt, "completion_ids", ())) if token >= rows)
     for token in islice(unknown, 1):
         yield Finding("error", "", f"a row contains the token {token} ({tokenizer.decode([token])!r}), but the "
-                      f"model's vocabulary has {rows}", fix)
+                      f"model's vocabulary has {rows} tokens", fix)
 
 
 def not_rendered(subject: Subject) -> Iterator[Finding]:
@@ -145,16 +145,16 @@ def rewritten(subject: Subject) -> Iterator[Finding]:
     changed = [trial.transition.name for trial in trials if not (trial.appends or trial.refused or trial.never_anew)]
     if not changed:
         return
-    problem = f"the chat template rewrites what was sampled before {', '.join(changed)}"
+    problem = f"the chat template rewrites sampled text that stands before {', '.join(changed)}"
     if subject.args.history == "append":
-        yield Finding("warning", "", f"{problem}; history='append' trains what was sampled, and a server that renders "
-                      "each turn anew shows the model something else", "nothing, or history='template' to train on "
-                      "what such a server shows")
+        yield Finding("warning", "", f"{problem}; history='append' trains on the text as it was sampled, but a server "
+                      "that renders all messages again for each turn shows the model the rewritten text",
+                      "nothing, or set history='template' to train on what such a server shows")
     else:
         turns = subject.args.turn_limit or SOME
-        yield Finding("warning", "", f"{problem}, and there history='template' begins another sequence; if each turn "
-                      f"does, an episode of {turns} turns has {cost(turns):.1f} times the tokens",
-                      "history='append' has each token once")
+        yield Finding("warning", "", f"{problem}, so history='template' begins another training sequence there; if "
+                      f"each turn does, an episode of {turns} turns has {cost(turns):.1f} times the tokens",
+                      "use history='append', which has each token only once")
 
 
 def try_turns(subject: Subject) -> tuple[Renderer | PlainRenderer | None, list[Tried]]:

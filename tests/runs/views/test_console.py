@@ -99,5 +99,5 @@ def test_a_terminal_that_has_all_characters_gets_them_unchanged(monkeypatch: pyt
 
 def test_a_file_that_the_system_refuses_is_one_line_also_where_pythons_library_asked_for_it(tmp_path: Path) -> None:
     for call in (flush, fingerprint):
-        with pytest.raises(click.ClickException, match="missing: No such file or directory; mend that"), plain_errors():
+        with pytest.raises(click.ClickException, match="missing: No such file or directory; correct"), plain_errors():
             call(tmp_path / "missing")

@@ -125,10 +125,10 @@ def test_turns_ends_and_tools_are_told_on_a_line_and_on_the_panel() -> None:
     line = piped_line(LOGS | OF_EPISODES)
     terminal = console(terminal=True)
     run(LiveView(terminal), LOGS | OF_EPISODES)
-    for expected in ("answer 75% max_turns 25%", "1.50 calls an episode", "4% of calls", "6% of sampling"):
+    for expected in ("ended by", "answer 75% max_turns 25%", "1.50 calls an episode", "4% of calls", "6% of sampling"):
         assert expected in line and expected in written(terminal)
     assert "turns 2.2  length" in line and "context" not in line and line.isascii()
-    assert "ends" not in piped_line(LOGS)
+    assert "ended by" not in piped_line(LOGS)
 
 
 def test_the_seconds_of_sampling_are_told_where_the_engine_measures_them() -> None:

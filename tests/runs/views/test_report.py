@@ -139,9 +139,9 @@ def test_tiles_tell_memory_speed_card_size_and_version_and_no_seed(tmp_path: Pat
 @pytest.mark.parametrize(("summary", "said"), [
     ({"status": "failed", "error": "ValueError: <b>no room</b>\nmake room"}, ["This run failed after step 2 of 60",
                                                                              "ValueError: <b>no room</b>"]),
-    ({"status": "failed"}, ["This run failed after step 2 of 60", "Why was not recorded"]),
+    ({"status": "failed"}, ["This run failed after step 2 of 60", "The reason was not recorded"]),
     ({"status": "interrupted"}, ["This run was stopped after step 2 of 60", "resume=true"]),
-    ({"status": "running"}, ["was going on", "resume=true"]),
+    ({"status": "running"}, ["was in progress", "resume=true"]),
 ])
 def test_a_run_that_did_not_finish_says_so_and_why_and_what_the_page_lacks(
     tmp_path: Path, summary: dict[str, Any], said: list[str]

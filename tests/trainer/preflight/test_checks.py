@@ -144,21 +144,21 @@ ENDS_OUTSIDE = NO_HEADER.replace("{{ m['content'] }}", "{% if m['role'] == 'assi
                                  "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}")
 
 
-@case("answers without an end", "error", r"^no answer of all 4 rows is trained with a token that ends a completion "
-                                         r"\('<\|im_end\|>'\), so a model does not learn to stop there\. What to do: ")
+@case("answers without an end", "error", r"^in all 4 rows, no answer is trained with a token that ends a completion "
+                                         r"\('<\|im_end\|>'\), so the model does not learn to stop\. What to do: ")
 def ends_outside(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = ENDS_OUTSIDE
     return fine_tuned(make(), [TALK] * 4, assistant_only_loss=True)
 
 
-@case("answers without an end", "warning", r"^not every answer of all 4 rows is trained with a token that ends")
+@case("answers without an end", "warning", r"^in all 4 rows, not every answer is trained with a token that ends")
 def some_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
                                "{% if add_generation_prompt %}assistant: {% endif %}")
     return fine_tuned(make(), [{"messages": TALK["messages"] * 2}] * 4, assistant_only_loss=True)
 
 
-@case("answers without an end", "warning", r"^no answer of all 4 rows is trained with a token that ends a completion")
+@case("answers without an end", "warning", r"^in all 4 rows, no answer is trained with a token that ends a completion")
 def ids_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
     return fine_tuned(make(), [{"input_ids": [5, 6, 7]}] * 4)
 
@@ -201,7 +201,7 @@ def with_new_tokens() -> Any:
 
 
 @case("unknown tokens", "error", r"^a row contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has "
-                                  r"384")
+                                  r"384 tokens")
 def added_tokens(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make([*TEXTS, {"prompt": "what is <new 99>?"}], model=with_new_tokens())
 
@@ -249,15 +249,15 @@ def plain_strings_anew(make: Any, tokenizer: Any, patch: Any) -> Any:
     return of_turns(make(TEXTS, history="template"), tools=False, replies=True)
 
 
-@case("rewritten history", "warning", r"^the chat template rewrites what was sampled before a user message after a thou"
-                                      r"ght; history='append' trains what was sampled")
+@case("rewritten history", "warning", r"^the chat template rewrites sampled text that stands before a user message aft"
+                                      r"er a thought; history='append' trains on the text as it was sampled")
 def thoughts_are_dropped(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = NO_OLD_THOUGHTS
     return of_turns(make(), tools=False, replies=True)
 
 
-@case("rewritten history", "warning", r"^the .* rewrites .* after a thought, and there history='template' begins a"
-                                      r"nother sequence; if each .*, an episode of 4 turns has 2\.5 times the tokens")
+@case("rewritten history", "warning", r"^the .* rewrites .* after a thought, so history='template' begins another trai"
+                                      r"ning sequence there; if .*, an episode of 4 turns has 2\.5 times the tokens")
 def thoughts_are_dropped_at_a_cost(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = NO_OLD_THOUGHTS
     return of_turns(make(history="template", max_turns=4), tools=False, replies=True)
@@ -347,8 +347,8 @@ def little_host_memory(make: Any, tokenizer: Any, patch: Any) -> Any:
     return planned(make(), "16GiB", checkpointing="offload")
 
 
-@case("managed memory", "error", r"^optim='paged_adamw_8bit' needs managed memory, .* the driver here has none .*WSL.*"
-                                 r"\. What to do: optim=.adamw_8bit. keeps")
+@case("managed memory", "error", r"^optim='paged_adamw_8bit' needs managed memory, .* driver here does not offer it .*W"
+                                 r"SL.*\. What to do: use optim=.adamw_8bit., which keeps")
 def nothing_shared(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make(optim="paged_adamw_8bit")
     patch.setattr(room, "has_managed_memory", lambda index: False)
@@ -362,13 +362,13 @@ def with_cache(trainer: Any, kind: str) -> Any:
     return trainer
 
 
-@case("cache in 8 bits", "warning", r"^the key-value cache is in 8 bits \(fp8\), so that samples differ from the "
-                                    r"trainer, and vllm_importance_sampling_correction=False")
+@case("cache in 8 bits", "warning", r"^the key-value cache is in 8 bits \(fp8\), so the sampler's log-probabilities "
+                                    r"differ from the trainer's, and vllm_importance_sampling_correction=False")
 def eight_bits_and_no_correction(make: Any, tokenizer: Any, patch: Any) -> Any:
     return with_cache(make(vllm_importance_sampling_correction=False), "fp8")
 
 
-@case("cache in 8 bits", "warning", r"parity_steps=0 never measures how far its samples differ")
+@case("cache in 8 bits", "warning", r"parity_steps=0 never measures how far the sampler's log-probabilities d")
 def eight_bits_and_nobody_measures(make: Any, tokenizer: Any, patch: Any) -> Any:
     return with_cache(make(parity_steps=0), "fp8_e5m2")
 

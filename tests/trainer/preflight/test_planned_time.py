@@ -112,7 +112,7 @@ def test_preflight_says_how_long_a_run_should_take_and_that_it_is_an_estimate(tr
     before_training(trainer)
     (line,) = [text for text in said if "estimated" in text]
     assert line.startswith("estimated, not measured: ")
-    assert " a step on t4 (sampling " in line and " for 2 steps, if completions have 6 of at most 16 tokens" in line
+    assert " a step on t4 (sampling " in line and " for 2 steps, if completions average 6 of at most 16 tokens" in line
 
 
 def test_fine_tuning_and_unknown_cards_are_told_nothing(trainer: Any) -> None:
