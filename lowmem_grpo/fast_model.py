@@ -61,7 +61,7 @@ class Loaded:
     keeper: EngineKeeper  # holds the rollout engine
     offload: bool = False  # True: layer inputs go to the host; set by get_peft_model
     mlp_tile: int | None = None  # tokens, as given to get_peft_model; None: the run's memory plan decides
-    revision: str | None = None  # of the model on the hub
+    revision: str | None = None  # the model's revision on the hub
     vocabulary: int | None = None  # rows of the stored embedding
     stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
 

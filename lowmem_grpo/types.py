@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Message = dict[str, Any]  # of a chat: `role`, `content`, and `tool_calls` or `name` if it has them
+Message = dict[str, Any]  # `role`, `content`, and `tool_calls` or `name` if it has them
 FAILURES = ("timeout", "environment_error")  # endings of episodes that are not the policy's fault
 
 
@@ -35,10 +35,10 @@ class Turn:
     policy_version: int = 0
     cached_tokens: int = 0  # prompt tokens that the engine did not compute again
     message: Message = field(default_factory=dict)  # the assistant's, with the parsed tool calls
-    replies: list[Message] = field(default_factory=list)  # of tools and the environment, before the next turn
+    replies: list[Message] = field(default_factory=list)  # from tools and the environment, before the next turn
     reward: float | None = None  # paid by the environment for this turn
     state: str | None = None  # the key of the state that the policy acted in
-    calls: int = 0  # of tools
+    calls: int = 0  # tool calls
     failures: int = 0  # tool calls that could not be parsed, or failed
     seconds: float = 0.0  # spent in tools and the environment
     exact: bool = True  # False: drawn at another temperature than the run's, or from a part of the vocabulary
@@ -67,11 +67,11 @@ class Rollout:
     cached_tokens: int = 0  # prompt tokens that the engine did not compute again
     trained: list[bool] | None = None  # (C,) whether the policy drew the token, so that it is in the loss; None: all
     splits: list[Split] = field(default_factory=list)  # where each further sequence of an episode begins
-    turns: list[Turn] = field(default_factory=list)  # of an episode
+    turns: list[Turn] = field(default_factory=list)  # the turns of an episode
     ending: str = ""  # why an episode ended
     asked: int = 0  # requests of the episode's environment to the base model
     unread: int = 0  # replies of the base model that the environment could not parse
-    environment: Any = None  # of the episode, kept until its rewards are computed
+    environment: Any = None  # kept until the episode's rewards are computed
     columns: dict[str, Any] = field(default_factory=dict)  # from a `rollout_func`, for the reward functions
     opening: list[Message] = field(default_factory=list)  # messages before an episode's first turn
     rewards: dict[str, float | None] = field(default_factory=dict)  # by reward function
@@ -161,7 +161,7 @@ class MicroBatch:
     rollouts: tuple[Rollout, ...] = ()  # the R packed completions, in order
     host_ids: Tensor | None = None  # (T,) int64, a copy of `input_ids` that stays on the host
     homes: Tensor | None = None  # (N,) int64, on the host: index of each trained token in the concatenated (C,) fields
-    # of the rollouts; None: the trained tokens are all of them, in order
+    # that the rollouts have; None: the trained tokens are all of them, in order
     routes: Tensor | None = None  # (T, layers, k) uint8 or int16, experts that the sampler chose; None: not reported
     routed: Tensor | None = None  # (T,) bool, places that have routes; None for all
 

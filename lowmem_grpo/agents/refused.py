@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from lowmem_grpo.utils import refuse_name
 
 LOCAL = "Training runs in this process, on this machine: use LocalBackend()."
-REFUSED = {name: advice for names, advice in {  # of its package, `dev`, backends and models
+REFUSED = {name: advice for names, advice in {  # names of ART's package, `dev`, backends and models
     "ServerlessBackend ServerlessTrainResult SkyPilotBackend TinkerBackend TinkerNativeBackend MegatronBackend "
     "serverless skypilot tinker tinker_native megatron TinkerArgs TinkerNativeArgs TinkerTrainingClientArgs "
     "initialize_cluster down MegatronConfig MegatronTrainConfig MegatronRuntimeConfig MegatronTopologyConfig "

@@ -44,7 +44,7 @@ FROM_PRETRAINED: Table = BOTH | {
     **off("Layers and vocabulary stay as they are stored; leave it out.", "model_patcher", "resize_model_vocab"),
     **any_value("max_lora_rank", "random_state"),  # get_peft_model takes any rank, and the seed
     **any_value("use_exact_model_name", "fix_tokenizer", "text_only", "return_logits"),  # always done
-    **any_value("disable_log_stats", "unsloth_vllm_standby"),  # of vLLM: stats are never printed, standby is always on
+    **any_value("disable_log_stats", "unsloth_vllm_standby"),  # stats are never printed, standby is always on
     **any_value("unsloth_tiled_mlp", "use_gradient_checkpointing"),  # chosen in get_peft_model
     **any_value("fullgraph", "unsloth_force_compile"),  # nothing is compiled
     **any_value("supports_sdpa", "attn_implementation"),  # one attention for packed sequences serves all models
@@ -129,7 +129,7 @@ class EngineSettings:
     enforce_eager: bool | None = None  # True: no CUDA graphs. None: CUDA graphs on a card
     block_size: int | None = None  # tokens of a cache block. None: vLLM's own; 32 for short contexts on the CPU
     sampling_weights: str | None = None  # "16bit": 4-bit weights are dequantized to sample. None: if there is room
-    kv_cache_dtype: str = AUTO  # of the KV cache: the model's, or 8-bit floats (CACHE_DTYPES)
+    kv_cache_dtype: str = AUTO  # the model's dtype, or 8-bit floats (CACHE_DTYPES)
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "gpu_memory_utilization": GPU_SHARE, "enforce_eager": TRUTH,

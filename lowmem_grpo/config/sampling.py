@@ -86,7 +86,7 @@ class Draws:
 
     count: int
     params: SamplingParams  # its seed, if it has one, enters the seed of every draw
-    seed: int  # of the run
+    seed: int  # the run's seed
 
     def for_step(self, step: int, extra_round: int = 0) -> SamplingParams:
         """Return the parameters of a step's draw, or of one of its extra rounds of dynamic sampling."""

@@ -22,7 +22,7 @@ class Request:
     key: int  # identifies the episode, which has at most one turn in the engine at a time
     ids: list[int]  # (P,) the prompt; it extends the tokens of the episode's last turn unless the history was rewritten
     max_tokens: int  # the most tokens to sample
-    seed: int  # of this turn's random numbers
+    seed: int  # for this turn's random numbers
 
 
 class Conversation(Protocol):

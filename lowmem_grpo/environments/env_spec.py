@@ -133,7 +133,7 @@ class EnvSpecs:
         self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers keep the options of their last call, so none is shared
         self.tools, self.factories, self.limit = list(tools), factories, TokenLimit(tokenizer, max_tool_tokens)
         self.max_tool_tokens, self.template_kwargs, self.parse = max_tool_tokens, template_kwargs, parse
-        self.other: Renderer | PlainRenderer | None = None  # of questions to the base model
+        self.other: Renderer | PlainRenderer | None = None  # renders questions to the base model
         samples = {"": None} if factories is None else factories.samples
         self.by_name = {name: self.make(made) for name, made in samples.items()}
 

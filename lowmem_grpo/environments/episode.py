@@ -41,7 +41,7 @@ class Episode:
 
     key: int
     row: dict[str, Any]
-    messages: list[Message]  # of the prompt, and all that followed
+    messages: list[Message]  # the prompt's, and all that followed
     bounds: EpisodeBounds
     renderer: Renderer | PlainRenderer
     toolbox: Any  # None: there are no tools

@@ -33,7 +33,7 @@ class FP8Weight:
     codes: Tensor  # (out, in) uint8, contiguous: the bits of float8_e4m3fn
     scales: Tensor  # (ceil(out / h), ceil(in / w)) float32, contiguous
     block: tuple[int, int]  # h, w
-    dtype: torch.dtype  # of the result of fp8_dequantize
+    dtype: torch.dtype  # the result's dtype in fp8_dequantize
     out_features: tuple[int, ...]  # rows of each matrix; their sum is out
     row_unit = 1  # a band may begin at any row
 

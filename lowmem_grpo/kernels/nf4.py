@@ -36,7 +36,7 @@ class NF4Weight:
     code: Tensor  # (16,) float32
     shape: tuple[int, int]  # out, in
     blocksize: int
-    dtype: torch.dtype  # of the result of nf4_dequantize
+    dtype: torch.dtype  # the result's dtype in nf4_dequantize
     out_features: tuple[int, ...]  # rows of each matrix; their sum is shape[0]
     nested_code: Tensor | None = None  # (256,) float32; None without double quantization
     nested_absmax: Tensor | None = None  # (nested blocks,) float32

@@ -21,7 +21,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, capability, tl, triton, types_of
 
-BYTES = 32  # of a row that are decoded at a time: one block
+BYTES = 32  # decoded at a time from a row: one block
 VARYING = ["places_a_row", "size_out", "row_bytes", "experts", "offset_stride", "block_shift", "first_block"]
 
 

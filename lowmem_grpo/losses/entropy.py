@@ -36,7 +36,7 @@ class EntropyControl:
     highest: float = 1.0
     delta: float = 0.005
     target: float = 0.2
-    last_entropy: float | None = None  # of the previous step
+    last_entropy: float | None = None  # the previous step's
 
     @property
     def applied(self) -> float:

@@ -183,7 +183,7 @@ class LossType:
     formula: str
     when: str
     source: str
-    level: str = "token"  # of the ratio, for a type without importance_sampling_level
+    level: str = "token"  # the ratio's, for a type without importance_sampling_level
     counts_generation: bool = False  # `tokens` is the mean over the optimizer steps of one generation
     metrics: str = ""  # its own metrics: a key of KINDS in loss_metrics.py, or empty
     in_trl: bool = False  # True: TRL's GRPOConfig has it, together with the options of its other types

@@ -62,7 +62,7 @@ class StepTotals:
 
     sequences: int
     tokens: float  # tokens that count in the loss
-    policy_tokens: float  # of these, the tokens whose policy term counts
+    policy_tokens: float  # those among them whose policy term counts
 
 
 class Objective:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowmem_grpo.memory.families import EXPERTS
 
-FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # of stored weights
+FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # how weights are stored
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights per scale, and scales per nested scale
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's code table, that of the quantized scales, and their offset
 GLOBAL_HEAD = 512  # default head size of Gemma 4's layers without a window

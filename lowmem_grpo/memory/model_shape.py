@@ -38,8 +38,8 @@ class ModelShape:
     per_layer: int = 0  # P, size of the per-layer embedding that each layer adds for a token; 0: none
     per_layer_vocabulary: int = 0  # rows of the per-layer embedding table, which is L P wide
     turned: float = 1.0  # the share of a head that RoPE rotates
-    experts: ExpertForm | None = None  # of layers with experts instead of an MLP
-    delta: DeltaForm | None = None  # of layers with a delta net instead of attention; in `each`, set for these only
+    experts: ExpertForm | None = None  # for layers with experts instead of an MLP
+    delta: DeltaForm | None = None  # for layers with a delta net instead of attention; in `each`, set for these only
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":

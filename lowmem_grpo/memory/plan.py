@@ -9,7 +9,7 @@ from lowmem_grpo.memory.cutting import Limits, cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
 
-OPTIMIZER_BYTES = {  # of the optimizer's states per trained number
+OPTIMIZER_BYTES = {  # optimizer state per trained number
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,
     "paged_adamw_8bit": 2.03125,
 }
@@ -35,7 +35,7 @@ class RunSettings:
     mlp_tile: int | None = None  # tokens in a tile of the MLP; 0: no tiles
     chunk_rows: int | None = None  # tokens whose logits are in memory at a time
     head_groups: int | None = None  # parts in which attention's backward pass takes the heads; 1: all at once
-    kv_bytes: int | None = None  # of the KV cache
+    kv_bytes: int | None = None  # the KV cache
     kv_cache_dtype: str = AUTO  # vLLM's dtype of the KV cache
     longest_completion: int | None = None  # tokens; None: a completion may fill the context
     host_embedding: bool | None = None
@@ -47,7 +47,7 @@ class RunSettings:
     host_bytes: int | None = None  # host memory that the run may fill; None: unknown
     keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, kept on the host
     reward_bytes: int = 0  # on the card while the largest reward model scores
-    reward_host_bytes: int = 0  # of all reward models, on the host between steps
+    reward_host_bytes: int = 0  # all reward models, on the host between steps
     ranks: int = 1  # processes of the run, each with its own card; all other settings are per process
     trained: int | None = None  # weights of the adapter; None: those of `lora_rank` on all linears
 

@@ -375,7 +375,7 @@ class TimePlan:
     micro_batches: int = 0
     sampled_together: int = 0
     token_steps: int = 0
-    sampling_bits: int = 0  # of the weights in decode steps
+    sampling_bits: int = 0  # bits of the weights in decode steps
     tail_steps: int = 0  # decode steps at the end, with few sequences
     tail_seconds: float = 0.0  # part of decode
     bound: dict[str, str] = field(default_factory=dict)  # what limits a training pass: "card" or "launches"

@@ -13,7 +13,7 @@ from lowmem_grpo.memory.layer_forms import ExpertForm
 from lowmem_grpo.memory.model_shape import ModelShape
 
 WORD = 2  # bytes of a number in 16 bits
-BAND_BYTES = 64 * 2**20  # of dequantized weights at a time
+BAND_BYTES = 64 * 2**20  # dequantized weights held at a time
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # most rows per expert, on average, for which all experts are computed together
 PAGE_BYTES = 4 * 2**20  # a page of host memory
@@ -39,7 +39,7 @@ class StepShape:
     model: ModelShape
     tokens: int  # T
     area: int  # A; 0 for a single sequence, which attention takes without padding
-    rank: int  # of LoRA
+    rank: int  # LoRA's rank
     checkpointing: bool | str
     mlp_tile: int  # R; 0: no tiles
     chunk_rows: int

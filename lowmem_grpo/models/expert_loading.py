@@ -19,7 +19,7 @@ from lowmem_grpo.memory.layer_forms import BLOCK, NESTED_BLOCK
 from lowmem_grpo.models.experts import STACKS, ExpertStack, expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_loading import headers
 
-NAME = "lowmem_grpo_nf4_experts"  # of the quantizer
+NAME = "lowmem_grpo_nf4_experts"  # the quantizer's name
 NF4_OPTIONS: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4"}
 TAKE = "load it with transformers and save it with save_pretrained, which writes each expert by itself"
 

@@ -27,7 +27,7 @@ from lowmem_grpo.models.fp8_linear import SCALE, FP8Linear, stored_weight
 from lowmem_grpo.models.stored_form import block_of, quantization_of
 from lowmem_grpo.models.text_backbone import text_name
 
-NAME = "lowmem_grpo_fp8"  # of the quantizer
+NAME = "lowmem_grpo_fp8"  # the quantizer's name
 BLOCK = (128, 128)  # for load_in_fp8="block"
 SCALES = (".weight_scale", ".weight_scale_inv")  # in compressed-tensors, and in fine-grained FP8
 # Scales of a layer's inputs and outputs and of the KV cache, all of which stay in 16 bits here.

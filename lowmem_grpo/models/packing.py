@@ -41,7 +41,7 @@ class Sequence:
     prompt: list[int]  # packed once for all sequences of its family
     lead: list[int]  # the rest of its own prompt
     family: Ids | None = None  # the shared prompt; None: the group's
-    routes: Routes | None = None  # of its first tokens, prompt included
+    routes: Routes | None = None  # for its first tokens, prompt included
 
     @property
     def ids(self) -> list[int]:

@@ -41,7 +41,7 @@ class RolloutFunction:
     def __init__(self, function: Callable[..., Any], trainer: Any) -> None:
         """`trainer` is passed to the function, and samples for it in `generate_rollout_completions`."""
         self.function, self.trainer = function, trainer
-        self.params: SamplingParams | None = None  # of the batch being played; None between batches
+        self.params: SamplingParams | None = None  # for the batch being played; None between batches
         self.waited = 0.0  # always 0, as the function's waiting cannot be measured
         self.calls = 0  # engine calls in this batch
 

@@ -30,7 +30,7 @@ class BaseModelPlayer:
         self.heard, self.collect = heard, collect
         self.waiting: dict[int, tuple[Request, AskBase]] = {}  # questions by episode key
         self.open: dict[int, AskBase] = {}  # questions that the engine is decoding, by episode key
-        self.temperature = 0.0  # of the questions that the engine is decoding
+        self.temperature = 0.0  # for the questions that the engine is decoding
 
     def ask(self, request: Request, ask: AskBase) -> None:
         """Queue a question. If it leaves no room for a reply, answer it with an empty reply at once."""

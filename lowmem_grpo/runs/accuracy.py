@@ -77,7 +77,7 @@ class Answers:
     tokens: int
     cut_off: int  # answers that ended at max_tokens
     metrics: dict[str, float]  # mean of each other reward function
-    episodes: dict[str, float] = field(default_factory=dict)  # of agents: turns, endings by reason, tool calls
+    episodes: dict[str, float] = field(default_factory=dict)  # for agents: turns, endings by reason, tool calls
 
     @classmethod
     def joined(cls, parts: Sequence["Answers"]) -> "Answers":

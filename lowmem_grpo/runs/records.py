@@ -104,7 +104,7 @@ class RunRecords:
             return json_object(path.read_bytes())
         except (OSError, ValueError) as error:
             broken = path.with_name(f"{SUMMARY}.broken-{os.getpid()}")
-            logger.warning("%s cannot be read (%s); it is renamed to %s, a new one is started", path, error, broken.name)
+            logger.warning("%s cannot be read (%s); it is renamed to %s, a new one begins", path, error, broken.name)
             with suppress(OSError):  # if the disk is at fault, writing the new file reports it
                 os.rename(path, broken)
             return {}

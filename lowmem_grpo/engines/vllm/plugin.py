@@ -41,7 +41,7 @@ __all__ = [
     "LLM", "NAME", "SamplingParams", "check_architecture", "check_cache_dtype", "check_routes",
     "cleanup_dist_env_and_memory", "envs", "lending",
 ]
-NAME = "lowmem_grpo"  # of the quantization method and of the load format
+NAME = "lowmem_grpo"  # names the quantization method and the load format
 EXPERTS = getattr(fused_moe, "RoutedExperts", None)  # vLLM's experts layer; None in older versions, which differ
 ROUTES = "enable_return_routed_experts"
 LENT: list[WeightSharing] = []  # the last entry serves vLLM's registries, which make our objects by name

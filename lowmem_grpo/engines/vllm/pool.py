@@ -39,7 +39,7 @@ ALLOCATOR = "vllm.device_allocator.cumem"
 CLEAR = "_cuda_clearCublasWorkspaces"  # in torch._C
 EXTENSION = "vllm.cumem_allocator"  # a C extension, missing in CPU builds
 CHECKED = ((0, 26), (0, 33))  # first and last vLLM version checked
-TAG = "sampling_weights"  # of segments whose contents sleep may drop
+TAG = "sampling_weights"  # marks segments whose contents sleep may drop
 SEGMENT = 32 << 20  # bytes; torch gives 10 MiB or more a separate segment in steps of 2 MiB, so none is shared
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
 MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported",

@@ -180,7 +180,7 @@ class BorrowedExperts:
     """The trainer's experts and router of one layer."""
 
     name: str  # the engine's name of the experts
-    path: str  # of the trainer's block
+    path: str  # the block's name in the trainer's model
     block: Any  # RoutedBlock
     held: list[Tensor] = field(init=False)  # the shared tensors; holding them keeps their addresses from being reused
 

@@ -74,7 +74,7 @@ def tool_of(function: Any) -> Tool:
     check_signature(name, function)
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # of several types, with messages for developers
+    except Exception as error:  # parsers raise several types, with messages for developers
         raise ToolSchemaError(f"the tool {name} has no schema: {error}. A tool reads like this:{EXAMPLE}") from error
     return checked_name(Tool(name, schema, function))
 

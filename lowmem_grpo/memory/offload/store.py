@@ -39,7 +39,7 @@ class Resident:
     tensor: Tensor
     ticket: Any  # for the copy that reads or writes it
     original: bool
-    version: int  # of the tensor when the copy started
+    version: int  # the tensor's version when the copy started
     settled: bool = False  # the compute stream already waits for that copy
 
     @property

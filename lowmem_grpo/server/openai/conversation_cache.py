@@ -79,7 +79,7 @@ class CachedTurn:
     number: int
     key: int  # the engine's number for the conversation
     session: str
-    digest: bytes  # of all messages up to and including this turn
+    digest: bytes  # hash of all messages up to and including this turn
     parent: "CachedTurn | None"
     context: array  # (B,) prompt tokens after the parent's tokens
     completion: array  # (C,)

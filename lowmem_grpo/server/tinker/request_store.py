@@ -41,7 +41,7 @@ JSON = "application/json"
 PASS = "forward_backward"  # the kind of a request that may add gradients
 MISSING = "missing"  # the kind of a request that never came
 REFUSED = "refused"  # the kind of a request that exceeded a limit; its body says which
-Effect = Literal["", "added", "changed"]  # of a request: it added gradients, or changed the model's state
+Effect = Literal["", "added", "changed"]  # a request added gradients, or changed the model's state
 NUMBER = re.compile("0|[1-9][0-9]{0,9}")  # the seq in a promise's id
 
 

@@ -18,7 +18,7 @@ STOP, LENGTH = 0, 1  # StopReason
 PROTOBUF = "application/x-protobuf"
 BODY_BYTES = 64 * MIB  # the most bytes of a decompressed body
 WINDOW = 8 * MIB  # the largest zstd window, whatever a body says
-PACKAGE = "lowmem_grpo_wire"  # of the classes; it is not sent
+PACKAGE = "lowmem_grpo_wire"  # the classes' package; it is not sent
 # NAME: number field type; `*` is a list, `<X>` a map from text to X, `|` a member of the message's oneof
 TABLE = """
 SampleResponse: 1 sequences SampledSequence*, 2 prompt_logprobs bytes, 3 topk_prompt_logprobs TopkLogprobs,
