@@ -1,4 +1,4 @@
-"""The command `lowmem-grpo`: a group of the commands in commands/. Importing it loads no heavy library."""
+"""The command `lowmem-grpo`: a group of the commands in cli/. Importing it loads no heavy library."""
 
 import io
 import sys
