@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,8 @@ NAMES = {  # module -> names; a folder's name that was a module's offers what th
     "lowmem_grpo.recipes.recipe_file": "start",
 }
 
+DOORS = [module for name in NAMES if hasattr(module := import_module(name), "HOMES")]
+
 
 def is_there(module: str, name: str) -> bool:
     if getattr(import_module(module), name, None) is not None:
@@ -58,6 +61,14 @@ def is_there(module: str, name: str) -> bool:
 def test_the_names_that_people_import_are_where_they_were() -> None:
     asked = [(module, name) for module, names in NAMES.items() for name in names.split()]
     assert [one for one in asked if not is_there(*one)] == []
+
+
+def test_a_door_names_the_same_things_in_each_of_its_three_lists() -> None:
+    for door in DOORS:
+        tree = ast.parse(Path(str(door.__file__)).read_text(encoding="utf-8"))
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+                   and str(node.module).startswith("lowmem_grpo.")]
+        assert {alias.name for node in imports for alias in node.names} == {*door.HOMES} == {*door.__all__}, door
 
 
 def test_an_unknown_name_of_a_door_raises_an_error_that_lists_the_known_ones() -> None:

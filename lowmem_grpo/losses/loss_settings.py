@@ -9,8 +9,7 @@ from lowmem_grpo.losses.off_policy import CORRECTIONS, Bounds
 from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
 LEVELS = ("token", "sequence", "sequence_token")
-OF_TYPES = ("epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_neg",
-            "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+OF_TYPES = tuple(dict.fromkeys(name for kind in LOSS_TYPES.values() for name in kind.options))
 OF_TRL = {  # TRL's defaults of the options that only some of its loss types use
     "epsilon": 0.2, "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0,
     "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,

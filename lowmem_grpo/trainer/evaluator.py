@@ -7,12 +7,13 @@ from typing import Any
 
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream, rows_of
+from lowmem_grpo.losses.loss_metrics import FIRST_WORDS
 from lowmem_grpo.runs.state import speed
 from lowmem_grpo.trainer.trl_api import TrlApi
 
 LONGEST = 100_000  # the most rows of a stream to evaluate on
 OF_ALL = ("num_tokens", *speed("", 1.0, 1, 1))
-OF_LOSS = ("loss", "policy_loss", "kl", "entropy", "clip_ratio", "cispo_clip_ratio", "vespo", "sampling",
+OF_LOSS = ("loss", "policy_loss", "kl", "entropy", *FIRST_WORDS, "sampling",
            "mean_token_accuracy")  # the learner's metrics that evaluations have, as in TRL
 
 

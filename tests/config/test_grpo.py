@@ -7,6 +7,7 @@ from tables import not_refused
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
 
 NOTEBOOK = {
     "learning_rate": 5e-6, "adam_beta1": 0.9, "adam_beta2": 0.99, "weight_decay": 0.1, "warmup_ratio": 0.1,
@@ -47,7 +48,7 @@ WITHOUT_MEANING = [
 ]
 CONTRADICTIONS = [
     ({"score_while_sampling": "yes"}, "score_while_sampling is 'yes'; it must be True or False, or None"),
-    ({"loss_type": None}, "vespo, gmpo, rloo, reinforce; leave it out for 'dapo'"),
+    ({"loss_type": None}, f"{', '.join(LOSS_TYPES)}; leave it out for 'dapo'"),
     ({"beta": None}, "beta is None; it must be 0 or above; leave it out for 0.0"),
     ({"bf16": True, "fp16": True}, "bf16 and fp16 are both set; set one"),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio and warmup_steps are both set; set one"),

@@ -14,7 +14,7 @@ from lowmem_grpo.losses import loss_types
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lowmem_grpo"
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-EXAMPLES = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Two examples")[2]
+EXAMPLES = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Examples")[2]
 TEXT = re.sub(r"```.*?```", "", PAGE + EXAMPLES, flags=re.DOTALL)
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w/.]+\.(?:py|md|toml)|[\w/]+/")

@@ -7,16 +7,25 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDatasetDict
+from naive_loss import LONGEST, example
 from trainer_runs import ROWS, adapter, digit_sum, load, make, moved, naive_logprobs, plain_peft, same
 
 from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.losses.policy_loss import grpo_loss
 from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.trainer import evaluator
 from lowmem_grpo.types import RolloutGroup
 
 TEXTS = [{"prompt": f"Start with {n}. Add {n + 3}.\n", "completion": f"{n} + {n + 3} = {2 * n + 3}"} for n in range(6)]
 TIMED = ("runtime", "per_second")
+
+
+def test_an_evaluation_has_the_metrics_of_every_loss_type() -> None:
+    for name in LOSS_TYPES:
+        metrics = grpo_loss(**example(), loss_type=name, max_completion_length=LONGEST).metrics
+        assert {metric.partition("/")[0] for metric in metrics} <= {*evaluator.OF_LOSS}, "FIRST_WORDS in loss_metrics"
 
 
 def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
