@@ -80,7 +80,7 @@ def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) ->
 KINDS: dict[str, Callable[..., tuple[Means, dict[str, Tensor]]]] = {
     "clip": clip, "gmpo": gmpo, "cispo": cispo, "vespo": vespo,
 }
-FIRST_WORDS = ("clip_ratio", "cispo_clip_ratio", "vespo")  # of the names of their metrics, before the slash
+FIRST_WORDS = ("clip_ratio", "cispo_clip_ratio", "vespo")  # begin the names of their metrics, before the slash
 
 
 def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, dict[str, Tensor]]:
