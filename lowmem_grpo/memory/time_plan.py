@@ -151,7 +151,13 @@ class StepTime:
 
     @cached_property
     def linears(self) -> list[Linear]:
+        """The linear weights of one layer; of a model with several kinds of layers, ask each of `kinds`."""
         return list(self.shape.linears())
+
+    @cached_property
+    def kinds(self) -> list[tuple[int, "StepTime"]]:
+        """(number of layers, the same step of a model with such layers only) for each set of identical layers."""
+        return [(count, replace(self, shape=shape)) for count, shape in self.shape.each()]
 
     @property
     def quantized(self) -> bool:
@@ -162,9 +168,11 @@ class StepTime:
     def few(self) -> int:
         """The most rows for which the decode kernel on quantized codes is no slower than 16-bit products, and is used.
         """
-        linears, rows = [linear for linear in self.linears if linear.experts == 1], 1
+        linears, rows = [(count, linear) for count, kind in self.kinds for linear in kind.linears
+                         if linear.experts == 1], 1
         while (decode_instructions(rows, self.speed, self.settings.form) is not None
-               and sum(self.by_codes(linear, rows) - self.multiply(linear.weights, rows) for linear in linears) <= 0):
+               and sum(count * (self.by_codes(linear, rows) - self.multiply(linear.weights, rows))
+                       for count, linear in linears) <= 0):
             rows += 1
         return rows - 1
 
@@ -230,7 +238,7 @@ class StepTime:
             cached = cards.graph_width(ceil(cached))
         moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
         moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
-        card = shape.layers * sum(self.product(linear, rows) for linear in self.linears)
+        card = sum(count * self.product(linear, rows) for count, kind in self.kinds for linear in kind.linears)
         card += self.move(moved) + self.multiply(shape.vocabulary * shape.hidden, rows)
         if self.eager:
             return max(card, shape.layers * EAGER_LAYER_US * 1e-6)
@@ -264,35 +272,43 @@ class StepTime:
         """Return the seconds to prefill each prompt once; weights are dequantized for each pass, or once for all."""
         tokens = self.work.prompts * self.work.prompt_length
         passes = ceil(tokens / self.reads)
+        host = LAUNCHES_FORWARD * HOST_US_PER_LAUNCH if self.settings.engine == "vllm" else EAGER_LAYER_US
+        return sum(count * max(kind.prefill_layer(tokens, passes), passes * host * 1e-6) for count, kind in self.kinds)
+
+    def prefill_layer(self, tokens: float, passes: int) -> float:
+        """Return the card's seconds of one layer to prefill the tokens of all prompts in so many passes."""
         card = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
         card += self.attention(tokens * self.work.prompt_length)
-        card += (passes if self.quantized else 1) * self.dequantize(self.linears)
-        host = LAUNCHES_FORWARD * HOST_US_PER_LAUNCH if self.settings.engine == "vllm" else EAGER_LAYER_US
-        return self.shape.layers * max(card, passes * host * 1e-6)
+        return card + (passes if self.quantized else 1) * self.dequantize(self.linears)
 
     def attention(self, squared: float) -> float:
-        """Return the seconds of a layer's attention, forward, where `squared` is the sum of squared lengths."""
-        return 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
+        """Return the seconds of a layer's attention, forward, where `squared` is the sum of squared lengths; 0 for a
+        delta net, which compares no pairs of tokens."""
+        return 0.0 if self.shape.delta else 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
         """Return the (card, host) seconds, which overlap, of one forward and one backward pass over all completions.
         Recomputation (with tiles, all but `down`) is part of the backward pass."""
-        shape, settings, linears = self.shape, self.settings, self.linears
-        again, elementwise = bool(settings.checkpointing), self.elementwise()
-        attention = self.attention(self.work.sequences * self.work.squared_length)
-        forward = self.layer(linears, 1) + elementwise + attention
-        backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
-        backward += (BACKWARD_ATTENTION + again + self.grouped) * attention
-        if again:
-            backward += self.layer([w for w in linears if not settings.mlp_tile or w.name != "down_proj"], 1)
-        if self.grouped:  # recomputes q, k and v, and then each group of heads
-            backward += self.products([w for w in linears if w.name in ATTENTION_IN], 0)
+        shape = self.shape
+        layers = [(count, kind.layer_passes()) for count, kind in self.kinds]
         trained = self.work.sequences * self.work.completion_length
         head = 4 * trained * shape.vocabulary * shape.hidden / (self.speed.tflops * GEMM) * HEAD_FACTOR
         host = self.micro_batches * shape.layers * HOST_US_PER_LAUNCH * 1e-6
-        launches = LAUNCHES_BACKWARD - (0 if again else LAUNCHES_FORWARD)
-        return {"forward": (shape.layers * forward + head, host * LAUNCHES_FORWARD),
-                "backward": (shape.layers * backward, host * launches)}
+        launches = LAUNCHES_BACKWARD - (0 if self.settings.checkpointing else LAUNCHES_FORWARD)
+        return {"forward": (sum(count * forward for count, (forward, _) in layers) + head, host * LAUNCHES_FORWARD),
+                "backward": (sum(count * backward for count, (_, backward) in layers), host * launches)}
+
+    def layer_passes(self) -> tuple[float, float]:
+        """Return the card's seconds of one layer in a forward and in a backward pass."""
+        linears, again, elementwise = self.linears, bool(self.settings.checkpointing), self.elementwise()
+        attention = self.attention(self.work.sequences * self.work.squared_length)
+        backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
+        backward += (BACKWARD_ATTENTION + again + self.grouped) * attention
+        if again:
+            backward += self.layer([w for w in linears if not self.settings.mlp_tile or w.name != "down_proj"], 1)
+        if self.grouped:  # recomputes q, k and v, and then each group of heads
+            backward += self.products([w for w in linears if w.name in ATTENTION_IN], 0)
+        return self.layer(linears, 1) + elementwise + attention, backward
 
     def layer(self, linears: list[Linear], lora: int) -> float:
         """Return a layer's seconds for all tokens times these weights, which are dequantized for each tile, with `lora`
@@ -320,7 +336,8 @@ class StepTime:
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
         moved = self.move(24 * numbers + states)  # read gradients 3 times, write once; weights and states both ways
         paged = states / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
-        return moved + paged + 2 * self.shape.layers * len(self.linears) * OPTIMIZER_US_PER_TENSOR * 1e-6
+        tensors = sum(2 * count * len(kind.linears) for count, kind in self.kinds)
+        return moved + paged + tensors * OPTIMIZER_US_PER_TENSOR * 1e-6
 
     def copies(self, forward: float, backward: float) -> float:
         """Return the seconds of copying layer inputs to the host and back that are not hidden behind a pass."""

@@ -54,6 +54,16 @@ def step(card: str = "h200", rows: int = 64, work: Workload = GSM8K, shape: Mode
     return StepTime(shape, RunSettings(640, **settings), SPEEDS[card], work, rows)
 
 
+@pytest.mark.parametrize("name", ["gemma-4-e4b", "qwen3.5-4b"])
+def test_layers_of_several_kinds_take_the_time_of_each_kind(name: str) -> None:
+    shape = ModelShape.from_config(named_config(name))
+    alone = [step(shape=replace(kind, layers=count)) for count, kind in shape.each()]
+    assert len(alone) > 1 and len({kind.passes()["backward"][0] / kind.shape.layers for kind in alone}) > 1
+    backward = sum(kind.passes()["backward"][0] for kind in alone)
+    assert step(shape=shape).passes()["backward"][0] == pytest.approx(backward)
+    assert step(shape=shape).prefill() == pytest.approx(sum(kind.prefill() for kind in alone))
+
+
 def test_a_step_on_an_h200_takes_at_most_what_it_was_to_reach() -> None:
     time = seconds()
     assert time.bound == {"forward": "card", "backward": "card"}
