@@ -1,8 +1,7 @@
 """Kernels for any training loop: they need only torch, and Triton on a CUDA card."""
 
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_dequantize_ref, fp8_quantize
-from lowmem_grpo.kernels.frozen import frozen_linear
-from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.frozen import FrozenStack, frozen_linear
 from lowmem_grpo.kernels.glu import geglu, geglu_ref, swiglu, swiglu_ref
 from lowmem_grpo.kernels.linear_logprobs import linear_logprobs, linear_logprobs_ref
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref

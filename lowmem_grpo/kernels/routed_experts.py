@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
-from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_grouped import Places, can_group, nf4_grouped

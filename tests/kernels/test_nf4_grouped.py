@@ -9,7 +9,7 @@ from mixtures import problem, random, stack
 from tables import every_row, pairwise
 from torch import Tensor
 
-from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_grouped import Places, block_rows, nf4_grouped, whole_blocks
 from lowmem_grpo.kernels.routed_experts import grouped_backward, grouped_forward, routed_experts_ref

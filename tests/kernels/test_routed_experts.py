@@ -13,7 +13,7 @@ from memory import LiveStorage
 from mixtures import problem, random, stack
 from tables import not_refused
 
-from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.routed_experts import routed_experts, routed_experts_ref
 

@@ -9,7 +9,7 @@ import torch
 from card import HALVES, gpu
 from torch import Tensor
 
-from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 

@@ -11,7 +11,7 @@ from families import loaded, plain_twin, saved_family
 from nf4_problem import in_4_bit
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.routes import Routes

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_grpo.kernels.fp8 import fp8_quantize
-from lowmem_grpo.kernels.frozen import QuantizedWeight
-from lowmem_grpo.kernels.frozen_stack import FrozenStack
+from lowmem_grpo.kernels.frozen import FrozenStack, QuantizedWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
