@@ -19,7 +19,7 @@ from lowmem_grpo.engines.request_output import OutputProcessor, RequestOutput
 from lowmem_grpo.memory.offload.activations import checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
 from lowmem_grpo.models.export.saving import Saving
-from lowmem_grpo.models.fp8_linear import form_in_fp8
+from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import check_config, check_targets, check_values

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from lowmem_grpo.memory.layer_forms import BLOCK, NESTED_BLOCK
 from lowmem_grpo.models.experts import STACKS, ExpertStack, expert_stacks, use_routed_blocks
-from lowmem_grpo.models.fp8_loading import headers
+from lowmem_grpo.models.fp8_layers import headers
 
 NAME = "lowmem_grpo_nf4_experts"  # the quantizer's name
 NF4_OPTIONS: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4"}

@@ -17,7 +17,7 @@ from lowmem_grpo.kernels.frozen import FrozenWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
 from lowmem_grpo.memory.families import DELTA_IN, GATE_UP, SPLIT
 from lowmem_grpo.memory.offload.activations import storage_id
-from lowmem_grpo.models.fp8_linear import FP8Linear
+from lowmem_grpo.models.fp8_layers import FP8Linear
 
 GROUPS = (SPLIT, GATE_UP, DELTA_IN)
 

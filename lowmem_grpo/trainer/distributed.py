@@ -27,7 +27,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.launcher import Place, balanced, this_place
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.models.card_check import LARGER
-from lowmem_grpo.models.fp8_linear import form_in_fp8
+from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
 from lowmem_grpo.trainer.rendezvous import PATIENCE, Pulse, RankError, find_others
 from lowmem_grpo.utils import size_text

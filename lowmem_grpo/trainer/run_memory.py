@@ -18,7 +18,7 @@ from lowmem_grpo.memory.oom import BatchLimit, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.models.fp8_linear import fp8_linears
+from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.lean_modules import LeanMLP
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.reward_model import RewardModel

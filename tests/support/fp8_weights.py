@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_quantize, scales_shape
-from lowmem_grpo.models.fp8_linear import FP8Linear
+from lowmem_grpo.models.fp8_layers import FP8Linear
 
 KINDS = ("row", "tensor", "128", "ragged")
 

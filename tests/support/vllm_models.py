@@ -26,8 +26,7 @@ from lowmem_grpo.engines.vllm.installed import installed
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS, borrowed_linear
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.models.fp8_linear import FP8Linear
-from lowmem_grpo.models.fp8_loading import to_quantize
+from lowmem_grpo.models.fp8_layers import FP8Linear, to_quantize
 from lowmem_grpo.models.fused_weights import fuse_fp8
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy

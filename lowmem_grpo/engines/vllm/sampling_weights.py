@@ -21,7 +21,7 @@ from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.time_plan import faster_in_16_bit, rows_of_codes
-from lowmem_grpo.models.fp8_linear import fp8_linears
+from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.utils import size_text
 

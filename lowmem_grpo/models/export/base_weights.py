@@ -27,9 +27,8 @@ from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
 from lowmem_grpo.models.expert_loading import quantized_stack
 from lowmem_grpo.models.experts import STACKS, expert_stacks
-from lowmem_grpo.models.fp8_linear import fp8_linears
-from lowmem_grpo.models.fp8_linear import stored_weight as stored_weight_in_fp8
-from lowmem_grpo.models.fp8_loading import BLOCK, OF_ACTIVATIONS, scale_of
+from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, fp8_linears, scale_of
+from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.models.stored_form import block_of, quantization_of
 from lowmem_grpo.models.text_backbone import text_name

@@ -39,7 +39,7 @@ from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
-from lowmem_grpo.models.fp8_linear import fp8_linears
+from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("no_layers_left")

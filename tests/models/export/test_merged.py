@@ -21,7 +21,7 @@ from lowmem_grpo.kernels.fp8 import fp8_dequantize
 from lowmem_grpo.models.export.folder import ExportError
 from lowmem_grpo.models.export.formats import export
 from lowmem_grpo.models.export.merge import MergeError, live_pairs, read_pairs
-from lowmem_grpo.models.fp8_linear import FP8Linear
+from lowmem_grpo.models.fp8_layers import FP8Linear
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.runs.whole_files import AdapterError
 from lowmem_grpo.utils import UnsupportedError

@@ -19,7 +19,7 @@ from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.kernels import frozen
 from lowmem_grpo.kernels.fp8 import fp8_dequantize, fp8_quantize
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.models.fp8_linear import FP8Linear, fp8_linears
+from lowmem_grpo.models.fp8_layers import FP8Linear, fp8_linears
 from lowmem_grpo.models.pretrained import Pretrained
 
 BLOCKS = {"fp8": None, "fp8-block": (128, 128)}
