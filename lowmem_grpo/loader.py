@@ -27,8 +27,7 @@ from lowmem_grpo.config.loading import (
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.memory.cards import AUTO
-from lowmem_grpo.models.model_names import find
-from lowmem_grpo.models.stored_form import check_stored, refuse_longer
+from lowmem_grpo.models.stored_model import check_stored, find, refuse_longer
 from lowmem_grpo.utils import TRUTH, WHOLE, check_given, require, size_text, torch
 
 if TYPE_CHECKING:

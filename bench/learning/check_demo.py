@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowmem_grpo.models.model_names import resolve
+from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset
 
 FILES = ("summary.json", "metrics.jsonl", "completions.jsonl", "report.html", "adapter/adapter_model.safetensors")

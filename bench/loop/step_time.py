@@ -21,7 +21,7 @@ from rich.console import Console
 from bench.common import child, options, rounds, tables
 from bench.common.rows import RESULTS, leave, machine, percentiles
 from bench.loop.inputs import PACKAGE
-from lowmem_grpo.models.model_names import TINY, resolve
+from lowmem_grpo.models.stored_model import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.utils import MIB
 

@@ -28,9 +28,9 @@ from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.lora import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.models.model_names import TINY, resolve
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.stored_model import TINY, resolve
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 SYNCS = 20  # optimizer steps whose sync is timed

@@ -21,8 +21,8 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingPara
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.memory.offload.activations import ActivationOffload
-from lowmem_grpo.models.model_names import TINY, resolve
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.stored_model import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.types import Rollout
 

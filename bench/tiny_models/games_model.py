@@ -20,7 +20,7 @@ from transformers.utils import get_json_schema
 from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
 from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE, wrong_total
-from lowmem_grpo.models.model_names import TINY
+from lowmem_grpo.models.stored_model import TINY
 from lowmem_grpo.recipes import guess, tictactoe
 from lowmem_grpo.recipes.calculator import Sum, calculate, sums
 from lowmem_grpo.recipes.tasks.playing import G, Player

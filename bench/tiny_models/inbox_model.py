@@ -22,7 +22,7 @@ from transformers.utils import get_json_schema
 from bench.tiny_models.from_scratch import OUT, SEED, Batch, train, write_model
 from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE
-from lowmem_grpo.models.model_names import TINY_GAMES
+from lowmem_grpo.models.stored_model import TINY_GAMES
 from lowmem_grpo.recipes.tasks.inbox import Inbox
 from lowmem_grpo.recipes.tasks.mailbox import FIRST_NAMES, SHORT_NAMES, SHORT_THINGS, Question, mailbox
 

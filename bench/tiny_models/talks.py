@@ -8,7 +8,7 @@ import torch
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from bench.tiny_models.from_scratch import Batch, Row, make_model, make_tokenizer, padded
-from lowmem_grpo.models.model_names import resolve
+from lowmem_grpo.models.stored_model import resolve
 
 TOOL_MARKS = ["<tool_call>", "</tool_call>"]  # single tokens, as in other models that call tools
 CHAT_TEMPLATE = (

@@ -21,7 +21,7 @@ from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
 from bench.tiny_models.games_model import game_talk
 from bench.tiny_models.talks import Source, Talk, begun, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE
-from lowmem_grpo.models.model_names import TINY_INBOX
+from lowmem_grpo.models.stored_model import TINY_INBOX
 from lowmem_grpo.recipes import game2048, twenty_questions
 from lowmem_grpo.recipes.game2048 import MOVES, SIZES, Game2048, possible
 from lowmem_grpo.recipes.twenty_questions import LARGEST, NUMBERS, TwentyQuestions, about, question_of, truth

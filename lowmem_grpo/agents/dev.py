@@ -13,7 +13,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL
 from lowmem_grpo.config.unsupported import Table, any_value, off, refuse
 from lowmem_grpo.loader import FastLanguageModel, check_options
-from lowmem_grpo.models.model_names import find
+from lowmem_grpo.models.stored_model import find
 
 CONTEXT = 8192  # tokens, unless the options say otherwise or the model has fewer
 DEFAULTS: dict[str, Any] = {  # for GRPOConfig, if they differ from its own defaults

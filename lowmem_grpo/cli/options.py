@@ -14,7 +14,7 @@ from lowmem_grpo.config.strategies import LATE, MEND
 from lowmem_grpo.data.files import check_columns, columns_of, is_file_name, refuse_unreadable
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.models.hub import REPO, find_dataset
-from lowmem_grpo.models.model_names import find
+from lowmem_grpo.models.stored_model import find
 from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceback, recipe_path, unknown_recipe
 from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.records import RunRecords

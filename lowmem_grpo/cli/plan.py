@@ -60,7 +60,7 @@ def plan(
         from lowmem_grpo.memory.model_shape import ModelShape
         from lowmem_grpo.memory.plan import RunSettings
         from lowmem_grpo.memory.time_plan import PROMPTS, Workload, plan_time
-        from lowmem_grpo.models.model_names import config_of
+        from lowmem_grpo.models.stored_model import config_of
 
         if settings["load_in_fp8"] and was_given("load_in_4bit"):
             raise ValueError(f"--fp8 and --{'load-in-4bit' if settings['load_in_4bit'] else '16bit'} contradict each "
@@ -102,7 +102,7 @@ def plan(
 def stored_in_fp8(config: Any) -> bool:
     """Return whether a checkpoint stores its weights in FP8; ValueError for an unsupported quantization."""
     if config.get("quantization_config") if isinstance(config, dict) else hasattr(config, "quantization_config"):
-        from lowmem_grpo.models.stored_form import stored_form
+        from lowmem_grpo.models.stored_model import stored_form
 
         return stored_form(config, "the model") == FP8
     return False

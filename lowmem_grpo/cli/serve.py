@@ -8,7 +8,7 @@ from socket import socket
 import click
 
 from lowmem_grpo.config.launcher import one_process
-from lowmem_grpo.models.model_names import find, public_name
+from lowmem_grpo.models.stored_model import find, public_name
 from lowmem_grpo.runs.views.terminal import plain_errors
 
 LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"

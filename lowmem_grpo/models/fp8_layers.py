@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowmem_grpo.kernels.fp8 import E4M3, FP8Weight, fp8_quantize, scales_shape
 from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.memory.layer_forms import FP8_BLOCK
-from lowmem_grpo.models.stored_form import block_of, quantization_of
+from lowmem_grpo.models.stored_model import block_of, quantization_of
 from lowmem_grpo.models.text_backbone import text_name
 
 NAME = "lowmem_grpo_fp8"  # the quantizer's name

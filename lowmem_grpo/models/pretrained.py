@@ -26,7 +26,7 @@ from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_layers import fp8_linears, keep_stored, to_quantize
 from lowmem_grpo.models.hub import first_line
-from lowmem_grpo.models.stored_form import stored_form
+from lowmem_grpo.models.stored_model import stored_form
 from lowmem_grpo.models.text_backbone import read_model, text_names, text_part
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "

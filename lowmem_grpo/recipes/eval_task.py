@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.models.model_names import EMBEDDED
+from lowmem_grpo.models.stored_model import EMBEDDED
 from lowmem_grpo.recipes.recipe_file import NO_EXAM, find_recipe
 from lowmem_grpo.trainer.play import Play
 

@@ -10,8 +10,7 @@ from lowmem_grpo.config.loading import TRANSFORMERS, VLLM, form_of_weights
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.models.model_names import EMBEDDED, config_of, resolve
-from lowmem_grpo.models.stored_form import check_stored
+from lowmem_grpo.models.stored_model import EMBEDDED, check_stored, config_of, resolve
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.utils import GIB
 

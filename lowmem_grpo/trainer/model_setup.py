@@ -22,8 +22,8 @@ from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lora_targets import Scope, check_targets, lora_targets
-from lowmem_grpo.models.model_names import find
 from lowmem_grpo.models.pretrained import is_quantized, keep_layout
+from lowmem_grpo.models.stored_model import find
 from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, scaling_of
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 

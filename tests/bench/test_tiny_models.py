@@ -24,7 +24,7 @@ from bench.tiny_models.talks_model import (
 )
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.environments.template import SpecialTokens
-from lowmem_grpo.models.model_names import resolve
+from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.recipes.calculator import Sum
 from lowmem_grpo.recipes.game2048 import MOVES, Game2048, move_in
 from lowmem_grpo.recipes.tasks.mailbox import mailbox

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.models import card_check
 from lowmem_grpo.models.card_check import has_managed_memory, larger_card, missing_compiler, no_card, use_card
-from lowmem_grpo.models.model_names import resolve
+from lowmem_grpo.models.stored_model import resolve
 
 CARD = torch.cuda.is_available()
 

@@ -30,7 +30,7 @@ from lowmem_grpo.models.experts import STACKS, expert_stacks
 from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, fp8_linears, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.pretrained import nf4
-from lowmem_grpo.models.stored_form import block_of, quantization_of
+from lowmem_grpo.models.stored_model import block_of, quantization_of
 from lowmem_grpo.models.text_backbone import text_name
 from lowmem_grpo.runs.adapter_file import PREFIX
 

@@ -14,9 +14,9 @@ from fastapi import APIRouter
 
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.memory.cutting import Limits as Cut
-from lowmem_grpo.models.model_names import public_name
 from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.stored_model import public_name
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.errors import ChatError, Limits
 from lowmem_grpo.server.openai.chat_handler import ChatHandler

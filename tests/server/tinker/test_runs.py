@@ -11,7 +11,7 @@ import pytest
 from tinker_server import API, OTHER, OWNER, Server, body
 from transformers import AutoTokenizer
 
-from lowmem_grpo.models.model_names import public_name
+from lowmem_grpo.models.stored_model import public_name
 from lowmem_grpo.server.tinker import usage as runs
 from lowmem_grpo.server.users import Allowance
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tinker_server import OTHER, Server
 
-from lowmem_grpo.models.model_names import public_name
+from lowmem_grpo.models.stored_model import public_name
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import LoraSettings
