@@ -4,7 +4,7 @@ once.
     out = x W^T + scale * xa_s B^T + bias        xa_s: the columns of xa = x A^T that belong to a row's matrix
 
 x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S matrices on top of each other, in NF4
-(nf4_decode.py) or FP8 (fp8_decode.py).
+or FP8 (few_rows_kernels.py).
 
 The weight is the large operand of the tensor cores and x, with M padded to 8, 16, 32 or 64, the narrow one, so M costs
 next to nothing. Weights are scaled in float32 and rounded to x.dtype first, which gives exactly the values of training.

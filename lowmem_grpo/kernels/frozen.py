@@ -19,10 +19,9 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.few_rows import given_adapters
+from lowmem_grpo.kernels.few_rows_kernels import can_decode_fp8, can_decode_nf4, fp8_decode_op, nf4_decode_op
 from lowmem_grpo.kernels.fp8 import FP8Weight
-from lowmem_grpo.kernels.fp8_decode import can_decode_fp8, fp8_decode_op
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.nf4_decode import can_decode_nf4, nf4_decode_op
 
 BAND_BYTES = 64 * 2**20  # dequantized at a time
 

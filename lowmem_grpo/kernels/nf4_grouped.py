@@ -7,8 +7,8 @@ A place p of S belongs to expert e(p); places are sorted by expert, and `Places`
 BLOCK_M places. No tile belongs to two experts, so there are at most S / BLOCK_M + E of them: the grid is fixed by the
 shapes, nothing waits for the host, and programs beyond the last tile end at once. A program reads rows of x by index
 and writes its results at their places, so that no rows are sorted or copied. A byte holds an even and an odd column: as
-in nf4_decode.py, each half has a separate product, and weights are scaled in float32 and rounded to x.dtype first.
-Decoded weights never leave the program. A block of 64 weights lies in one row: K must be a multiple of 64.
+in few_rows_kernels.py, each half has a separate product, and weights are scaled in float32 and rounded to x.dtype
+first. Decoded weights never leave the program. A block of 64 weights lies in one row: K must be a multiple of 64.
 """
 
 from dataclasses import dataclass

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.few_rows import decode_launch, decode_ref, taken_rows
+from lowmem_grpo.kernels.few_rows_kernels import STEP, fp8_decode_op, fp8_decode_triton, fp8_variants
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize_ref, scales_shape
-from lowmem_grpo.kernels.fp8_decode import STEP, fp8_decode_op, fp8_decode_triton, variants
 from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_each
 from lowmem_grpo.kernels.triton_utils import SHARED_MEMORY
 
@@ -118,7 +118,7 @@ def test_zero_and_extreme_scales_and_every_code_keep_their_values(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the bits moved, and with the card's own conversion."""
-    monkeypatch.setattr("lowmem_grpo.kernels.fp8_decode.capability", lambda device: capability)
+    monkeypatch.setattr("lowmem_grpo.kernels.few_rows_kernels.capability", lambda device: capability)
     scales = torch.tensor([0.0, 1e-38, 1e-30, 1.0, 1e30, 2.0**-140, 7e35]).reshape(7, 1)
     codes = torch.arange(256, dtype=torch.uint8).repeat(7, 1)
     codes[:, [127, 255]] = 0
@@ -182,7 +182,7 @@ def test_a_card_multiplies_few_rows_with_the_codes_as_they_are(name: str, monkey
 
 @interpreted
 def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowmem_grpo.kernels.fp8_decode.capability", lambda device: 75)
+    monkeypatch.setattr("lowmem_grpo.kernels.few_rows_kernels.capability", lambda device: 75)
     for features, columns, kind in (((33,), 80, "row"), ((5, 64, 2), 144, "128")):
         arguments = problem(32, features, columns, kind, rank=17)
         y = in_triton(**arguments)
@@ -195,7 +195,7 @@ def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(monkeypatch
 @every_row("capability", SHARED_MEMORY)
 def test_every_launch_is_listed(capability: int) -> None:
     for dtype in HALVES:
-        listed = [(one.launch, one.constexprs) for one in variants(capability, dtype)]
+        listed = [(one.launch, one.constexprs) for one in fp8_variants(capability, dtype)]
         for rows, outputs, by_row in product(range(1, taken_rows(capability, "fp8") + 1), (1, 8191, 8192, 150_000),
                                              (True, False)):
             wanted = {"BY_ROW": by_row, "NATIVE": capability >= 89}

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.few_rows import decode_launch, narrow_launch, taken_rows
+from lowmem_grpo.kernels.few_rows_kernels import nf4_decode_op, nf4_decode_triton, nf4_variants
 from lowmem_grpo.kernels.frozen import can_decode, decode, project
-from lowmem_grpo.kernels.nf4_decode import nf4_decode_op, nf4_decode_triton, variants
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
 from lowmem_grpo.kernels.triton_utils import Launch
 from lowmem_grpo.kernels.triton_utils import capability as capability_of
@@ -116,7 +116,7 @@ def test_decode_kernel_does_without_lora_and_bias() -> None:
 def test_every_launch_of_the_decode_kernel_is_listed() -> None:
     for capability in (75, 80, 86, 87, 89, 90, 100, 120):
         for dtype in (torch.float16, torch.bfloat16):
-            listed = [variant.launch for variant in variants(capability, dtype)]
+            listed = [variant.launch for variant in nf4_variants(capability, dtype)]
             for rows, outputs, columns in product(range(1, taken_rows(capability, "nf4") + 1),
                                                   (1, 100, 2048, 8192, 150_000), (64, 2048, 14336)):
                 assert narrow_launch(rows, outputs, columns, capability) in listed
