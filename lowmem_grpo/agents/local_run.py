@@ -30,8 +30,7 @@ from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.trainer.distributed import ranks
-from lowmem_grpo.trainer.step_settings import PER_STEP
-from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
+from lowmem_grpo.trainer.trajectories import PER_STEP, TrajectoryTrainer
 
 logger = logging.getLogger(__name__)
 
