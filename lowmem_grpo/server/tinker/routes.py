@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
-from lowmem_grpo.server.bodies import json_of
-from lowmem_grpo.server.errors import ChatError
+from lowmem_grpo.server.requests import ChatError, json_of
 from lowmem_grpo.server.tinker import calls, wire
 from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING
 from lowmem_grpo.server.tinker.list_routes import ListRoutes
