@@ -25,7 +25,7 @@ from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.trainer.episode_setup import EpisodeSetup
-from lowmem_grpo.trainer.evaluator import OF_LOSS
+from lowmem_grpo.trainer.lifecycle import OF_LOSS
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parameters import check_model, either, taken_in

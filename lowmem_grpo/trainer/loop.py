@@ -86,9 +86,6 @@ class Trainer(Lifecycle):
         """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`."""
         return timing
 
-    def weights_changed(self) -> None:
-        """Called after an optimizer step or a restored checkpoint has changed the adapter's weights."""
-
     @property
     def sampled(self) -> list[RolloutGroup]:
         return []

@@ -30,7 +30,7 @@ from lowmem_grpo.data.shapes import Shapes, tokenised
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.runs.views.live import SFTView
-from lowmem_grpo.trainer.evaluator import OF_LOSS
+from lowmem_grpo.trainer.lifecycle import OF_LOSS
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.parameters import check_model, either, taken_in, with_names
 from lowmem_grpo.trainer.parts import bring_model, make_parts
