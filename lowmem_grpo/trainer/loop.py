@@ -16,11 +16,10 @@ from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
-from lowmem_grpo.runs.listeners import Callbacks
+from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
-from lowmem_grpo.runs.views.sinks import make_sinks
 from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree
 from lowmem_grpo.trainer.learner import members
 from lowmem_grpo.trainer.lifecycle import Lifecycle
