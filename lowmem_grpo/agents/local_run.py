@@ -23,7 +23,7 @@ from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.runs.checkpoint import prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
-from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache

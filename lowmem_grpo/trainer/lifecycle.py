@@ -20,9 +20,9 @@ from lowmem_grpo.losses.loss_metrics import FIRST_WORDS
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.checkpoint import save_adapter
 from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, error_text, speed, summary
 from lowmem_grpo.runs.views.report import write_report
-from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.trainer.distributed import describe_machine
 from lowmem_grpo.trainer.trl_api import TrlApi
 

@@ -27,8 +27,8 @@ from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.losses.loss_settings import OF_TYPES
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.views.live import TrajectoryView
-from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.trainer.learner import members
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.optim import set_learning_rate

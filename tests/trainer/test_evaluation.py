@@ -14,7 +14,7 @@ from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.policy_loss import grpo_loss
-from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer import lifecycle
 from lowmem_grpo.types import RolloutGroup
 
