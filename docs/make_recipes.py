@@ -29,8 +29,7 @@ from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import CPU, OTHER_MODELS, SIZES, Preset
 from lowmem_grpo.runs.accuracy import wilson_interval
-from lowmem_grpo.runs.views.chart import smooth, window
-from lowmem_grpo.runs.views.palette import LINES
+from lowmem_grpo.runs.views.chart import LINES, smooth, window
 from lowmem_grpo.utils import GIB, MIB
 
 HERE = Path(__file__).resolve().parent

@@ -35,8 +35,7 @@ from lowmem_grpo.runs.adapter_file import (
     starts_plainly,
 )
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
-from lowmem_grpo.runs.saved_adapter import BaseRecord, base_of_adapter, check_base
-from lowmem_grpo.runs.whole_files import AdapterError
+from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
 
 SAVED_ADAPTER = "fast_generate"  # PEFT's name of a saved adapter that is loaded for sampling
 ADVICE = "leave it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)"

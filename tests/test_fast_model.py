@@ -17,8 +17,7 @@ import lowmem_grpo
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, LoraRequest, RequestOutput, adapter_for
-from lowmem_grpo.runs.saved_adapter import base_of_adapter
-from lowmem_grpo.runs.whole_files import CheckpointError
+from lowmem_grpo.runs.saved_adapter import CheckpointError, base_of_adapter
 
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 CHAT = [{"role": "user", "content": QUESTION}]

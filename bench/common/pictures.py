@@ -6,7 +6,7 @@ matplotlib is one of the dev extras: it is imported when a picture is drawn, so 
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.views.palette import INK, LINES, PALE
+from lowmem_grpo.runs.views.chart import INK, LINES, PALE
 
 STYLE = {
     "svg.hashsalt": "bench", "svg.fonttype": "none", "font.family": ["system-ui", "DejaVu Sans", "sans-serif"],

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.pictures import panels, save
-from lowmem_grpo.runs.views.palette import MEMORY
+from lowmem_grpo.runs.views.chart import MEMORY
 from lowmem_grpo.utils import GIB
 
 PARTS = {  # field of a row: its label and its colour

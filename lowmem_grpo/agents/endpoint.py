@@ -9,9 +9,9 @@ from uuid import uuid4
 from openai.types.chat.chat_completion import Choice
 
 from lowmem_grpo.agents.trajectories import History, Metadata, Metrics, Trajectory
-from lowmem_grpo.server.errors import Limits
 from lowmem_grpo.server.openai.endpoint import Endpoint
 from lowmem_grpo.server.openai.sessions import RECORDER, SESSION, RecordedConversation, Session
+from lowmem_grpo.server.requests import Limits
 
 
 class RolloutSession(Session):

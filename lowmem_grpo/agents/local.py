@@ -14,7 +14,7 @@ from lowmem_grpo.agents.sampled import Tally, tally_of
 from lowmem_grpo.agents.train_config import TrainConfig
 from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.distributed import ranks
 
 

@@ -23,15 +23,14 @@ from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.runs.checkpoint import prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
-from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.trainer.distributed import ranks
-from lowmem_grpo.trainer.step_settings import PER_STEP
-from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
+from lowmem_grpo.trainer.trajectories import PER_STEP, TrajectoryTrainer
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from lowmem_grpo.models.hub import REPO, find_dataset
 from lowmem_grpo.models.stored_model import find
 from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceback, recipe_path, unknown_recipe
 from lowmem_grpo.runs.files import check_place
+from lowmem_grpo.runs.listeners import refuse_absent_sinks
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.saved_adapter import adapter_settings, find_adapter
-from lowmem_grpo.runs.views.sinks import refuse_absent_sinks
 from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import check_value
 

@@ -12,8 +12,8 @@ from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.runs.accuracy import Answers
+from lowmem_grpo.runs.saved_adapter import last_good
 from lowmem_grpo.runs.views.console import print_line
-from lowmem_grpo.runs.whole_files import last_good
 
 SFT = "sft"  # folder of the warm-up inside that of the run
 SHARED = ("seed", "optim", "bf16", "fp16", "max_tokens_per_micro_batch", "logits_chunk", "disable_tqdm")

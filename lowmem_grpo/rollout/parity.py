@@ -17,8 +17,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.oom import BatchLimit, RunMemory
 from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.runs.clock import Clock
-from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
-from lowmem_grpo.runs.clock import Clock
-from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, 
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
-from lowmem_grpo.runs.clock import Clock
-from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.types import RolloutGroup, Turn
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowmem_grpo.config.unsupported import is_off
-from lowmem_grpo.runs.saved_adapter import adapter_settings
-from lowmem_grpo.runs.whole_files import ADAPTER_FILE, AdapterError, check_adapter_folder
+from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_settings, check_adapter_folder
 
 PREFIX = "base_model.model."  # PEFT's prefix of module names
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -30,7 +30,7 @@ from lowmem_grpo.runs import checkpoint_state
 from lowmem_grpo.runs.checkpoint_state import FORMAT, adapter_tensors, decode, load_tensors
 from lowmem_grpo.runs.files import aside_of, flush, free_bytes, refused, remove, removed_after, swap_in
 from lowmem_grpo.runs.records import FINAL, json_object
-from lowmem_grpo.runs.whole_files import (
+from lowmem_grpo.runs.saved_adapter import (
     ADAPTER_FILE,
     CheckpointError,
     MismatchError,

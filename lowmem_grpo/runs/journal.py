@@ -4,9 +4,8 @@ import logging
 from typing import Any
 
 from lowmem_grpo.runs.alarms import Alarms
-from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.runs.records import RunRecords, prompt_text
-from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.state import TrainerState, mean_of
 from lowmem_grpo.runs.trajectory import transcript, turn_records
 from lowmem_grpo.types import Rollout, RolloutGroup
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lowmem_grpo.server.errors import CLOSED, NO_RETRY, ChatError, Limits
+from lowmem_grpo.server.requests import CLOSED, NO_RETRY, ChatError, Limits
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")  # others are refused, so that a web page cannot reach it by DNS rebinding

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset
 
-from lowmem_grpo.config.from_trl import settings_of
+from lowmem_grpo.config.from_trl import check_model, either, settings_of, taken_in
 from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
@@ -24,12 +24,11 @@ from lowmem_grpo.rollout.collector import Collector, SharedCollector
 from lowmem_grpo.rollout.metrics import rollout_metrics
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring
-from lowmem_grpo.trainer.episode_setup import EpisodeSetup
-from lowmem_grpo.trainer.evaluator import OF_LOSS
+from lowmem_grpo.trainer.lifecycle import OF_LOSS
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
-from lowmem_grpo.trainer.parameters import check_model, either, taken_in
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, lengths, make_policy_parts, tokens_of_row
+from lowmem_grpo.trainer.play import EpisodeSetup
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 OF_EPISODES = ("turns", "episodes", "tools", "other", "tokens", "groups")  # metrics of episodes only

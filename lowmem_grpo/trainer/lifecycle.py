@@ -1,7 +1,12 @@
-"""The start of a run, fresh or from a checkpoint, and its end: finished, interrupted or failed."""
+"""The start of a run, fresh or from a checkpoint, its evaluations, and its end: finished, interrupted or failed.
+
+Evaluations are the same for all trainers: of one dataset, or of several by name.
+"""
 
 import logging
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -9,23 +14,32 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.data.prompts import PromptSource
+from lowmem_grpo.data.prompts import DataError, PromptSource
+from lowmem_grpo.data.stream import Stream, rows_of
+from lowmem_grpo.losses.loss_metrics import FIRST_WORDS
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.checkpoint import save_adapter
 from lowmem_grpo.runs.records import FINAL, RunRecords
-from lowmem_grpo.runs.state import Interrupt, TrainerControl, error_text, summary
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
+from lowmem_grpo.runs.state import Interrupt, TrainerControl, error_text, speed, summary
 from lowmem_grpo.runs.views.report import write_report
-from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.trainer.distributed import describe_machine
-from lowmem_grpo.trainer.evaluator import Evaluator
+from lowmem_grpo.trainer.trl_api import TrlApi
 
 logger = logging.getLogger(__name__)
 TRAINED = (". The adapter is as earlier training left it: to begin with a fresh one, load the model and put LoRA on it "
            "again")
+LONGEST = 100_000  # the most rows of a stream to evaluate on
+OF_ALL = ("num_tokens", *speed("", 1.0, 1, 1))
+OF_LOSS = ("loss", "policy_loss", "kl", "entropy", *FIRST_WORDS, "sampling",
+           "mean_token_accuracy")  # the learner's metrics that evaluations have, as in TRL
 
 
-class Lifecycle(Evaluator):
-    """The part of a trainer that starts a run in its folder, and ends it with a summary and a report."""
+class Lifecycle(TrlApi):
+    """The part of a trainer that starts a run in its folder, evaluates, and ends it with a summary and a report.
+
+    An evaluation has transformers' names: `eval_loss`, or `eval_NAME_loss` for several datasets.
+    """
 
     policy: Policy
     source: PromptSource
@@ -40,14 +54,15 @@ class Lifecycle(Evaluator):
     losses: list[float]  # one for each step of the current `train` call
     samples_seen: int  # in these steps
     summary: dict[str, Any]  # the last line of the log
+    eval_sets: Any = None  # as `evaluation_rows` returns it; a dict by name for several datasets
 
     def save_state(self) -> Path:
         """Write a checkpoint; the loop defines how."""
         raise NotImplementedError
 
     def weights_changed(self) -> None:
-        """Called after the adapter's weights have changed; a trainer that samples tells its engine."""
-        raise NotImplementedError
+        """Called after an optimizer step or a checkpoint has changed the adapter's weights: trainers that sample tell
+        their engine."""
 
     def start_run(self, resume: bool | str | None) -> None:
         """Set up a fresh run directory, or restore a checkpoint; then write the first summary."""
@@ -107,6 +122,76 @@ class Lifecycle(Evaluator):
         """Return whether the run ends before the next step; the same in all ranks."""
         here = self.interrupt.requested or self.control.should_training_stop
         return self.stops if self.ranks.count > 1 else here
+
+    def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
+        """Return indexable evaluation rows. A stream is read to its end; DataError if it has more than LONGEST rows."""
+        rows = rows_of(dataset, parameter)
+        if not isinstance(rows, Stream):
+            return rows
+        read = rows.peek(LONGEST + 1)
+        if len(read) > LONGEST:
+            raise DataError(f"{parameter} is a stream of more than {LONGEST:,} rows; pass list(stream.take(200))")
+        return rows_of(read, parameter)
+
+    def evaluation_sets(self, dataset: Any) -> Any:
+        """Return the evaluation rows, or a dict of them by name; ValueError if settings need them and None is given."""
+        if dataset is None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
+            strategy = self.args.eval_strategy
+            asked = f'eval_strategy is "{strategy}"' if strategy != "no" else "eval_on_start is True"
+            raise ValueError(f"{asked}, which needs an eval_dataset; pass one")
+        if isinstance(dataset, Mapping):
+            if not dataset:
+                raise DataError("eval_dataset is an empty dict; pass rows, or a dict of datasets by name")
+            return {str(name): self.evaluation_rows(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
+        return None if dataset is None else self.evaluation_rows(dataset)
+
+    def measure_evaluation(self, rows: Any) -> dict[str, float]:
+        """Return the metrics of one dataset, as `evaluation_rows` returned it; each trainer defines this."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Return the metrics of `eval_dataset`, by default the trainer's own, with the prefix before their names."""
+        rows = self.eval_sets if eval_dataset is None else self.evaluation_sets(eval_dataset)
+        if rows is None:
+            raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
+        if not isinstance(rows, dict):
+            return self.evaluate_rows(rows, metric_key_prefix)
+        parts = [self.evaluate_rows(part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
+        return {name: value for metrics in parts for name, value in metrics.items()}
+
+    def evaluate_rows(self, rows: Any, prefix: str) -> dict[str, float]:
+        """Evaluate one dataset, log its metrics and its speed, and return them."""
+        began = time.monotonic()
+        measured = self.measure_evaluation(rows) | {"num_tokens": self.state.num_tokens}
+        seconds, steps = time.monotonic() - began, math.ceil(len(rows) / self.args.per_device_eval_batch_size)
+        named = {f"{prefix}_{name}": value for name, value in measured.items()}
+        metrics = {"step": self.state.global_step, "epoch": self.state.epoch, **named,
+                   **speed(prefix, seconds, len(rows), steps)}
+        self.log(metrics)
+        self.notify("on_evaluate", metrics=metrics)
+        return metrics
+
+    def evaluation_names(self) -> set[str]:
+        """Return the names of the metrics that every evaluation has."""
+        return {name.removeprefix("_") for name in OF_ALL}
+
+    def may_measure(self, name: str) -> bool:
+        """Return whether an evaluation may have a metric of this name."""
+        return name in self.evaluation_names()
+
+    def check_best_metric(self) -> None:
+        """Raise ValueError if metric_for_best_model names a metric that no evaluation can have."""
+        wanted, several = self.args.best_metric, isinstance(self.eval_sets, dict)
+        prefixes = [f"eval_{name}_" for name in self.eval_sets] if several else ["eval_"]
+        if wanted is None or any(wanted.startswith(prefix) and self.may_measure(wanted.removeprefix(prefix))
+                                 for prefix in prefixes):
+            return
+        listed = ", ".join(f"{prefixes[0]}{name}" for name in sorted(self.evaluation_names()))
+        others = f", and the same of {', '.join(list(self.eval_sets)[1:])}" if several and len(prefixes) > 1 else ""
+        raise ValueError(f"metric_for_best_model: no evaluation has a metric {wanted!r}; it has {listed}{others}. What "
+                         "a reward function logs counts where it names log_metric or log_extra as a parameter")
 
     def summarize(self, seconds: float) -> None:
         """Log the summary of a run that took `seconds`, as the last line of the history."""

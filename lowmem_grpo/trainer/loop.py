@@ -14,14 +14,12 @@ from lowmem_grpo.memory.oom import MemoryExhaustedError
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rollout.replay import ReplayBuffer
-from lowmem_grpo.runs.clock import mean_of
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
-from lowmem_grpo.runs.listeners import Callbacks
+from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.lock import owned
-from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput
+from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
-from lowmem_grpo.runs.views.sinks import make_sinks
 from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree
 from lowmem_grpo.trainer.learner import members
 from lowmem_grpo.trainer.lifecycle import Lifecycle
@@ -85,9 +83,6 @@ class Trainer(Lifecycle):
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`."""
         return timing
-
-    def weights_changed(self) -> None:
-        """Called after an optimizer step or a restored checkpoint has changed the adapter's weights."""
 
     @property
     def sampled(self) -> list[RolloutGroup]:

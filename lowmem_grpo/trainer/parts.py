@@ -23,9 +23,8 @@ from lowmem_grpo.models.policy import Policy, mixed_dtype
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.runs.alarms import Alarms
-from lowmem_grpo.runs.clock import Clock
 from lowmem_grpo.runs.records import NoRecords, RunRecords
-from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.trainer.distributed import Ranks, check_settings, ranks
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner

@@ -1,4 +1,5 @@
-"""Episodes of several turns without training: to evaluate a model, and for `lowmem-grpo eval`."""
+"""Episodes of several turns. `EpisodeSetup` makes what a trainer needs for them out of its tools, its environments or a
+function that makes the rollouts itself; `Play` plays them without training: to evaluate, and for `lowmem-grpo eval`."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,17 +8,142 @@ from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import EpisodeSettings, SamplingParams
-from lowmem_grpo.data.prompts import Prompt, PromptEncoder
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
+from lowmem_grpo.data.stream import Stream, rows_of
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories, WithPrompts
+from lowmem_grpo.environments.episode import EpisodeBounds
+from lowmem_grpo.environments.protocol import short, tools_of
+from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.environments.tools.bodies import python_calls
 from lowmem_grpo.fast_model import adapter_for, as_request
+from lowmem_grpo.rewards.reward_model import with_models
 from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge, parts, seeded
+from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.rollout.metrics import episode_metrics
+from lowmem_grpo.rollout.rollout_func import RolloutFunction
+from lowmem_grpo.rollout.sampler import Player
+from lowmem_grpo.rollout.scoring import EnvironmentReward
 from lowmem_grpo.rollout.speakers import HumanEngine, Tell, Watched
 from lowmem_grpo.runs.accuracy import Answers
-from lowmem_grpo.trainer.episode_setup import EpisodeSetup
+from lowmem_grpo.trainer.model_setup import loading_options
+from lowmem_grpo.trainer.preflight.subject import Turns
 from lowmem_grpo.types import Rollout, RolloutGroup, ToolCall, Turn
 
+Function = Callable[..., Any]
 TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a tool call as a person types it
+
+
+class EpisodeSetup:
+    """Checks these parameters before anything is loaded, and makes the encoder, rewards and player from them."""
+
+    def __init__(
+        self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any, parse: Any = None
+    ) -> None:
+        self.config = config
+        self.tools, self.parse = tool_list(tools), parse
+        self.factories = None if environment_factory is None else Factories(environment_factory)
+        self.rollout_func = rollout_func
+        self.specs: EnvSpecs | None = None
+        if rollout_func is not None and not callable(rollout_func):
+            raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer)")
+        if rollout_func is not None and (self.tools or self.factories):
+            raise ValueError("rollout_func makes the rollouts itself; leave tools and environment_factory out")
+
+    @property
+    def plays(self) -> bool:
+        """True if a prompt is answered in several turns."""
+        return bool(self.tools) or self.factories is not None
+
+    @property
+    def functions(self) -> list[Function]:
+        samples = [] if self.factories is None else self.factories.samples.values()
+        return [*self.tools, *(tool for sample in samples for tool in tools_of(sample))]
+
+    def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
+        """Return the reward functions and their weights, those of environments (weight 1, as in TRL) included."""
+        if reward_funcs is None and self.factories is None:
+            raise ValueError("No reward source provided: GRPOTrainer needs reward_funcs, which is a function, a reward "
+                             "model, or a list of these")
+        rewards = [] if reward_funcs is None else reward_funcs
+        functions = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+        init = loading_options(self.config.model_init_kwargs or {})
+        functions = with_models(functions, processing_classes, init, self.config.chat_template_kwargs)
+        weights = self.config.reward_weights
+        if self.factories is not None:
+            own = [EnvironmentReward(kind) for kind in self.factories.paying]
+            if not functions and not own:
+                names = ", ".join(sorted({type(sample).__name__ for sample in self.factories.samples.values()}))
+                raise ValueError(f"reward_funcs is empty, and {names} has neither step nor get_reward: nothing pays")
+            functions = [*functions, *own]
+            weights = None if weights is None else [*weights, *[1.0] * len(own)]
+        return functions, weights
+
+    def rows(self, dataset: Any) -> Any:
+        """Return the training rows; without a dataset, seeds from which an environment makes its tasks."""
+        if self.factories is None:
+            return rows_of(dataset)
+        if dataset is not None:
+            return with_prompts(rows_of(dataset))
+        if self.factories.several:
+            raise ValueError("environment_factory is a dict, which requires a `train_dataset`: each row must say in "
+                             "its column `environment` which one it needs")
+        if self.config.max_steps < 1:
+            raise ValueError("there is no train_dataset, so nothing says how long to train; set max_steps")
+        return seeded_rows(self.config.max_steps * self.config.prompts_per_step, self.config.seed)
+
+    def evaluation_rows(self, dataset: Any) -> Any:
+        """Return the rows to evaluate on; an int asks for that many held-out seeds."""
+        if self.factories is None or dataset is None:
+            return dataset
+        if isinstance(dataset, int):
+            return seeded_rows(dataset, self.config.seed, held_out=True)
+        return with_prompts(rows_of(dataset, "eval_dataset"))
+
+    def encoder(self, inner: PromptEncoder) -> PromptEncoder:
+        """Return the encoder of rows to prompts; it refuses a chat template that does not show the given tools."""
+        if not self.plays:
+            return inner
+        self.specs = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
+                         self.config.chat_template_kwargs or {}, self.parse)
+        return EpisodeEncoder(inner, self.specs)
+
+    @property
+    def turns(self) -> Turns | None:
+        """The tools and replies that the policy gets in episodes, for preflight; None without episodes."""
+        if self.specs is None:
+            return None
+        samples = [] if self.factories is None else list(self.factories.samples.values())
+        replies = any(callable(getattr(sample, "step", None)) for sample in samples)
+        return Turns(self.specs.schemas, replies, bool(samples))
+
+    def player(self, trainer: Any, context: int) -> Player | None:
+        """Return the player of episodes, or the rollout function; None if a single completion is the answer."""
+        if self.rollout_func is not None:
+            return RolloutFunction(self.rollout_func, trainer)
+        if self.specs is None:
+            return None
+        config = self.config
+        bounds = EpisodeBounds(config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
+                        config.environment_timeout, config.episode_timeout, config.history == "append")
+        return Episodes(self.specs, bounds, lambda: trainer is not None and trainer.interrupt.requested)
+
+
+def tool_list(tools: Any) -> Sequence[Function]:
+    """Return the functions passed as `tools`; TypeError for anything else."""
+    if tools is None:
+        return []
+    functions = list(tools) if isinstance(tools, (list, tuple)) else [tools]
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"tools holds {short(function)}; each tool is a function with type hints and a docstring")
+    return functions
+
+
+def with_prompts(rows: Any) -> Any:
+    """Return the rows, each with a prompt; DataError for a stream."""
+    if isinstance(rows, Stream):
+        raise DataError("the rows are a stream, which episodes do not take yet; pass list(stream.take(1000))")
+    return WithPrompts(rows)
 
 
 @dataclass(frozen=True)

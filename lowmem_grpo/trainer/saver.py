@@ -15,8 +15,8 @@ from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import RecordError, RunRecords
+from lowmem_grpo.runs.saved_adapter import CheckpointError, MismatchError
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.runs.whole_files import CheckpointError, MismatchError
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.rewind import RandomStates
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
-from lowmem_grpo.config.from_trl import settings_of
+from lowmem_grpo.config.from_trl import check_model, either, settings_of, taken_in, with_names
 from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.examples import each_of
 from lowmem_grpo.data.packing import PackEncoder
@@ -30,9 +30,8 @@ from lowmem_grpo.data.shapes import Shapes, tokenised
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.runs.views.live import SFTView
-from lowmem_grpo.trainer.evaluator import OF_LOSS
+from lowmem_grpo.trainer.lifecycle import OF_LOSS
 from lowmem_grpo.trainer.loop import Trainer
-from lowmem_grpo.trainer.parameters import check_model, either, taken_in, with_names
 from lowmem_grpo.trainer.parts import bring_model, make_parts
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup

@@ -104,7 +104,7 @@ class Processes:
 
 
 class TrlApi:
-    """The names of TRL's and transformers' trainers; `evaluate` is in evaluator.py."""
+    """The names of TRL's and transformers' trainers; `evaluate` is in lifecycle.py."""
 
     model: FastPeftModel
     args: TrainSettings

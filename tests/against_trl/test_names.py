@@ -10,8 +10,7 @@ import transformers
 from trainer_runs import ROWS, SMALL, digit_sum, load
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from lowmem_grpo.config.from_trl import COMPUTED, DIFFERENT, TAKEN_OVER, plain, settings_of
-from lowmem_grpo.trainer.parameters import REFUSED
+from lowmem_grpo.config.from_trl import COMPUTED, DIFFERENT, REFUSED, TAKEN_OVER, plain, settings_of
 from lowmem_grpo.trainer.trl_api import NOT_HERE
 from lowmem_grpo.utils import UnsupportedError
 

@@ -9,7 +9,7 @@ from tables import every_row
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.agents.train_config import FATES, HONOURED, TrainConfig, settings_of
 from lowmem_grpo.losses.policy_loss import grpo_loss
-from lowmem_grpo.trainer.step_settings import PER_STEP
+from lowmem_grpo.trainer.trajectories import PER_STEP
 
 DEFAULTS: dict[str, Any] = {  # what LocalBackend.train of openpipe-art 0.5.18 takes by name
     "learning_rate": 5e-6, "loss_fn": "cispo", "loss_fn_config": None, "normalize_advantages": True,

@@ -20,8 +20,8 @@ import click
 
 from lowmem_grpo.runs.lock import FILE as OWNER
 from lowmem_grpo.runs.records import COMPLETIONS, FINAL, METRICS, NONFINITE, REPORT, SUMMARY
+from lowmem_grpo.runs.saved_adapter import FILES, fingerprint
 from lowmem_grpo.runs.views.terminal import quiet
-from lowmem_grpo.runs.whole_files import FILES, fingerprint
 from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.kills import LONGEST, Scenario, ended, prepare
 from tests.attacks.small_run import differences

@@ -32,9 +32,8 @@ import click
 from safetensors.torch import load_file
 
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS
-from lowmem_grpo.runs.saved_adapter import read_summary
+from lowmem_grpo.runs.saved_adapter import last_good, read_summary
 from lowmem_grpo.runs.views.terminal import quiet
-from lowmem_grpo.runs.whole_files import last_good
 from lowmem_grpo.trainer.loop import Trainer
 from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.small_run import differences, digit_sum, make, make_sft

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.runs.whole_files import last_good, list_checkpoints
+from lowmem_grpo.runs.saved_adapter import last_good, list_checkpoints
 from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.ranked_run import Ranked, train
 from tests.attacks.small_run import differences

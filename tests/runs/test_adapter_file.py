@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.runs.saved_adapter import same_model
-from lowmem_grpo.runs.whole_files import AdapterError
+from lowmem_grpo.runs.saved_adapter import AdapterError, same_model
 
 Tensors = dict[str, Tensor]
 LAYER = "base_model.model.model.layers.2.self_attn.q_proj"

@@ -20,7 +20,7 @@ from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel, adapter_for
 from lowmem_grpo.models.export.formats import ExportSettings, export
 from lowmem_grpo.models.export.merge import read_pairs
-from lowmem_grpo.runs.whole_files import AdapterError
+from lowmem_grpo.runs.saved_adapter import AdapterError
 
 IDS = torch.tensor([[5, 9, 11, 200, 31, 7, 8, 90, 14, 301]])
 

@@ -23,12 +23,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, get_scheduler
 
-from lowmem_grpo.runs import checkpoint, checkpoint_state, whole_files
-from lowmem_grpo.runs.whole_files import CheckpointError
+from lowmem_grpo.runs import checkpoint, checkpoint_state, saved_adapter
+from lowmem_grpo.runs.saved_adapter import CheckpointError
 
 Optimizers = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 STATE = {"step": 3, "reward": 0.1, "rows": [1, 2], "best": None}
-WHOLE_FILES = [*whole_files.FILES, "manifest.json"]
+WHOLE_FILES = [*saved_adapter.FILES, "manifest.json"]
 
 
 def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,13 +1,16 @@
-"""The last line of a run's log: transformers' figures, whatever lines were logged before."""
+"""The last line of a run's log: transformers' figures, whatever lines were logged before; seconds of each phase of a
+step, and means over steps."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trainer_runs import load, make
 
 from lowmem_grpo import SFTConfig, SFTTrainer
-from lowmem_grpo.runs.state import speed, summary
+from lowmem_grpo.runs import state as module
+from lowmem_grpo.runs.state import Clock, mean_of, speed, summary
 
 TRANSFORMERS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss",
                 "epoch", "step"}
@@ -82,3 +85,40 @@ def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
     assert losses_of(again).keys() == {3} and output.metrics["step"] == 3
     assert again.state.log_history[-1]["train_loss"] == pytest.approx(losses_of(again)[3])
     assert output.metrics["train_samples_per_second"] == pytest.approx(8 / output.metrics["train_runtime"])
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the clock reads; a test adds to them."""
+    seconds = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    return seconds
+
+
+def test_the_clock_gives_each_phase_its_share_and_the_rest_to_idle(now: list[float]) -> None:
+    clock = Clock()
+    for name, seconds in (("generate", 5.0), ("train", 1.0), ("train", 2.0)):
+        with clock.phase(name):
+            now[0] += seconds
+    now[0] += 2.0
+    clock.moved_to_train(1.0)
+    shares = clock.metrics()
+    assert shares["step_time"] == 10.0
+    parts = {name: shares[f"time/{name}"] for name in ("generate", "reward", "train", "idle")}
+    assert parts == pytest.approx({"generate": 0.4, "reward": 0.0, "train": 0.4, "idle": 0.2})
+
+
+def test_a_phase_that_fails_is_counted_and_a_restart_forgets_it(now: list[float]) -> None:
+    clock = Clock()
+    with pytest.raises(ZeroDivisionError), clock.phase("reward"):
+        now[0] += 3.0
+        raise ZeroDivisionError
+    assert clock.seconds["reward"] == 3.0
+    clock.restart()
+    assert clock.seconds == {"generate": 0.0, "reward": 0.0, "train": 0.0}
+    now[0] += 1.0
+    assert clock.metrics()["step_time"] == 1.0
+
+
+def test_the_mean_over_optimizer_steps_takes_those_that_have_the_metric() -> None:
+    assert mean_of([{"loss": 1.0, "kl": 3.0}, {"loss": 2.0}]) == {"kl": 3.0, "loss": 1.5}

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import openai
 
-from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.openai.pending import Record, unrecorded
 from lowmem_grpo.server.openai.request_queue import LIVE
+from lowmem_grpo.server.requests import ChatError
 
 Says = Callable[[list[dict[str, Any]]], Awaitable[str]]
 

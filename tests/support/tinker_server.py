@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from torch import Tensor
 
 from lowmem_grpo.server.database import Database
-from lowmem_grpo.server.errors import Limits
+from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.datum import as_bytes

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs import lock
 from lowmem_grpo.runs.records import RecordError
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.state import Interrupt
-from lowmem_grpo.runs.whole_files import list_checkpoints
 from tests.attacks.small_run import StopAt, digit_sum, make, records
 
 SHORT: dict[str, Any] = {"max_steps": 2, "save_steps": 1}

@@ -28,8 +28,8 @@ from transformers import TrainerCallback
 
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.runs import listeners
 from lowmem_grpo.runs.records import RecordError, read_lines
-from lowmem_grpo.runs.views import sinks
 
 # Records
 
@@ -143,7 +143,7 @@ def test_tensorboard_gets_the_rewards(finished: Any) -> None:
 
 
 def test_a_missing_library_for_report_to_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(listeners, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install wandb"):
         make(tmp_path, report_to="wandb")
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.runs.whole_files import MismatchError
+from lowmem_grpo.runs.saved_adapter import MismatchError
 from lowmem_grpo.types import RolloutGroup
 from tests.attacks.small_run import StopAt
 

@@ -21,8 +21,8 @@ from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.runs.saved_adapter import CheckpointError
 from lowmem_grpo.runs.state import Interrupt
-from lowmem_grpo.runs.whole_files import CheckpointError
 from tests.attacks.small_run import ROWS, StopAt, differences, digit_sum, make, make_sft, records
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.runs.whole_files import list_checkpoints, verify
+from lowmem_grpo.runs.saved_adapter import list_checkpoints, verify
 from tests.attacks.ranked_run import Ranked, train, train_in_order
 from tests.attacks.small_run import TIMES
 

@@ -25,7 +25,7 @@ from lowmem_grpo.data.examples import Example
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.runs.whole_files import list_checkpoints
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.preflight.checks import PreflightError
 from lowmem_grpo.trainer.sft import as_groups, token_losses

@@ -36,8 +36,14 @@ from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
 from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
-from lowmem_grpo.runs.saved_adapter import BASE_FILE, BaseRecord, RunAdapter, base_of_adapter, find_adapter
-from lowmem_grpo.runs.whole_files import ADAPTER_FILE
+from lowmem_grpo.runs.saved_adapter import (
+    ADAPTER_FILE,
+    BASE_FILE,
+    BaseRecord,
+    RunAdapter,
+    base_of_adapter,
+    find_adapter,
+)
 
 FORMATS = ("adapter", "merged", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowmem_grpo.models.export.base_weights import INDEX, Weight
 from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, read_adapter, refuse_variants, scaling_of
-from lowmem_grpo.runs.whole_files import AdapterError
+from lowmem_grpo.runs.saved_adapter import AdapterError
 
 SHARD_BYTES = 2**30
 TILE_ELEMENTS = 2**23  # elements in a tile; 32 MiB in float32

@@ -13,8 +13,7 @@ from lowmem_grpo.rewards.calling.background import start_thread
 from lowmem_grpo.rewards.calling.calls import Call, Lists, check, failure, pause, stop
 from lowmem_grpo.rewards.calling.contract import RewardError, bind, is_async
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores, put_together
-from lowmem_grpo.runs.clock import Clock
-from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.types import Message, Rollout, RolloutGroup, Turn
 
 LINGER = 0.02  # seconds that the worker waits, so that groups that finish together share one call

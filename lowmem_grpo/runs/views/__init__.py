@@ -1,1 +1,1 @@
-"""Views of a run: terminal, report page, pictures, tables, sinks."""
+"""Views of a run: terminal, report page, pictures, tables."""

@@ -1,4 +1,9 @@
-"""`Chart`: metrics over the steps of a run, with smoothing, and downsampled to the points that a page draws."""
+"""`Chart`: metrics over the steps of a run, with smoothing, and downsampled to the points that a page draws; and the
+colours of charts, pages, notebooks and the pictures in docs/.
+
+Lines and verdicts are distinguishable with each kind of colour blindness, on light and dark pages; verdicts also have
+a sign. Memory components are too many for that: they appear in the order of their legend.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,6 +12,28 @@ from statistics import fmean
 from typing import Any
 
 FEWEST_TO_SMOOTH = 20  # steps
+LINES = ("#0065d2", "#e8500c", "#0c9c65", "#7c2150", "#8d9a3c", "#49506c")  # on a light page, in this order
+DARK_LINES = ("#4d94ff", "#f07a28", "#2fe0b0", "#f79be8", "#e0ee80", "#858779")
+RIGHT, WRONG = "#00856f", "#cc4a0c"  # readable on white and on black, since a terminal may be either
+DARK_RIGHT, DARK_WRONG = "#3ecfae", "#ff8a5c"
+RIGHT_SIGN, WRONG_SIGN = "\u2713", "\u2717"
+INK, PALE = "#1f2733", "#d0d7de"  # text, and grid lines behind the data, on a light page
+
+PAGE = {  # (light, dark)
+    "page": ("#f6f7f9", "#12161c"), "card": ("#ffffff", "#1a2029"), "ink": (INK, "#dde3ea"),
+    "quiet": ("#5c6675", "#9aa5b3"), "edge": ("#e0e4ea", "#2b333e"), "right": (RIGHT, DARK_RIGHT),
+    "wrong": (WRONG, DARK_WRONG),
+    **{f"line{place}": pair for place, pair in enumerate(zip(LINES, DARK_LINES, strict=True))},
+}
+
+# The model in blue, LoRA in green, token-dependent memory in warm colours, the driver in grey.
+MEMORY = {
+    "weights": "#2f5d9b", "embedding": "#6f9bd1", "head": "#a9c6e8", "adapters": "#2e8b57", "gradients": "#6cbf8b",
+    "optimizer": "#b5dfc0", "KV cache": "#e0803a", "engine workspace": "#c98bbf", "layer inputs": "#c0504d",
+    "layer recompute": "#e0803a", "MLP tile": "#f0b67f", "U and hidden states": "#f6d55c", "logits chunk": "#d9a441",
+    "attention workspace": "#8f6bb3", "adapter copy": "#1f6b43", "sampling weights": "#4a3f9b",
+    "CUDA context": "#8a8f98", "reserve": "#c4c8ce",
+}
 
 
 @dataclass(frozen=True)
@@ -111,3 +138,13 @@ def how_smoothed(charts: Iterable[Chart]) -> str:
     lines = [line for chart in charts if chart.smooth for line in chart.lines if not (line.dots or line.level)]
     widest = max((window(len(line.points)) for line in lines), default=1)
     return f"Bold lines are means of the {widest} steps around each, faint ones are single steps." if widest > 1 else ""
+
+
+def css() -> str:
+    """Return the colours as CSS variables. A page of the class `paper` is always light."""
+    light, dark = (";".join(f"--{name}:{pair[place]}" for name, pair in PAGE.items()) for place in (0, 1))
+    return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root:not(.paper){{{dark}}}}}\n"
+
+
+def sign(right: bool) -> str:
+    return RIGHT_SIGN if right else WRONG_SIGN

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.runs.trajectory import speaker
-from lowmem_grpo.runs.views.palette import LINES, RIGHT, WRONG, sign
+from lowmem_grpo.runs.views.chart import LINES, RIGHT, WRONG, sign
 from lowmem_grpo.runs.views.terminal import between_words
 
 IN_A_CELL = "<pre style='line-height:1.3;overflow-x:auto'>{code}</pre>"

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
+from lowmem_grpo.runs.views.chart import LINES
 from lowmem_grpo.runs.views.console import Cell, any_console, episode_lines, plain, print_line, shortened
-from lowmem_grpo.runs.views.palette import LINES
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.utils import size_text, time_text
 

@@ -11,9 +11,8 @@ from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.runs.views import report
-from lowmem_grpo.runs.views.chart import Chart, Line, how_smoothed
+from lowmem_grpo.runs.views.chart import LINES, MEMORY, RIGHT, WRONG, Chart, Line, how_smoothed, sign
 from lowmem_grpo.runs.views.charts import figures
-from lowmem_grpo.runs.views.palette import LINES, MEMORY, RIGHT, WRONG, sign
 from lowmem_grpo.utils import GIB
 
 COLUMNS, ROW, NOTE = 2, 322, 40  # charts per row; pixels of a row, and of the note above

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.runs.trajectory import ENDINGS
-from lowmem_grpo.runs.views.chart import how_smoothed
+from lowmem_grpo.runs.views.chart import LINES, css, how_smoothed
 from lowmem_grpo.runs.views.charts import deciding, figures, split_flat, taught, threshold
 from lowmem_grpo.runs.views.headline import Warned, alarms_in_words, count_alarms, headline
-from lowmem_grpo.runs.views.palette import LINES, css
 from lowmem_grpo.runs.views.samples import Record, clipped, fitting, json_text, shown_sample
 from lowmem_grpo.utils import count_text
 

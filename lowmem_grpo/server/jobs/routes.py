@@ -9,12 +9,12 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from lowmem_grpo.server.errors import ChatError, Limits
 from lowmem_grpo.server.jobs.keeper import LOG
 from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
 from lowmem_grpo.server.page.page import Page
 from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, one_run, so_far
 from lowmem_grpo.server.page.watching import CardUse
+from lowmem_grpo.server.requests import ChatError, Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import JOBS, SignIn, User, Users
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
-from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.messages import turn_named
@@ -21,6 +20,7 @@ from lowmem_grpo.server.openai.pending import (
     unrecorded,
 )
 from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, TextRequest
+from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
 
 Names = Callable[[], Mapping[str, Path | str | None]]  # returns `Call.adapter` of each model, by model name

@@ -8,10 +8,10 @@ from typing import Any
 
 import openai
 
-from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.openai.chat_handler import ChatHandler, model_entry
 from lowmem_grpo.server.openai.pending import DONE, event
 from lowmem_grpo.server.openai.sessions import RECORDER, SESSION
+from lowmem_grpo.server.requests import ChatError
 
 # the HTTP library under openai's client: httpx, or its successor httpx2
 httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
-from lowmem_grpo.server.errors import Limits
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.routes import Completions, listed_routes, openai_router
 from lowmem_grpo.server.openai.sessions import OpenSessions, Session
+from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import CLOSE, HOSTS, LOOPBACK, made_for, make_server_app, open_socket
 from lowmem_grpo.server.users import Users
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lowmem_grpo.engines.prompt_inputs import plain_message
-from lowmem_grpo.server.bodies import shown
-from lowmem_grpo.server.errors import ChatError
+from lowmem_grpo.server.requests import ChatError, shown
 from lowmem_grpo.types import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -19,12 +19,12 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.environments.tools.parsers import Reading
-from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache, PromptState
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.messages import message_of
 from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest
 from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
+from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
 
 BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # bytes by letter in byte-level vocabularies

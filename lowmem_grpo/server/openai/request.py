@@ -7,9 +7,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from lowmem_grpo.config.sampling import FORMAT, PENALTY
 from lowmem_grpo.config.unsupported import Table, only
-from lowmem_grpo.server.bodies import Body, shown, words_of
-from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.openai.messages import plain
+from lowmem_grpo.server.requests import Body, ChatError, shown, words_of
 
 MOST_COMPLETIONS, MOST_TEXTS = 128, 4096
 TEMPLATES_OWN = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Self
 
-from lowmem_grpo.server.errors import NO_RETRY, ChatError, Limits
+from lowmem_grpo.server.requests import NO_RETRY, ChatError, Limits
 
 
 @dataclass

@@ -13,9 +13,9 @@ from starlette.responses import HTMLResponse, RedirectResponse, StreamingRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lowmem_grpo.runs.views.report import asset, drawing_script, plain_page, served_page, style
-from lowmem_grpo.server.errors import ChatError, Limits
 from lowmem_grpo.server.page.sources import RunSource, zipped_adapter
 from lowmem_grpo.server.page.watching import MOST_COMPARED, CardUse, Watching, query_of
+from lowmem_grpo.server.requests import ChatError, Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import LASTS, SignIn, User
 from lowmem_grpo.utils import MIB

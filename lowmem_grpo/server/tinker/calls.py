@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from lowmem_grpo.server.bodies import Body, Natural, Positive, shown, words_of
+from lowmem_grpo.server.requests import Body, Natural, Positive, shown, words_of
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.server.tinker.datum import as_bytes, from_bytes

@@ -11,8 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from lowmem_grpo.server.bodies import json_of
-from lowmem_grpo.server.errors import ChatError
+from lowmem_grpo.server.requests import ChatError, json_of
 from lowmem_grpo.server.tinker.request_store import FinishedError, UnknownError
 from lowmem_grpo.server.tinker.usage import BusyError
 

@@ -9,7 +9,7 @@ from export_tools import names_beside, spoil
 from lowmem_grpo.models.export.folder import ExportError, new_folder
 from lowmem_grpo.models.export.formats import export
 from lowmem_grpo.models.export.merge import read_pairs
-from lowmem_grpo.runs.whole_files import AdapterError
+from lowmem_grpo.runs.saved_adapter import AdapterError
 
 
 def test_a_folder_with_something_in_it_is_not_touched(adapter: Path, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from lowmem_grpo.models.export.folder import ExportError
 from lowmem_grpo.models.export.formats import ExportSettings, export
 from lowmem_grpo.models.export.merge import MergeError
 from lowmem_grpo.runs.checkpoint import save_checkpoint
-from lowmem_grpo.runs.saved_adapter import RunError, find_adapter
-from lowmem_grpo.runs.whole_files import CheckpointError
+from lowmem_grpo.runs.saved_adapter import CheckpointError, RunError, find_adapter
 
 
 def run_of(folder: Path, model: FastPeftModel, status: str, steps: tuple[int, ...] = (2, 4)) -> Path:

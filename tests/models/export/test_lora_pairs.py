@@ -9,7 +9,7 @@ from export_tools import edit, names_beside, spoil
 
 from lowmem_grpo.models.export.formats import export
 from lowmem_grpo.models.export.merge import read_pairs
-from lowmem_grpo.runs.whole_files import AdapterError
+from lowmem_grpo.runs.saved_adapter import AdapterError
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -23,7 +23,7 @@ from lowmem_grpo.models.export.formats import export
 from lowmem_grpo.models.export.merge import MergeError, live_pairs, read_pairs
 from lowmem_grpo.models.fp8_layers import FP8Linear
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.runs.whole_files import AdapterError
+from lowmem_grpo.runs.saved_adapter import AdapterError
 from lowmem_grpo.utils import UnsupportedError
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.files import flush
+from lowmem_grpo.runs.saved_adapter import fingerprint
 from lowmem_grpo.runs.views.console import any_console, print_line
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.runs.views.terminal import BetweenWords, CurrentStderr, plain_errors
-from lowmem_grpo.runs.whole_files import fingerprint
 from lowmem_grpo.utils import check_value
 
 ENCODINGS = ["ascii", "cp1252", "cp932", "latin-1"]

@@ -13,7 +13,7 @@ from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.runs.accuracy import Answers, wilson_interval
-from lowmem_grpo.runs.views.palette import MEMORY, RIGHT, WRONG
+from lowmem_grpo.runs.views.chart import MEMORY, RIGHT, WRONG
 from lowmem_grpo.runs.views.pictures import Picture, accuracies, bars, curves, line, memory_bars, samples
 from lowmem_grpo.utils import GIB
 

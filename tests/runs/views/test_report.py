@@ -11,7 +11,7 @@ import pytest
 from run_pages import Page
 
 from lowmem_grpo.runs.accuracy import KINDS, changed_first
-from lowmem_grpo.runs.views.palette import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
+from lowmem_grpo.runs.views.chart import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
 from lowmem_grpo.runs.views.report import MAX_SAMPLES, MOST_BYTES, write_report
 from lowmem_grpo.runs.views.samples import spread
 

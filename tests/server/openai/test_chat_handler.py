@@ -12,9 +12,9 @@ from random_talks import SCHEMAS
 from served import chat_over, scripted_desk
 from tables import every_row
 
-from lowmem_grpo.server.errors import ChatError
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
+from lowmem_grpo.server.requests import ChatError
 
 HELLO: dict[str, Any] = {"model": "agent", "messages": [{"role": "user", "content": "Hello"}]}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

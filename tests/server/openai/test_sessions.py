@@ -14,7 +14,7 @@ from scripted_chat import Gated, ScriptedChat, begun, client_of, until
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.trajectories import History
-from lowmem_grpo.server.errors import Limits
+from lowmem_grpo.server.requests import Limits
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.runs.views import sinks
+from lowmem_grpo.runs import listeners
 
 WRITES = """
 from lowmem_grpo import SFTConfig
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.runs.views.sinks import make_sinks
+from lowmem_grpo.runs.listeners import make_sinks
 
 args, state = SFTConfig(report_to="trackio", project="a-project", run_name="a-run"), TrainerState(global_step=1)
 (sink,) = make_sinks(args.report_to)
@@ -45,9 +45,9 @@ def test_trackio_keeps_what_was_logged_and_evaluated(tmp_path: Path) -> None:
 
 def test_all_means_every_library_that_is_installed(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     caplog.set_level(logging.INFO, "lowmem_grpo")
-    monkeypatch.setattr(sinks, "find_spec", lambda name: SimpleNamespace() if name != "wandb" else None)
-    assert [type(sink).__name__ for sink in sinks.make_sinks(["all"])] == ["TensorboardSink", "TrackioSink"]
+    monkeypatch.setattr(listeners, "find_spec", lambda name: SimpleNamespace() if name != "wandb" else None)
+    assert [type(sink).__name__ for sink in listeners.make_sinks(["all"])] == ["TensorboardSink", "TrackioSink"]
     assert "report_to='all': tensorboard, trackio" in caplog.text
     with pytest.raises(ImportError, match='report_to names "wandb", which is not installed: pip install wandb'):
-        sinks.make_sinks(["wandb"])
-    assert sinks.make_sinks(["none"]) == []
+        listeners.make_sinks(["wandb"])
+    assert listeners.make_sinks(["none"]) == []

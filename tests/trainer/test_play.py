@@ -12,7 +12,7 @@ from trainer_runs import ROWS, SMALL, adapter, load, make, same
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.environments.rows import seeded_rows
-from lowmem_grpo.trainer.episode_setup import EpisodeSetup
+from lowmem_grpo.trainer.play import EpisodeSetup
 from lowmem_grpo.trainer.preflight.checks import PreflightError
 
 PLAY: dict[str, Any] = {"max_completion_length": 96, "max_turn_tokens": 8, "max_turns": 3, "report_to": "none"}
