@@ -11,7 +11,7 @@ from lowmem_grpo.data.prompts import Prompt, PromptEncoder
 from lowmem_grpo.environments.tools.bodies import python_calls
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge, parts, seeded
-from lowmem_grpo.rollout.metrics import episode_metrics
+from lowmem_grpo.rollout.scoring import episode_metrics
 from lowmem_grpo.rollout.speakers import HumanEngine, Tell, Watched
 from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.trainer.episode_setup import EpisodeSetup

@@ -21,7 +21,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.prompts import NoPrompts
 from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.losses.credit import assign_credit
-from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
+from lowmem_grpo.rollout.scoring import rollout_metrics, waiting_share
 from lowmem_grpo.runs.views.live import TrajectoryView
 from lowmem_grpo.runs.whole_files import list_checkpoints
 from lowmem_grpo.trainer.learner import members
