@@ -23,7 +23,7 @@ from lowmem_grpo.recipes.judging import JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.tasks.splits import distinct, take
-from lowmem_grpo.rewards.ready.lengths import too_long
+from lowmem_grpo.rewards.ready.formats import too_long
 from lowmem_grpo.rewards.texts import completion_texts
 
 WORDS_ALLOWED = 40

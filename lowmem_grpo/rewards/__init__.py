@@ -24,7 +24,15 @@ if TYPE_CHECKING:
         regex_match,
     )
     from lowmem_grpo.rewards.ready.code import code_passes_tests
-    from lowmem_grpo.rewards.ready.formats import format_kept, format_match, tags_counted
+    from lowmem_grpo.rewards.ready.formats import (
+        format_kept,
+        format_match,
+        length_near,
+        repetition_penalty,
+        soft_overlong_penalty,
+        tags_counted,
+        too_long,
+    )
     from lowmem_grpo.rewards.ready.gsm8k import (
         SYSTEM_PROMPT,
         correctness_reward_func,
@@ -35,7 +43,6 @@ if TYPE_CHECKING:
         strict_format_reward_func,
         xmlcount_reward_func,
     )
-    from lowmem_grpo.rewards.ready.lengths import length_near, repetition_penalty, soft_overlong_penalty, too_long
     from lowmem_grpo.rewards.ready.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
     from lowmem_grpo.rewards.ready.math_answer import math_match
     from lowmem_grpo.rewards.ready.reading import after, boxed, in_tag, last_line, last_number, whole
@@ -65,10 +72,10 @@ HOMES = {name: home for home, names in {
     "rewards.ready.answers": "answer_match boxed_match json_match number_equal number_match number_present proximity "
                              "regex_match",
     "rewards.ready.code": "code_passes_tests",
-    "rewards.ready.formats": "format_kept format_match tags_counted",
+    "rewards.ready.formats": "format_kept format_match length_near repetition_penalty soft_overlong_penalty "
+                             "tags_counted too_long",
     "rewards.ready.gsm8k": "SYSTEM_PROMPT correctness_reward_func extract_hash_answer extract_xml_answer "
                            "int_reward_func soft_format_reward_func strict_format_reward_func xmlcount_reward_func",
-    "rewards.ready.lengths": "length_near repetition_penalty soft_overlong_penalty too_long",
     "rewards.ready.mail": "email_rewards ideal_answer keyword_present recipient_named signed",
     "rewards.ready.math_answer": "math_match",
     "rewards.ready.reading": "after boxed in_tag last_line last_number whole",
