@@ -16,7 +16,7 @@ from typing import Any
 from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam, won
-from lowmem_grpo.recipes.judging import SELF, JudgeOptions, teach_judged
+from lowmem_grpo.recipes.judge import SELF, JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
 from lowmem_grpo.recipes.tasks.inbox import UNKNOWN, WRONG, Inbox, baselines, earned
