@@ -25,8 +25,7 @@ from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.calling.contract import RewardError
-from lowmem_grpo.rewards.judge.judge import Judge
-from lowmem_grpo.rewards.judge.judge_reward import ruler
+from lowmem_grpo.rewards.judge.judge import Judge, ruler
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
 from lowmem_grpo.rewards.ready.formats import too_long

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.rewards.calling.scorer import RewardError, RewardScorer, Scores
     from lowmem_grpo.rewards.checking.check import RewardCheck, check
-    from lowmem_grpo.rewards.judge.judge_reward import judged, ruler
+    from lowmem_grpo.rewards.judge.judge import judged, ruler
     from lowmem_grpo.rewards.judge.self_judge import SelfJudge
     from lowmem_grpo.rewards.judge.url_judge import UrlJudge
     from lowmem_grpo.rewards.ready.answers import (
@@ -66,7 +66,7 @@ HOMES = {name: home for home, names in {
     "rewards.verifier": "Verifier",
     "rewards.calling.scorer": "RewardError RewardScorer Scores",
     "rewards.checking.check": "RewardCheck check",
-    "rewards.judge.judge_reward": "judged ruler",
+    "rewards.judge.judge": "judged ruler",
     "rewards.judge.self_judge": "SelfJudge",
     "rewards.judge.url_judge": "UrlJudge",
     "rewards.ready.answers": "answer_match boxed_match json_match number_equal number_match number_present proximity "
