@@ -23,7 +23,7 @@ from bench.tiny_models.tiny_model import SHAPE, wrong_total
 from lowmem_grpo.models.stored_model import TINY
 from lowmem_grpo.recipes import guess, tictactoe
 from lowmem_grpo.recipes.calculator import Sum, calculate, sums
-from lowmem_grpo.recipes.tasks.playing import G, Player
+from lowmem_grpo.recipes.eval_task import G, Player
 
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
 LISTENS = 0.5  # share of the demonstrations of `guess` that guess in the remaining range

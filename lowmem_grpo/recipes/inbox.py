@@ -15,14 +15,13 @@ from typing import Any
 
 from datasets import Dataset
 
-from lowmem_grpo.recipes.eval_task import Exam
-from lowmem_grpo.recipes.judging import SELF, JudgeOptions, teach_judged
+from lowmem_grpo.recipes.eval_task import Exam, won
+from lowmem_grpo.recipes.judge import SELF, JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
 from lowmem_grpo.recipes.tasks.inbox import UNKNOWN, WRONG, Inbox, baselines, earned
 from lowmem_grpo.recipes.tasks.mail_database import check_sqlite
 from lowmem_grpo.recipes.tasks.mailbox import WORLDS, check_name, mailbox
-from lowmem_grpo.recipes.tasks.playing import won
 from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.trainer.play import Play
 

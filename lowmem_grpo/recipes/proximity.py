@@ -17,12 +17,11 @@ from typing import Any
 from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam
-from lowmem_grpo.recipes.lesson import Lesson, teach
+from lowmem_grpo.recipes.lesson import Lesson, WarmUp, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.tasks import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.tasks.splits import distinct, take
-from lowmem_grpo.recipes.warm_up import WarmUp
 from lowmem_grpo.rewards.ready.answers import number_equal, number_match, proximity, regex_match
 from lowmem_grpo.rewards.ready.formats import REASONING_TAGS, format_kept, format_match, tags_counted
 from lowmem_grpo.rewards.ready.reading import Place, after, in_tag, last_line

@@ -15,11 +15,10 @@ from typing import Any
 from datasets import Dataset
 
 from lowmem_grpo.environments.rows import seeded_rows
-from lowmem_grpo.recipes.eval_task import Exam
+from lowmem_grpo.recipes.eval_task import Exam, baselines, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.recipes.tasks.playing import baselines, won
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.rewards.calling.scorer import RewardError, RewardScorer, Scores
     from lowmem_grpo.rewards.checking.check import RewardCheck, check
-    from lowmem_grpo.rewards.judge.judge_reward import judged, ruler
+    from lowmem_grpo.rewards.judge.judge import judged, ruler
     from lowmem_grpo.rewards.judge.self_judge import SelfJudge
     from lowmem_grpo.rewards.judge.url_judge import UrlJudge
     from lowmem_grpo.rewards.ready.answers import (
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
         regex_match,
     )
     from lowmem_grpo.rewards.ready.code import code_passes_tests
-    from lowmem_grpo.rewards.ready.formats import format_kept, format_match, tags_counted
+    from lowmem_grpo.rewards.ready.formats import (
+        format_kept,
+        format_match,
+        length_near,
+        repetition_penalty,
+        soft_overlong_penalty,
+        tags_counted,
+        too_long,
+    )
     from lowmem_grpo.rewards.ready.gsm8k import (
         SYSTEM_PROMPT,
         correctness_reward_func,
@@ -35,7 +43,6 @@ if TYPE_CHECKING:
         strict_format_reward_func,
         xmlcount_reward_func,
     )
-    from lowmem_grpo.rewards.ready.lengths import length_near, repetition_penalty, soft_overlong_penalty, too_long
     from lowmem_grpo.rewards.ready.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
     from lowmem_grpo.rewards.ready.math_answer import math_match
     from lowmem_grpo.rewards.ready.reading import after, boxed, in_tag, last_line, last_number, whole
@@ -59,16 +66,16 @@ HOMES = {name: home for home, names in {
     "rewards.verifier": "Verifier",
     "rewards.calling.scorer": "RewardError RewardScorer Scores",
     "rewards.checking.check": "RewardCheck check",
-    "rewards.judge.judge_reward": "judged ruler",
+    "rewards.judge.judge": "judged ruler",
     "rewards.judge.self_judge": "SelfJudge",
     "rewards.judge.url_judge": "UrlJudge",
     "rewards.ready.answers": "answer_match boxed_match json_match number_equal number_match number_present proximity "
                              "regex_match",
     "rewards.ready.code": "code_passes_tests",
-    "rewards.ready.formats": "format_kept format_match tags_counted",
+    "rewards.ready.formats": "format_kept format_match length_near repetition_penalty soft_overlong_penalty "
+                             "tags_counted too_long",
     "rewards.ready.gsm8k": "SYSTEM_PROMPT correctness_reward_func extract_hash_answer extract_xml_answer "
                            "int_reward_func soft_format_reward_func strict_format_reward_func xmlcount_reward_func",
-    "rewards.ready.lengths": "length_near repetition_penalty soft_overlong_penalty too_long",
     "rewards.ready.mail": "email_rewards ideal_answer keyword_present recipient_named signed",
     "rewards.ready.math_answer": "math_match",
     "rewards.ready.reading": "after boxed in_tag last_line last_number whole",

@@ -11,11 +11,10 @@ from lowmem_grpo.data.prompts import Prompt, PromptSource
 from lowmem_grpo.engines.progress import Pace
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
-from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.rollout.replay import ReplayBuffer, age_of
 from lowmem_grpo.rollout.sampler import Overlap, Sampler
-from lowmem_grpo.rollout.scoring import Scoring
+from lowmem_grpo.rollout.scoring import Scoring, rollout_metrics, waiting_share
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import RolloutGroup
 

@@ -19,10 +19,9 @@ from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.rewards.reward_model import with_models
 from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge, parts, seeded
 from lowmem_grpo.rollout.episodes import Episodes
-from lowmem_grpo.rollout.metrics import episode_metrics
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.rollout.sampler import Player
-from lowmem_grpo.rollout.scoring import EnvironmentReward
+from lowmem_grpo.rollout.scoring import EnvironmentReward, episode_metrics
 from lowmem_grpo.rollout.speakers import HumanEngine, Tell, Watched
 from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.trainer.model_setup import loading_options

@@ -26,7 +26,7 @@ from lowmem_grpo.losses.advantages import ESTIMATORS, assign_advantages
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.losses.loss_settings import OF_TYPES
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
-from lowmem_grpo.rollout.metrics import rollout_metrics, waiting_share
+from lowmem_grpo.rollout.scoring import rollout_metrics, waiting_share
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.views.live import TrajectoryView
 from lowmem_grpo.trainer.learner import members

@@ -9,8 +9,8 @@ from tables import not_refused
 
 from lowmem_grpo.recipes import guess, tictactoe
 from lowmem_grpo.recipes.calculator import calculate, sums
+from lowmem_grpo.recipes.eval_task import baselines, play
 from lowmem_grpo.recipes.guess import Guess, number_in
-from lowmem_grpo.recipes.tasks.playing import baselines, play
 from lowmem_grpo.recipes.tictactoe import EMPTY, TicTacToe, best_moves, free, square_in, value, winner
 
 NO_NUMBER = ["", "no idea", "4 or 5", "9" * 5000, "٣", "\x00", "1e999999999999", "1-2"]

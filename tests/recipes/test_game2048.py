@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.environments import Anew
+from lowmem_grpo.recipes.eval_task import baselines, play
 from lowmem_grpo.recipes.game2048 import (
     IN_VAIN,
     PLAYERS,
@@ -22,7 +23,6 @@ from lowmem_grpo.recipes.game2048 import (
     slid,
     worth,
 )
-from lowmem_grpo.recipes.tasks.playing import baselines, play
 
 FULL: Board = ((2, 4, 2), (4, 2, 4), (2, 4, 2))
 

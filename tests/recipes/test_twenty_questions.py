@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.environments import AskBase
-from lowmem_grpo.recipes.tasks.playing import baselines
+from lowmem_grpo.recipes.eval_task import baselines
 from lowmem_grpo.recipes.twenty_questions import (
     NUMBERS,
     PLAYERS,

@@ -14,7 +14,7 @@ from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factorie
 from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.protocol import EnvironmentFailedError
 from lowmem_grpo.rollout.episodes import Episodes
-from lowmem_grpo.rollout.metrics import episode_metrics
+from lowmem_grpo.rollout.scoring import episode_metrics
 from lowmem_grpo.rollout.speakers import HumanEngine, Watched
 from lowmem_grpo.types import Rollout
 

@@ -31,7 +31,7 @@ from trl_runs import END, Rollouts, TrlRun, given_reward, make_trainer, model_lo
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.rollout.metrics import rollout_metrics
+from lowmem_grpo.rollout.scoring import rollout_metrics
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.optim import make_optimizer, make_scheduler

@@ -1,16 +1,22 @@
-"""The base class of judges, with a cache, a meter and rate-limited warnings."""
+"""The base class of judges, with a cache, a meter and rate-limited warnings; and the rewards from a judge's scores. If
+the judge fails, the group is left out of the step, and the run continues."""
 
+import inspect
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from lowmem_grpo.rewards.judge.question import Question, Ratings
+from lowmem_grpo.rewards.judge.forms import GroupForm, JudgeForm, JudgeRequest, SingleForm
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question, Ratings
+from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.runs.findings import Finding
-from lowmem_grpo.utils import at_least, require
+from lowmem_grpo.utils import TEXT, at_least, require
 
 logger = logging.getLogger(__name__)
 
@@ -143,3 +149,134 @@ def is_address(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+
+
+class JudgeReward(Reward):
+    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for an async one. Each call logs
+    judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (per completion), and /seconds (of
+    the call) if the judge was asked. The judge's reasons are logged in the extra column NAME_reason."""
+
+    required = True
+
+    def __init__(self, name: str, judge: Judge, form: JudgeForm) -> None:
+        super().__init__(name, form.columns)
+        self.judge, self.form = judge, form
+        self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
+        self.trouble: Finding | None = None  # the last reason for a None, shown by `rewards.check`
+
+    @property
+    def meter(self) -> Any:
+        return self.judge.meter
+
+    def read(self, completions: list[Any]) -> list[Any]:
+        return [self.form.read(completion) for completion in completions]
+
+    def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        requests, began = self.ask(texts, columns, call), time.monotonic()
+        now: Any = self.judge.rate(questions_of(requests))
+        return self.settle(requests, now, time.monotonic() - began, call)
+
+    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[JudgeRequest]:
+        """Return the requests about N completions; TypeError if the call has no prompts."""
+        if (prompts := call.get("prompts")) is None:
+            raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
+        seeds = call.get("seed") if "environments" in call else None  # equal prompts may be different tasks
+        return self.form.questions(texts, columns, prompts, seeds)
+
+    def settle(
+        self, requests: list[JudgeRequest], now: Round, seconds: float, call: dict[str, Any]
+    ) -> list[float | None]:
+        """Return the rewards for a round's scores, None without a score, and log the round."""
+        size = sum(len(places) for request in requests for places in request.places)
+        rewards: list[float | None] = [None] * size
+        reasons = ["not judged"] * size
+        for request in requests:
+            alone = [(None, "nothing to compare")] * len(request.places)
+            ratings = now.found.get(request.question) if request.question else alone
+            for places, (score, reason) in zip(request.places, ratings or [], strict=False):
+                for place in places:
+                    rewards[place] = request.equal if score is None else self.form.worth(score)
+                    reasons[place] = reason
+        if now.troubles:
+            self.trouble = now.troubles[-1]
+        self.log(requests, now, seconds, reasons, call)
+        return rewards
+
+    def log(
+        self, requests: list[JudgeRequest], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]
+    ) -> None:
+        if callable(log := call.get("log_extra")):
+            log(f"{self.__name__}_reason", reasons)
+        if not callable(log := call.get("log_metric")) or not reasons:
+            return
+        meter = now.meter
+        totals = {
+            "failed": completions_of(requests, lambda question: question not in now.found),
+            "cached": completions_of(requests, lambda question: question in now.known), "retries": meter.retried,
+            "tokens": meter.prompt_tokens + meter.completion_tokens,
+        }
+        means = {name: total / len(reasons) for name, total in totals.items()}
+        for name, value in (means | ({"seconds": seconds} if meter.calls else {})).items():
+            log(f"judge/{self.__name__}/{name}", value)
+
+
+class AsyncJudgeReward(JudgeReward):
+    """A reward by a judge whose `rate` is async, so that other functions run while it waits for a server."""
+
+    async def __call__(self, *, completions: list[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        return await super().__call__(completions=completions, **kwargs)  # type: ignore[misc]
+
+    async def pay(  # type: ignore[override]
+        self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]
+    ) -> list[float | None]:
+        requests, began = self.ask(texts, columns, call), time.monotonic()
+        now = await self.judge.rate(questions_of(requests))
+        return self.settle(requests, now, time.monotonic() - began, call)
+
+
+def questions_of(requests: list[JudgeRequest]) -> list[Any]:
+    return [request.question for request in requests if request.question is not None]
+
+
+def completions_of(requests: list[JudgeRequest], holds: Callable[[Question], bool]) -> int:
+    """Return the number of completions in the requests whose question satisfies `holds`."""
+    return sum(len(places) for request in requests if request.question and holds(request.question)
+               for places in request.places)
+
+
+def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
+           reference: str | None = None, rubric_column: str | None = None, name: str = "judged") -> JudgeReward:
+    """Return a reward that scores each completion alone: the judge's score within `score_range`, mapped to 0 to 1.
+
+    `reference` names a dataset column with a good answer, which the judge sees. `rubric_column` names a column with a
+    row's own rubric. A row with None there has no reference, or uses `rubric`. The reward is None if the judge failed,
+    and then no step is made on that group. TypeError if `judge` is not a judge, ValueError for an empty rubric or an
+    invalid score_range.
+    """
+    low, high = (float(bound) for bound in score_range)
+    if not (math.isfinite(high - low) and low < high):
+        raise ValueError(f"score_range is {score_range}; it must be (worst, best), with worst below best")
+    return reward(name, judge, SingleForm(rubric, rubric_column, reference, low, high))
+
+
+def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,
+          name: str = "ruler") -> JudgeReward:
+    """Return a reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
+
+    Multi-turn episodes are compared as a whole, with the results of their tools; the messages with which all of them
+    begin are shown once. Identical completions are shown once and get the same score. If all completions of a group are
+    identical, the judge is not asked: all get 0.5, or 0 if the text is empty. A group is consecutive completions with
+    the same prompt, and for episodes the same seed. `reference` and `rubric_column` work as in `judged`. The reward is
+    None if the judge failed. After RULER (ART).
+    """
+    return reward(name, judge, GroupForm(rubric, rubric_column, reference))
+
+
+def reward(name: str, judge: Judge, form: JudgeForm) -> JudgeReward:
+    """Return an AsyncJudgeReward if `judge.rate` is async, else a JudgeReward. Raises as `judged` does."""
+    require("rubric", form.rubric, TEXT)
+    if not isinstance(judge, Judge):
+        raise TypeError(f"{name} needs a judge, and got a {type(judge).__name__}: give rewards.UrlJudge(base_url, "
+                        "model) or rewards.SelfJudge(model)")
+    waits = inspect.iscoroutinefunction(judge.rate)
+    return (AsyncJudgeReward if waits else JudgeReward)(name, judge, form)

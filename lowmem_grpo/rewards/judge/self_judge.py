@@ -5,9 +5,8 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
-from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
-from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown
+from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown, without_controls
 from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
 
 TOKENS_OF_A_RATING = 24  # room for a reply, in tokens for each answer

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from lowmem_grpo.rewards.ready.answers import answer_match
-from lowmem_grpo.rewards.ready.lengths import too_long
+from lowmem_grpo.rewards.ready.formats import too_long
 from lowmem_grpo.rewards.reward import LabelReward, Reward, TextReward
 from lowmem_grpo.rewards.verifier import VerifiedReward
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.oom import OutOfMemory
-from lowmem_grpo.rewards.judge.controls import without_controls
+from lowmem_grpo.rewards.judge.question import without_controls
 from lowmem_grpo.types import Rollout
 from tests.attacks.judge_server import answers_in
 
