@@ -20,8 +20,8 @@ from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import Answers, changed_first
 from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.records import FINAL, RunRecords
-from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_line, print_samples
 from lowmem_grpo.runs.saved_adapter import last_good
+from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_line, print_samples
 from lowmem_grpo.trainer.distributed import ranks
 from lowmem_grpo.trainer.play import Play, episode_settings
 from lowmem_grpo.trainer.preflight.checks import refuse_errors
