@@ -34,19 +34,19 @@ def refuse_images(content: Any, source: str) -> None:
     """Raise DataError where one of the parts of a content is an image; the message names `source`."""
     if any(part.get("type") in IMAGE_PARTS for part in content if isinstance(part, dict)):
         raise DataError(f"{source} gave an image, and images are not supported: only text is trained here. "
-                               "Return what it shows as text")
+                        "Return what it shows as text")
 
 
 def text_of(result: Any) -> str:
-    """Return text unchanged, the text of a content's parts, and other plain data as JSON. DataError for an image,
-    and ToolError for anything else."""
+    """Return text as it is, the text of content parts, or data as JSON. DataError for an image, else ToolError."""
     if isinstance(result, str):
         return result
-    if isinstance(result, list):
-        refuse_images(result, "a tool")
-        if result and all(isinstance(part, dict) and {*part} == {"type", "text"} and part["type"] == "text"
-                          for part in result):
-            return "".join(str(part["text"]) for part in result)
+    lone = isinstance(result, dict) and not {*result}.isdisjoint(IMAGE_PARTS)  # an image by itself
+    parts = [result] if lone else result if isinstance(result, list | tuple) else []
+    refuse_images(parts, "a tool")
+    if parts and all(isinstance(part, dict) and {*part} == {"type", "text"} and part["type"] == "text"
+                     for part in parts):
+        return "".join(str(part["text"]) for part in parts)
     try:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -100,10 +100,17 @@ def test_what_is_no_text_and_what_is_raised_is_an_error_that_the_policy_reads(re
     assert len(TOKENIZER.encode(said)) <= 128 + len(TOKENIZER.encode("error: "))
 
 
-@every_row("kind", ["image", "image_url"])
-def test_an_image_ends_the_run_and_is_no_error_that_the_policy_reads(kind: str) -> None:
+@every_row("result", [
+    [{"type": "image", "image": object()}, {"type": "text", "text": "a road"}], {"type": "image", "image": "x"},
+    ({"type": "image_url", "image_url": "x"},), {"type": "input_image", "image_url": "x"},
+])
+def test_an_image_ends_the_run_and_is_no_text_that_the_policy_reads(result: Any) -> None:
     with pytest.raises(DataError, match="a tool gave an image, and images are not supported: only text"):
-        told(returns([{"type": kind, kind: object()}, {"type": "text", "text": "a road"}]))
+        told(returns(result))
+
+
+def test_plain_data_about_an_image_is_text() -> None:
+    assert told(returns({"type": "image", "name": "road.png"})) == '{"type": "image", "name": "road.png"}'
 
 
 @every_row(("name", "arguments", "text"), [
