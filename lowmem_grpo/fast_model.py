@@ -16,7 +16,7 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
 from lowmem_grpo.engines.prompt_inputs import calls_of, encode, encoded
 from lowmem_grpo.engines.request_output import OutputProcessor, RequestOutput
-from lowmem_grpo.memory.offload.activations import checkpointing_mode, enable_checkpointing
+from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
 from lowmem_grpo.models.export.saving import Saving
 from lowmem_grpo.models.fp8_layers import form_in_fp8
@@ -59,6 +59,7 @@ class Loaded:
     max_seq_length: int
     keeper: EngineKeeper  # holds the rollout engine
     offload: bool = False  # True: layer inputs go to the host; set by get_peft_model
+    auto: bool = False  # True: on a card the run's plan lets the last layers keep everything where there is room
     mlp_tile: int | None = None  # tokens, as given to get_peft_model; None: the run's memory plan decides
     revision: str | None = None  # the model's revision on the hub
     vocabulary: int | None = None  # rows of the stored embedding
@@ -285,7 +286,7 @@ def check_plain(config: Any) -> None:
                          f"{STARTS}")
 
 
-def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload", seed: int = 0,
+def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = AUTO, seed: int = 0,
               mlp_tile: int | None = None) -> FastPeftModel:
     """Add LoRA to a loaded model as PEFT does for this config, with values drawn from `seed`. Raises ValueError for a
     config that PEFT could not apply."""
@@ -300,7 +301,8 @@ def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = 
         torch.manual_seed(seed)
         peft_model = FastPeftModel(model.inner, config)
     peft_model.loaded = model.loaded
-    peft_model.loaded.offload, peft_model.loaded.mlp_tile = mode == "offload", mlp_tile
+    loaded = peft_model.loaded
+    loaded.offload, loaded.auto, loaded.mlp_tile = mode in ("offload", AUTO), mode == AUTO, mlp_tile
     make_lean(model.inner, tile)
     enable_checkpointing(model.inner, mode)
     return peft_model
@@ -326,7 +328,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
     return adapted, adapted.loaded.tokenizer
 
 
-def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: bool | str = "offload") -> FastPeftModel:
+def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: bool | str = AUTO) -> FastPeftModel:
     """Add LoRA to a loaded model, for values that are loaded afterwards; `init_lora_weights` is not applied."""
     start, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
     adapted = with_lora(model, config, checkpointing)

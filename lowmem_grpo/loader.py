@@ -154,7 +154,7 @@ class FastLanguageModel:
     @classmethod
     def get_peft_model(
         cls, model: "BareModel | None" = None, r: int = 16, target_modules: "Targets" = None, lora_alpha: int = 16,
-        lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: bool | str = "offload",
+        lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: bool | str = "auto",
         random_state: int = 3407, use_rslora: bool = False, max_seq_length: int | None = None,
         mlp_tile: int | None = None, finetune_language_layers: bool = True, finetune_attention_modules: bool = True,
         finetune_mlp_modules: bool = True, layers_to_transform: list[int] | int | None = None,
@@ -170,9 +170,10 @@ class FastLanguageModel:
         `finetune_attention_modules=False` leaves out the layers of attention, `finetune_mlp_modules=False` all others.
         `layers_to_transform` lists the layers, by number, that get LoRA; `finetune_last_n_layers` takes the last n.
 
-        `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host; alias
-        "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on a card as many
-        as the run's memory plan has room for), otherwise in one piece. Raises ValueError for what is not supported.
+        `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host), "auto"
+        (as "offload", and on a card the run's memory plan lets the last layers keep everything where there is room;
+        alias "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on a card as
+        many as the plan has room for), otherwise in one piece. Raises ValueError for what is not supported.
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)

@@ -16,6 +16,7 @@ class Features:
     host_embedding: bool = False
     mlp_tile: int | None = None  # tokens; None: the loader's size
     logits_chunk: int = 1024  # tokens
+    kept_layers: int = 0  # layers, the last ones, that keep all they compute
     head_groups: int = 1  # groups of heads that attention's backward pass takes in turn
 
 

@@ -32,6 +32,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.optim import make_optimizer
+from lowmem_grpo.trainer.run_memory import keep_layers
 from lowmem_grpo.trainer.step_accumulator import StepAccumulator
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
@@ -67,6 +68,7 @@ def weigh(
     features = features or Features()
     kind = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
     model = add_lora(meta_model(kind, torch.bfloat16, nf4=True), rank, max(lengths), features)
+    keep_layers(model.get_base_model(), features.kept_layers)
     batch = batch or largest(groups_of(lengths, features), max(lengths) if features.packing else None)
     known = Known({len(batch.input_ids): int(batch.loss_mask.sum())}, len(batch.rollouts))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -13,7 +13,7 @@ from lowmem_grpo.runs.views.terminal import plain_errors, was_given
 from lowmem_grpo.utils import check_given, up_to
 
 MOST_PROMPTS = 100_000  # in a step
-CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "false": False}
+CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "true": True, "false": False}
 
 
 @click.command(short_help="Plan the memory and time of a run, without a card.")
@@ -28,8 +28,9 @@ CHECKPOINTING: dict[str, bool | str] = {"offload": "offload", "true": True, "fal
 @click.option("--gpu-memory-utilization", type=float, help="Share of the card that the run may use.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=True, show_default=True)
 @click.option("--fp8", "load_in_fp8", is_flag=True, help="Weights in FP8, as load_in_fp8=True, in place of 4 bits.")
-@click.option("--checkpointing", type=click.Choice(list(CHECKPOINTING)), default="offload", show_default=True,
-              help="Gradient checkpointing: layer inputs on the host, on the card, or none.")
+@click.option("--checkpointing", type=click.Choice(list(CHECKPOINTING)), default="auto", show_default=True,
+              help="Gradient checkpointing: layer inputs on the host, but as many layers kept whole as have room; all "
+              "on the host; on the card; none.")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), help="What samples the completions.  [default: "
               "vllm; transformers on a card below sm_80, as in a run]")
 @click.option("--kv-cache-dtype", type=click.Choice(CACHE_DTYPES), default=AUTO, show_default=True,

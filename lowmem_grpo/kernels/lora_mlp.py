@@ -115,10 +115,10 @@ class LoRAMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, saved = ctx.saved_tensors[0], ctx.saved_tensors[1:]
+        x, *saved = ctx.saved_tensors
         tensors, inner = saved[: ctx.count], saved[ctx.count :]
         factors = ctx.weights.factors(tensors, x.dtype)
-        grad_x, grads = gradients(grad, x, list(inner), ctx.weights, factors, ctx.needs_input_grad[0])
+        grad_x, grads = gradients(grad, x, inner, ctx.weights, factors, ctx.needs_input_grad[0])
         return grad_x, None, *lora.as_given(grads, tensors)
 
 

@@ -1,7 +1,7 @@
 """The parts of a memory plan: settings that determine memory, rows of bytes, and choices with the bytes they save."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES, Device, in_8_bits
@@ -15,7 +15,7 @@ OPTIMIZER_BYTES = {  # optimizer state per trained number
 }
 KV_CACHE = "KV cache"
 ENGINES = ("vllm", "transformers")
-CHECKPOINTING = (True, False, "offload")
+CHECKPOINTING = (True, False, "offload", "auto")
 SAMPLING_WEIGHTS = ("4bit", "16bit")
 
 
@@ -28,11 +28,12 @@ class RunSettings:
     lora_rank: int = 32
     load_in_4bit: bool = True
     load_in_fp8: bool = False  # overrides load_in_4bit
-    checkpointing: bool | str = "offload"
+    checkpointing: bool | str = "offload"  # "auto": as "offload", and `kept_layers` is open
     engine: str = "vllm"
     max_tokens: int | None = None  # packed tokens in a training micro-batch
     spread: float | None = None  # padded tokens in its attention, as a multiple of max_tokens; 0: a single sequence
     mlp_tile: int | None = None  # tokens in a tile of the MLP; 0: no tiles
+    kept_layers: int | None = 0  # layers, the last ones, that keep all they compute although others are checkpointed
     chunk_rows: int | None = None  # tokens whose logits are in memory at a time
     head_groups: int | None = None  # parts in which attention's backward pass takes the heads; 1: all at once
     kv_bytes: int | None = None  # the KV cache
@@ -54,7 +55,7 @@ class RunSettings:
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "max_tokens", "chunk_rows", "kv_bytes",
                          "sequences", "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
-        "mlp_tile": at_least(0), "spread": ZERO_OR_MORE,
+        "mlp_tile": at_least(0), "kept_layers": at_least(0), "spread": ZERO_OR_MORE,
         **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes"), ZERO_OR_MORE), "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
         "optim": one_of(*OPTIMIZER_BYTES), "kv_cache_dtype": one_of(*CACHE_DTYPES),
@@ -71,6 +72,12 @@ class RunSettings:
         if self.sampling_weights == "16bit" and self.form == BITS_16:
             raise ValueError("sampling_weights is '16bit', which is of 4-bit and FP8 weights; leave it out, or set "
                              "load_in_4bit=True")
+
+    def opened(self) -> "RunSettings":
+        """Return the settings with checkpointing "auto" spelled out; an MLP tile that is set leaves no layer whole."""
+        if self.checkpointing != "auto":
+            return self
+        return replace(self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
 
     @property
     def form(self) -> str:

@@ -7,13 +7,14 @@ measured step. Those of the rollout engine and of the driver are estimates and m
 from dataclasses import replace
 from typing import Any
 
+from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.cards import Device, in_8_bits
 from lowmem_grpo.memory.layer_forms import BITS_16
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, build, recorded
-from lowmem_grpo.memory.time_plan import faster_in_16_bit
+from lowmem_grpo.memory.time_plan import faster_in_16_bit, training_seconds
 from lowmem_grpo.utils import size_text
 
 TILES = (4096, 2048, 1024, 512)  # tokens in a tile of the MLP, fastest first
@@ -28,6 +29,7 @@ SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # padded tokens in attentio
 CONTEXT_STEP = 128  # tokens
 FAR = 2**20  # tokens of the longest context to search, if the config gives none
 WIDE = "4-bit weights are dequantized once for each phase of sampling: there is room beside the whole cache"
+KEPT = "the last layers keep all they compute: there is room, and recomputing takes a quarter of training"
 WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would dequantize its weights anew"
 LASTING = "the cache stays while training, and with it the CUDA graphs of token steps: there is room for both"
 Step = tuple[str, Any, str]  # setting, value, description
@@ -43,8 +45,9 @@ def plan(model_config: Any, run_config: RunSettings, device: Device, model: str 
     shape = ModelShape.from_config(model_config)
     if shape.context is not None and run_config.context > shape.context:
         raise ValueError(f"context is {run_config.context}; this model's is {shape.context} at most")
-    draft = replace(choose(shape, run_config, device), model=model or shape.model_type)
-    return draft if draft.fits else replace(draft, advice=tuple(advise(shape, draft, run_config)))
+    asked = run_config.opened()
+    draft = replace(keeping(shape, choose(shape, asked, device), asked), model=model or shape.model_type)
+    return draft if draft.fits else replace(draft, advice=tuple(advise(shape, draft, asked)))
 
 
 def max_context(model_config: Any, run_config: RunSettings, device: Device) -> int:
@@ -52,7 +55,7 @@ def max_context(model_config: Any, run_config: RunSettings, device: Device) -> i
 
     `run_config.context` is ignored.
     """
-    return longest(ModelShape.from_config(model_config), run_config, device)
+    return longest(ModelShape.from_config(model_config), run_config.opened(), device)
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
@@ -123,6 +126,39 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
     if not kept.fits or kept.train > EASE * draft.device.budget:
         return draft
     return replace(kept, choices=(*draft.choices, Choice("sleeps", False, 0, LASTING)))
+
+
+def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
+    """Return the plan in which the last layers keep all that they compute, as many as there is room for: recomputing
+    takes a quarter of a card's time for training. Micro-batches shrink where that pays on a known card."""
+    settings, known = draft.settings, cards.card_of(draft.device.name) is not None
+    fixed = replace(draft, settings=replace(settings, kept_layers=asked.kept_layers or 0))
+    if asked.kept_layers is not None or not settings.checkpointing or settings.head_groups != 1 or not draft.fits:
+        return fixed
+    most, wide = settings.max_tokens or settings.context, settings.spread or 0.0
+    sizes = [most >> halved for halved in range(4 if known and asked.max_tokens is None else 1)]
+    spreads = [wide, *(spread for spread in SPREADS if 1 <= spread < wide and asked.spread is None)]
+    drafts = [most_kept(shape, replace(settings, max_tokens=size, spread=spread), draft.device)
+              for size in sizes if size >= settings.context for spread in spreads]
+    best = min(drafts, key=lambda kept: training_seconds(kept, shape)) if known else max(drafts, key=layers_of)
+    return replace(best, choices=(*draft.choices, Choice("kept_layers", layers_of(best), 0, KEPT))) if layers_of(
+        best) else fixed
+
+
+def layers_of(plan: MemoryPlan) -> int:
+    """Return the number of layers that keep all they compute."""
+    return plan.settings.kept_layers or 0
+
+
+def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> MemoryPlan:
+    """Return the plan with the most layers kept, by binary search."""
+    low, high = 0, shape.layers
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = build(shape, replace(settings, kept_layers=middle), device)
+        fits = found.fits and found.train <= EASE * device.budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return build(shape, replace(settings, kept_layers=low), device)
 
 
 def short_of_ease(draft: MemoryPlan) -> list[str]:

@@ -148,7 +148,8 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
     sizes = [(settings.context, 0), *([(min(bound, area), area)] if area else [])]  # packed <= padded
     return [
         StepShape(shape, tokens, laid, settings.lora_rank, settings.checkpointing, settings.mlp_tile or 0,
-                  settings.chunk_rows or tokens, settings.form != BITS_16, settings.head_groups or 1)
+                  settings.chunk_rows or tokens, settings.form != BITS_16, settings.head_groups or 1,
+                  settings.kept_layers or 0)
         for tokens, laid in sizes
     ]
 

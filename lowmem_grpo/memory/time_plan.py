@@ -177,6 +177,11 @@ class StepTime:
         return rows - 1
 
     @property
+    def recomputed(self) -> float:
+        """The share of the layers that the backward pass computes again."""
+        return 1 - (self.settings.kept_layers or 0) / self.shape.layers if self.settings.checkpointing else 0.0
+
+    @property
     def grouped(self) -> bool:
         return (self.settings.head_groups or 1) > 1
 
@@ -290,22 +295,22 @@ class StepTime:
         """Return the (card, host) seconds, which overlap, of one forward and one backward pass over all completions.
         Recomputation (with tiles, all but `down`) is part of the backward pass."""
         shape = self.shape
-        layers = [(count, kind.layer_passes()) for count, kind in self.kinds]
+        layers = [(count, kind.layer_passes(self.recomputed)) for count, kind in self.kinds]
         trained = self.work.sequences * self.work.completion_length
         head = 4 * trained * shape.vocabulary * shape.hidden / (self.speed.tflops * GEMM) * HEAD_FACTOR
         host = self.micro_batches * shape.layers * HOST_US_PER_LAUNCH * 1e-6
-        launches = LAUNCHES_BACKWARD - (0 if self.settings.checkpointing else LAUNCHES_FORWARD)
+        launches = LAUNCHES_BACKWARD - (1 - self.recomputed) * LAUNCHES_FORWARD
         return {"forward": (sum(count * forward for count, (forward, _) in layers) + head, host * LAUNCHES_FORWARD),
                 "backward": (sum(count * backward for count, (_, backward) in layers), host * launches)}
 
-    def layer_passes(self) -> tuple[float, float]:
-        """Return the card's seconds of one layer in a forward and in a backward pass."""
-        linears, again, elementwise = self.linears, bool(self.settings.checkpointing), self.elementwise()
+    def layer_passes(self, again: float) -> tuple[float, float]:
+        """Return the card's seconds of one layer in a forward and in a backward pass, which computes a share `again` of
+        it a second time."""
+        linears, elementwise = self.linears, self.elementwise()
         attention = self.attention(self.work.sequences * self.work.squared_length)
         backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
         backward += (BACKWARD_ATTENTION + again + self.grouped) * attention
-        if again:
-            backward += self.layer([w for w in linears if not self.settings.mlp_tile or w.name != "down_proj"], 1)
+        backward += again * self.layer([w for w in linears if not self.settings.mlp_tile or w.name != "down_proj"], 1)
         if self.grouped:  # recomputes q, k and v, and then each group of heads
             backward += self.products([w for w in linears if w.name in ATTENTION_IN], 0)
         return self.layer(linears, 1) + elementwise + attention, backward
@@ -343,7 +348,8 @@ class StepTime:
         """Return the seconds of copying layer inputs to the host and back that are not hidden behind a pass."""
         if self.settings.checkpointing != "offload":
             return 0.0
-        link = 2 * self.work.places * self.shape.hidden * self.shape.layers / (self.speed.pcie_gb_s * PCIE)
+        inputs = 2 * self.work.places * self.shape.hidden * self.shape.layers * self.recomputed
+        link = inputs / (self.speed.pcie_gb_s * PCIE)
         return max(0.0, link - forward) + max(0.0, link - backward * (not self.grouped))  # head groups do not prefetch
 
 
@@ -379,6 +385,17 @@ def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
     name = cards.card_of(card)
     settings = RunSettings(1, load_in_fp8=form == FP8)
     return 0 if name is None else StepTime(shape, settings, cards.SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
+
+
+def training_seconds(plan: MemoryPlan, shape: ModelShape) -> float:
+    """Return the seconds of a forward and a backward pass under a memory plan for a known card, over the completions of
+    one step, with lengths as in GSM8K."""
+    settings, card = plan.settings, cards.card_of(plan.device.name)
+    assert card is not None
+    completions = settings.completions_per_step or PROMPTS * settings.num_generations
+    work = Workload.within(settings.context, -(-completions // settings.num_generations), settings.num_generations)
+    step = StepTime(shape, settings, cards.SPEEDS[card], work, micro_batches=micro_batches(plan, work))
+    return sum(map(max, step.passes().values()))
 
 
 @dataclass(frozen=True)

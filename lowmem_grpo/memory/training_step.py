@@ -45,6 +45,7 @@ class StepShape:
     chunk_rows: int
     quantized: bool = True
     head_groups: int = 1  # parts in which attention's backward pass takes the heads
+    kept: int = 0  # layers, the last ones, that keep all they compute although others are checkpointed
 
     @property
     def by_groups(self) -> bool:
@@ -87,7 +88,17 @@ class StepShape:
 
     @property
     def rows(self) -> int:
-        return min(self.mlp_tile or self.tokens, self.tokens)
+        return min(self.tile or self.tokens, self.tokens)
+
+    @property
+    def whole(self) -> int:
+        """The number of layers that keep all they compute. Backward begins with them, so a step's peak is there."""
+        return self.kept if self.checkpointing else self.model.layers
+
+    @property
+    def tile(self) -> int:
+        """The tokens in a tile of the MLP at the peak; 0 for no tiles, as in layers that keep all they compute."""
+        return 0 if self.checkpointing and self.kept else self.mlp_tile
 
     @property
     def angles(self) -> int:
@@ -101,18 +112,17 @@ class StepShape:
 
     def inputs(self) -> int:
         """Return the bytes of layer inputs on the device."""
-        if not self.checkpointing:
-            return 0
-        if self.checkpointing != "offload":
-            return self.hidden * self.model.layers
+        recomputed = self.model.layers - self.whole
+        if not recomputed or self.checkpointing != "offload":
+            return self.hidden * recomputed
         return self.hidden * (1 if self.by_groups else RESIDENT)
 
     def host(self) -> int:
         """Return the bytes of layer inputs on the host, in whole pages, with the final norm's saved tensors."""
-        if self.checkpointing != "offload":
+        if self.checkpointing != "offload" or self.whole == self.model.layers:
             return 0
         pages = -(-self.hidden // PAGE_BYTES)
-        return (self.model.layers + 2) * pages * PAGE_BYTES
+        return (self.model.layers - self.whole + 2) * pages * PAGE_BYTES
 
     def attention_saved(self) -> int:
         """Return the bytes that attention saves: normed input, q, k, v, output; with padding also the packed output."""
@@ -143,14 +153,14 @@ class StepShape:
 
     def saved(self) -> int:
         """Return the bytes that a layer saves for its backward pass besides its input."""
-        mlp = 0 if self.mlp_tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
+        mlp = 0 if self.tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
         if self.model.experts is not None:  # probabilities, gate values, their sum, ids twice
             mlp = self.tokens * (4 * self.model.experts.count + (4 + 4 + 8 + 8) * self.model.experts.taken)
         return max(self.attention_waits(), self.delta_saved()) + 2 * self.hidden + mlp
 
     def layers_kept(self) -> int:
-        """Return the bytes saved by all layers without checkpointing, or by the one that is being recomputed."""
-        return self.saved() if self.checkpointing else self.model.layers * (self.saved() + self.hidden)
+        """Return the bytes saved by all layers that keep everything, or else by the one that is being recomputed."""
+        return self.whole * (self.saved() + self.hidden) if self.whole else self.saved()
 
     def mlp(self) -> Moment:
         """Return the moment of an MLP's backward pass: gate, up and their shared gradient for a tile, or the experts'
@@ -162,8 +172,8 @@ class StepShape:
         inner = WORD * self.rows * self.model.inner
         row_hidden = WORD * self.rows * self.model.hidden
         lora = 4 * self.rank * 3 * (self.model.inner + self.model.hidden)
-        at_work = (3 if self.mlp_tile else 1) * inner + 2 * row_hidden  # without tiles, gate and up are saved anyway
-        grads = self.hidden * (2 if self.mlp_tile else 1)  # the output's, and with tiles the input's as it fills
+        at_work = (3 if self.tile else 1) * inner + 2 * row_hidden  # without tiles, gate and up are saved anyway
+        grads = self.hidden * (2 if self.tile else 1)  # the output's, and with tiles the input's as it fills
         tile = at_work + lora + self.band()
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
 
@@ -199,14 +209,14 @@ class StepShape:
         packed = self.queries + 2 * self.keys if self.area else 0
         if self.model.family.attention.inner == FUSED and self.area:
             packed += self.queries + self.keys  # copies of q and k after RoPE
-        others = (self.layers_kept() - self.saved()) if not self.checkpointing else 0
+        others = self.layers_kept() - self.saved()
         kept = others + self.attention_saved() + packed + 2 * self.hidden  # the residual, and the output projection
         return {INPUTS: self.inputs(), LAYER: kept + self.angles, TILE: self.band()}
 
     def head(self) -> Moment:
         """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32."""
         logits = 4 * min(self.chunk_rows, self.tokens) * self.model.vocabulary
-        kept = self.angles + (0 if self.checkpointing else self.layers_kept())
+        kept = self.angles + (self.layers_kept() if self.whole else 0)
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
 
     def band(self) -> int:

@@ -16,7 +16,7 @@ from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.families import MULTIPLIED, family_of, trained
-from lowmem_grpo.memory.offload.activations import drops, enable_checkpointing
+from lowmem_grpo.memory.offload.activations import drops, enable_checkpointing, keep_last, kept_layers
 from lowmem_grpo.memory.offload.embedding import knowing, on_host
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
@@ -169,7 +169,9 @@ class Policy:
     def follow_dropout(self) -> None:
         """Make checkpointed layers save random states exactly while there is dropout, which may change at any time."""
         if getattr(self.base, "is_gradient_checkpointing", False) and self.drops != self.dropped:
+            kept = len(kept_layers(self.base))
             enable_checkpointing(self.base, True)
+            keep_last(self.base, kept)
             self.dropped = self.drops
 
     def autocast(self) -> AbstractContextManager:

@@ -45,8 +45,9 @@ class RecipeOptions:
     """Rank of LoRA; None takes the preset's."""
     lora_alpha: int | None = None
     """Scale of LoRA; None takes the preset's, in proportion to lora_rank."""
-    gradient_checkpointing_mode: str = "offload"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
+    gradient_checkpointing_mode: str = "auto"
+    """Gradient checkpointing: layer inputs wait in host memory ("offload"; with "auto" the last layers keep everything
+    where the card has room), on the card ("device"), or "none"."""
     resume: bool = False
     """Continue the run in output_dir from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class RecipeOptions:
     @property
     def checkpointing(self) -> bool | str:
         """`use_gradient_checkpointing` of get_peft_model. Raises ValueError for an unknown mode."""
-        modes: dict[str, bool | str] = {"none": False, "device": True, "offload": "offload"}
+        modes: dict[str, bool | str] = {"none": False, "device": True, "offload": "offload", "auto": "auto"}
         if self.gradient_checkpointing_mode not in modes:
             allowed = ", ".join(modes)
             raise ValueError(f"gradient_checkpointing_mode is {self.gradient_checkpointing_mode!r}; allowed: {allowed}")

@@ -91,8 +91,8 @@ class Brought:
 
     @property
     def checkpointing(self) -> bool | str:
-        """The `use_gradient_checkpointing` of the model: "offload", unless the settings turn it off."""
-        return False if self.settings.gradient_checkpointing is False else "offload"
+        """The `use_gradient_checkpointing` of the model: "auto", unless the settings turn it off."""
+        return False if self.settings.gradient_checkpointing is False else "auto"
 
     def check_settings(self) -> None:
         """Raise ValueError for loading options, as the model is loaded already."""

@@ -13,13 +13,14 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.memory.cards import AUTO, Device
 from lowmem_grpo.memory.offload import pages
+from lowmem_grpo.memory.offload.activations import checkpointed_layers, enable_checkpointing, keep_last
 from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import BatchLimit, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.models.fp8_layers import fp8_linears
-from lowmem_grpo.models.lean_modules import LeanMLP
+from lowmem_grpo.models.lean_modules import MLP_TILE, LeanMLP
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.utils import size_text
@@ -38,7 +39,8 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         lora_rank=max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) or None,
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
-        checkpointing="offload" if checkpointing and model.loaded.offload else checkpointing, engine=engine,
+        checkpointing=checkpointing and (may_keep(model, config) or ("offload" if model.loaded.offload else True)),
+        engine=engine,
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
         kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
@@ -47,6 +49,32 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
         completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
     )
+
+
+def may_keep(model: FastPeftModel, config: TrainSettings) -> str:
+    """Return "auto" if the plan may let layers keep what they compute, else "": the user left checkpointing to it, and
+    nothing is trained beside the sampler, which needs its memory."""
+    beside = getattr(config, "train_while_sampling", False)
+    return "auto" if model.loaded.auto and config.gradient_checkpointing is None and not beside else ""
+
+
+def checkpoint_all(base: Any) -> None:
+    """Checkpoint all layers again, with MLPs in tiles, as before a plan of an earlier trainer."""
+    enable_checkpointing(base, "auto")
+    for module in base.modules():
+        if isinstance(module, LeanMLP):
+            module.tile_rows = module.tile_rows or MLP_TILE
+
+
+def keep_layers(base: Any, count: int) -> None:
+    """Let the last `count` layers keep all that they compute, with their MLPs in one piece; with all layers kept, no
+    layer is checkpointed."""
+    kept = keep_last(base, count)
+    for layer in kept:
+        for mlp in tiled_mlps(layer):
+            mlp.tile_rows = None
+    if kept and not checkpointed_layers(base):
+        enable_checkpointing(base, False)
 
 
 def tiled_mlps(base: Any) -> list[LeanMLP]:
@@ -99,6 +127,8 @@ def plan_training(
 ) -> MemoryPlan | None:
     """Plan a run on its GPU and bound its micro-batches; None without a plan. `own` overrides RunSettings."""
     own["keeps_reference"] = bool(policy.reference_adapter)
+    if may_keep(model, config):
+        checkpoint_all(policy.base)
     settings = replace(settings_of(model, config, engine, context), **own)
     if pages.on_wsl():
         logger.warning(pages.WSL_ADVICE)
@@ -108,6 +138,7 @@ def plan_training(
         if engine == TRANSFORMERS:
             memory.rollout.planned = max(1, run_plan.concurrent_sequences)
         policy.head_groups = run_plan.settings.head_groups or 1
+        keep_layers(policy.base, run_plan.settings.kept_layers or 0)
         for mlp in tiled_mlps(policy.base):
             mlp.tile_rows = run_plan.settings.mlp_tile
         check_room(policy, run_plan)
@@ -131,8 +162,8 @@ def check_room(policy: Policy, run_plan: MemoryPlan) -> None:
     if run_plan.settings.checkpointing == "offload":
         shape, dtype = policy.base.config.get_text_config(), policy.head.weight.dtype
         tokens = run_plan.settings.max_tokens or run_plan.settings.context
-        pages.check_host_room(
-            pages.host_bytes_needed(shape.num_hidden_layers, tokens, shape.hidden_size, dtype))
+        layers = shape.num_hidden_layers - (run_plan.settings.kept_layers or 0)
+        pages.check_host_room(pages.host_bytes_needed(layers, tokens, shape.hidden_size, dtype))
 
 
 def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:
@@ -148,8 +179,9 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
                        "; ".join(run_plan.advice))
     logger.info(
         "memory planned on %s: rollout %s, training %s in micro-batches of at most %s tokens, %s on "
-        "the host", device.name, size_text(run_plan.rollout), size_text(run_plan.train),
-        f"{run_plan.settings.max_tokens or 0:,}", size_text(run_plan.host),
+        "the host, %s layers are not computed again", device.name, size_text(run_plan.rollout),
+        size_text(run_plan.train), f"{run_plan.settings.max_tokens or 0:,}", size_text(run_plan.host),
+        run_plan.settings.kept_layers or ("no" if run_plan.settings.checkpointing else "all"),
     )
     return run_plan
 

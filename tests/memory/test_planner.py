@@ -171,6 +171,35 @@ def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool) ->
     assert math.isclose(planned_bytes(config, settings), measured.device, rel_tol=NEAR)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [1, 5])
+def test_layers_that_keep_all_they_compute_are_planned_for_on_the_card_and_on_the_host(kept: int) -> None:
+    config = shallow(named_config("qwen3-4b"), 8)
+    measured = weigh.weigh(config, [4096], weigh.Features(kept_layers=kept))
+    settings = settings_of(4096, kept_layers=kept)
+    assert math.isclose(planned_bytes(config, settings), measured.device, rel_tol=NEAR)
+    found = build(ModelShape.from_config(config), settings, device("80GiB"))
+    assert abs(found.host - measured.host) <= 2 * 4096 * 2560 + 4 * 2**20
+
+
+def test_as_many_layers_keep_what_they_compute_as_there_is_room_for_unless_the_user_says_otherwise() -> None:
+    config, shape = named_config("qwen2.5-3b"), ModelShape.from_config(named_config("qwen2.5-3b"))
+    asked = RunSettings(640, completions_per_step=64, checkpointing="auto")
+    roomy, middle, tight = (plan(config, asked, device(gib)) for gib in ("h100", "24GiB", "5GiB"))
+    assert all(found.fits for found in (roomy, middle, tight))
+    assert (roomy.settings.kept_layers, roomy.host, tight.settings.kept_layers) == (36, 0, 0)
+    kept = middle.settings.kept_layers
+    assert kept is not None and 0 < kept < 36 and middle.train <= EASE * middle.device.budget
+    more = build(shape, replace(middle.settings, kept_layers=kept + 1), middle.device)
+    assert more.train > EASE * more.device.budget, "one more layer has no room"
+    known = plan(config, asked, device("4090"))
+    assert (known.settings.kept_layers or 0) > kept, "with smaller micro-batches, whose time is known"
+    assert (known.settings.max_tokens or 0) < (middle.settings.max_tokens or 0)
+    for fixed in ({"checkpointing": "offload"}, {"checkpointing": True}, {"mlp_tile": 512}):
+        found = plan(config, replace(asked, **fixed), device("80GiB")).settings  # type: ignore[arg-type]
+        assert (found.kept_layers, found.checkpointing) == (0, fixed.get("checkpointing", "offload"))
+
+
 def test_host_memory_is_planned_within_a_layer_input() -> None:
     config, context = shallow(named_config("llama-3.1-8b"), 4), 8192
     measured = weigh.weigh(config, [context])

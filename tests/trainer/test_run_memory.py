@@ -26,7 +26,7 @@ def test_the_plan_is_made_of_what_the_run_has() -> None:
     config = GRPOConfig(num_generations=4, max_tokens_per_micro_batch=300, logits_chunk=7, optim="adamw_8bit")
     found = settings_of(loaded(mlp_tile=16), config, "transformers", 128)
     assert (found.context, found.num_generations, found.lora_rank, found.max_tokens) == (128, 4, 4, 300)
-    assert (found.checkpointing, found.mlp_tile, found.chunk_rows, found.optim) == ("offload", 16, 7, "adamw_8bit")
+    assert (found.checkpointing, found.mlp_tile, found.chunk_rows, found.optim) == ("auto", 16, 7, "adamw_8bit")
     assert (found.load_in_4bit, found.host_embedding, found.engine) == (False, False, "transformers")
 
 
@@ -81,11 +81,52 @@ def test_mlps_take_a_micro_batch_at_once_where_there_is_room_unless_the_user_sai
     given: int | None, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an H100 the host launched the kernels of each tile more slowly than the card computed them."""
-    model, config = loaded(mlp_tile=given), GRPOConfig(max_tokens_per_micro_batch=24_000)
+    model, config = loaded(mlp_tile=given, use_gradient_checkpointing="offload"), GRPOConfig(
+        max_tokens_per_micro_batch=24_000)
     monkeypatch.setattr(run_memory, "this_card", lambda _: device("80GiB"))
     found = plan_training(RunMemory(), model, config, Policy(model), "transformers", 128)
     assert found is not None and found.settings.mlp_tile == wanted
     assert {mlp.tile_rows for mlp in run_memory.tiled_mlps(model.get_base_model())} == {wanted}
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of the adapter after one backward pass over fixed tokens."""
+    model.train().zero_grad()
+    model(input_ids=torch.arange(40).view(2, 20)).logits.square().mean().backward()
+    return {name: part.grad.clone() for name, part in model.named_parameters() if part.grad is not None}
+
+
+def flags(model: Any) -> list[tuple[bool, bool]]:
+    """Whether each layer is checkpointed, and its MLP in tiles."""
+    return [(layer.gradient_checkpointing, bool(layer.mlp.tile_rows)) for layer in model.get_base_model().model.layers]
+
+
+def test_layers_that_keep_what_they_compute_are_chosen_anew_for_each_run_and_give_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, config, before = loaded(), GRPOConfig(num_generations=4), [(True, True)]
+    wanted, count = gradients(model), len(flags(model))
+    monkeypatch.setattr(run_memory, "this_card", lambda _: device("16GiB"))
+    found = plan_training(RunMemory(), model, config, Policy(model), "transformers", 128)
+    assert found is not None and found.settings.kept_layers == count and flags(model) == [(False, False)] * count
+    assert not model.get_base_model().is_gradient_checkpointing, "so nothing is sent to the host"
+    fewer = replace(found, settings=replace(found.settings, kept_layers=1))
+    monkeypatch.setattr(run_memory, "plan_run", lambda settings, *_: {"auto": fewer}[settings.checkpointing])
+    plan_training(RunMemory(), model, config, Policy(model), "transformers", 128)
+    assert flags(model) == before * (count - 1) + [(False, False)]
+    now = gradients(model)
+    assert wanted.keys() == now.keys() and all(torch.equal(wanted[name], now[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("options", "settings"), [
+    ({"use_gradient_checkpointing": "offload"}, {}), ({}, {"gradient_checkpointing": True}),
+    ({}, {"train_while_sampling": True, "beta": 0.0}),
+])
+def test_a_user_who_chose_checkpointing_or_trains_beside_the_sampler_gets_no_other(
+    options: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    found = settings_of(loaded(**options), GRPOConfig(num_generations=4, **settings), "transformers", 128)
+    assert (found.checkpointing, found.kept_layers) == ("offload", 0)
 
 
 @pytest.mark.parametrize(("gib", "engine", "rows"), [(16, "transformers", 64), (16, "vllm", None)])

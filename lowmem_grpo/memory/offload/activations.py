@@ -1,4 +1,5 @@
-"""Gradient checkpointing: keep only each layer's input, on the device or on the host, and recompute the rest.
+"""Gradient checkpointing: keep only each layer's input, on the device or on the host, and recompute the rest; or let
+the last layers keep everything, as far as there is room.
 
 A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves only its inputs as ordinary saved tensors, so
 hooks around a forward pass see them. They are copied to pinned host memory on a side stream while the next layer
@@ -12,21 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from lowmem_grpo.memory.offload.pages import PAGE_BYTES, Copies, StreamCopies
 from lowmem_grpo.memory.offload.store import HostStore, Offloaded, check_untouched, span
 
-MODES = (True, False, "offload")
-ALIASES = {"unsloth": "offload"}
+AUTO = "auto"  # as "offload", and on a card the memory plan lets the last layers keep everything where there is room
+MODES = (True, False, "offload", AUTO)
+ALIASES = {"unsloth": AUTO}
 MIN_BYTES = 2**20  # below this, a copy costs more than the memory is worth
 
 
 def checkpointing_mode(value: bool | str) -> bool | str:
-    """Return True, False or "offload" for the user's value; ValueError, with the allowed values, for any other."""
+    """Return True, False, "offload" or "auto" for the user's value; ValueError, with the allowed values, for any other.
+    """
     mode = ALIASES.get(value, value) if isinstance(value, str) else value
     if mode not in MODES:
         raise ValueError(
-            f'use_gradient_checkpointing is {value!r}; allowed are True, False, "offload" and its alias "unsloth"'
+            f'use_gradient_checkpointing is {value!r}; allowed are True, False, "offload", "auto" and its alias '
+            '"unsloth"'
         )
     return mode
 
@@ -86,6 +91,24 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in flagged if not hasattr(module, "gradient_checkpointing_enable")]
 
 
+def keep_last(model: nn.Module, count: int) -> list[nn.Module]:
+    """Let the last `count` checkpointed layers keep all that they compute; return them. Backward begins with these, so
+    their memory is free when the first layer is recomputed."""
+    layers = checkpointed_layers(model)
+    kept = layers[len(layers) - count :]
+    for layer in kept:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    return kept
+
+
+def kept_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that `keep_last` took out of a checkpointed model's checkpointing."""
+    if not checkpointed_layers(model):
+        return []
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is False
+            and not hasattr(module, "gradient_checkpointing_enable")]
+
+
 def offload_activations(model: nn.Module | torch.device, enabled: bool = True) -> AbstractContextManager:
     """Return a context for forward passes that moves the tensors saved by checkpointed layers to pinned host memory.
 
@@ -122,6 +145,9 @@ class ActivationOffload:
         self.min_bytes = min_bytes
         self.weights: set[int] = set()  # identities of the model's storages
         self.entered: list[saved_tensors_hooks] = []
+        self.kept = [] if self.model is None else kept_layers(self.model)  # what they save stays on the device
+        self.hooks: list[RemovableHandle] = []
+        self.inside = False  # True in the forward pass of a kept layer
 
     def __enter__(self) -> "ActivationOffload":
         if self.store is not None:
@@ -129,11 +155,27 @@ class ActivationOffload:
             self.store.start_backward()
             self.entered.append(saved_tensors_hooks(self.pack, self.unpack))
             self.entered[-1].__enter__()
+            self.watch_kept()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.store is not None:
             self.entered.pop().__exit__(*error)
+            while self.hooks:
+                self.hooks.pop().remove()
+
+    def watch_kept(self) -> None:
+        """Note when the forward pass is inside of a kept layer, until this context ends."""
+        self.inside = False
+        for layer in self.kept:
+            self.hooks += [layer.register_forward_pre_hook(self.enter_kept),
+                           layer.register_forward_hook(self.leave_kept)]
+
+    def enter_kept(self, *_: object) -> None:
+        self.inside = True
+
+    def leave_kept(self, *_: object) -> None:
+        self.inside = False
 
     def read_ahead(self, ahead: bool) -> None:
         """Set whether the next tensor is prefetched while another is in use, which hides its copy but takes memory."""
@@ -161,7 +203,7 @@ class ActivationOffload:
 
     def pack(self, tensor: Tensor) -> Kept | Offloaded:
         """Return the object that the graph stores for `tensor`; never `tensor` itself, which may refer to the graph."""
-        if self.store is None or not self.goes(tensor):
+        if self.store is None or self.inside or not self.goes(tensor):
             return Kept(tensor.detach(), tensor._version)
         return self.store.put(tensor)
 

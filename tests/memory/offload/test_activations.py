@@ -20,6 +20,7 @@ from lowmem_grpo.memory.offload.activations import (
     ActivationOffload,
     checkpointed_layers,
     enable_checkpointing,
+    keep_last,
     offload_activations,
 )
 from lowmem_grpo.memory.offload.pages import Copies, host_bytes_needed
@@ -173,13 +174,14 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def fake_step(tokens: int, offloaded: bool) -> tuple[int, int, int, ActivationOffload | nullcontext]:
+def fake_step(tokens: int, offloaded: bool, kept: int = 0) -> tuple[int, int, int, ActivationOffload | nullcontext]:
     """Peak bytes on the device, on the host and kept on the device after forward, of a Llama's step; fake tensors."""
     with FakeTensorMode():
         model = LlamaForCausalLM._from_config(LlamaConfig(**LLAMA), dtype=torch.bfloat16).requires_grad_(False)
         for layer in model.model.layers:
             layer.input_layernorm.weight.requires_grad_(True)
         enable_checkpointing(model.train(), True)
+        keep_last(model, kept)
         offload = ActivationOffload(model, Copies()) if offloaded else nullcontext()
         counter = DeviceStorage(offload)
         with counter:
@@ -229,13 +231,23 @@ def test_fake_tensors_tell_the_hosts_bytes_from_the_devices() -> None:
     assert plain_peak - peak >= 13 * one
 
 
+def test_what_kept_layers_save_stays_on_the_device_and_the_others_inputs_still_go() -> None:
+    tokens, one = 4096, 4096 * 1024 * 2
+    _, host, after, _ = fake_step(tokens, offloaded=True)
+    peak, fewer, more, offload = fake_step(tokens, offloaded=True, kept=4)
+    assert isinstance(offload, ActivationOffload) and not offload.hooks, "no hook stays behind"
+    assert host - fewer == 4 * one
+    assert more - after >= 4 * 10 * one, "norms, q, k, v, attention and MLP of four layers"
+    assert peak >= more
+
+
 # Switching checkpointing on
 
 
 @pytest.mark.parametrize("mode", [True, "offload", "unsloth"])
 def test_every_layer_is_checkpointed_and_the_embeddings_need_no_gradient(mode: bool | str) -> None:
     model = random_model("Llama").train()
-    assert enable_checkpointing(model, mode) == (mode if mode is True else "offload")
+    assert enable_checkpointing(model, mode) == (mode if mode != "unsloth" else "auto")
     assert len(checkpointed_layers(model)) == 2
     model.requires_grad_(False)
     assert not model.model.embed_tokens(torch.tensor([1])).requires_grad
