@@ -18,7 +18,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.packing import Packer, unpack
-from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.policy import Policy, set_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
@@ -106,7 +106,7 @@ class Learner:
         training, random = self.policy.model.training, RandomStates(self.policy.device)
 
         def fill() -> None:
-            self.policy.model.train(training)
+            set_mode(self.policy.model, training)
             random.restore()
             limit = self.bound.lowered
             if own := [name for name in fields if name != "ref_logprobs"]:
@@ -183,7 +183,7 @@ class Learner:
         self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
     ) -> StepAccumulator:
         """Add the gradient of each micro-batch to the one begun; returns the sums over the micro-batches."""
-        self.policy.model.train()
+        set_mode(self.policy.model, True)
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
             self.policy.differing_routes()  # clears the counts of earlier passes
@@ -226,7 +226,7 @@ class Learner:
     def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return the loss and metrics of these groups, without gradient or dropout; the run's state stays the same."""
         training, before, random = self.policy.model.training, self.objective.state(), RandomStates(self.policy.device)
-        self.policy.model.eval()
+        set_mode(self.policy.model, False)
         try:
             self.prepare(groups, 1)
             counted = [group for group in self.counted_groups(groups) if not group.unjudged]
@@ -242,7 +242,7 @@ class Learner:
                                                      random.restore), members(counted))
             return sums.metrics(self.objective)
         finally:
-            self.policy.model.train(training)
+            set_mode(self.policy.model, training)
             self.objective.restore(before)
             self.prepare_again = None
 
