@@ -42,6 +42,9 @@ class Learner:
     ) -> None:
         self.policy, self.config, self.objective = policy, config, objective
         self.optimizer, self.scheduler = optimizer, scheduler
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # collected once, since a walk through all modules takes milliseconds
+        self.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad or id(p) in held}
         self.before = OptimizerCopy(optimizer, allocates_each_step(optimizer, policy.device))
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=fp16)  # fp16 gradients underflow without it
@@ -59,6 +62,11 @@ class Learner:
         if self.bound.spread is None:
             return Limits(tokens, self.config.per_device_train_batch_size)
         return Limits(tokens, spread=self.bound.spread)
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that are trained now, by name; some of the optimizer's may be frozen for a while."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
         """Set these fields of this rank's rollouts from the current policy; `tell_fields` adds those of other ranks."""
@@ -121,7 +129,8 @@ class Learner:
             fill()
             self.objective.prepared(members(rollouts), groups)
 
-        fill()
+        if fields:
+            fill()
         self.tell_fields(rollouts, fields)
         self.objective.prepared(members(rollouts), groups)
         # decisions that all ranks made together stay when one of them repeats its own share
@@ -155,7 +164,7 @@ class Learner:
         if begun is not None:
             left = [group for group in left if not begun.holds(group)]
         before = self.objective.state()
-        gradients, random = Gradients(self.policy.trainable), RandomStates(self.policy.device)
+        gradients, random = Gradients(self.trained.values()), RandomStates(self.policy.device)
 
         def undo() -> None:
             gradients.restore()
@@ -257,9 +266,8 @@ class Learner:
         """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;
         NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values."""
         if self.ranks.count > 1:
-            self.ranks.sum_gradients(self.policy.trainable)
-        named = self.policy.model.named_parameters()
-        parameters = {name: p for name, p in named if p.requires_grad and p.grad is not None}
+            self.ranks.sum_gradients([*self.trained.values()])
+        parameters = {name: p for name, p in self.trained.items() if p.grad is not None}
         broken: list[str] = []  # names of parameters
         rate = self.optimizer.param_groups[0]["lr"]
         metrics = {"learning_rate": rate, "grad_norm": 0.0, "optimizer/skipped": 1.0}

@@ -222,7 +222,7 @@ class OverlappedTraining:
             with self.dropping_on_error():
                 self.train(self.batches.popleft())
         if self.partial is not None:
-            self.partial.divide_by(self.learner.totals(groups, None), objective, self.policy.trainable)
+            self.partial.divide_by(self.learner.totals(groups, None), objective, self.learner.trained.values())
 
     def metrics(self, partial: PartialGradient | None, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return the share of completions that were trained while sampling, and whether a gradient was dropped."""
