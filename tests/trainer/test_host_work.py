@@ -104,7 +104,7 @@ def test_weights_in_checkpointed_layers_are_not_looked_through(model: Any, walks
     assert storage_ids(model.eval()) == everything, "layers checkpoint only in train mode"
 
 
-def test_weights_outside_of_checkpointed_layers_stay_on_the_device_and_gradients_are_the_same() -> None:
+def test_only_activations_go_to_the_host_and_gradients_are_the_same() -> None:
     found = []
     for offloads in (False, True):
         torch.manual_seed(0)
@@ -116,4 +116,4 @@ def test_weights_outside_of_checkpointed_layers_stay_on_the_device_and_gradients
         made.forward_backward(GROUPS)
         found.append([p.grad.clone() for p in policy.trainable if p.grad is not None])
     assert found[0] and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert 0 < offload.store.copies.log.count("out") <= policy.base.config.num_hidden_layers + 2
+    assert offload.store.copies.log.count("out") == policy.base.config.num_hidden_layers + 2
