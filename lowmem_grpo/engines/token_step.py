@@ -169,7 +169,9 @@ class TokenStep:
             self.rows, self.buffers = count, StepBuffers(count, capacity, state.rows.device)
         self.buffers.hold(state, self.rows)
         self.state, self.positions = state, state.positions
-        self.weights: list[Tensor] = [*self.passes.policy.model.parameters()] if self.record else []
+        # packed weights, whose addresses take most of the time to ask for, are compared once a call, by `factors`
+        self.weights: list[Tensor] = [weight for weight in self.passes.policy.model.parameters()
+                                      if weight.is_floating_point()] if self.record else []
         return state.real.shape[1] + 1
 
     def release(self) -> None:

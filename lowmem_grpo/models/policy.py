@@ -94,15 +94,22 @@ def logit_shape(config: Any) -> dict[str, Any]:
             "softcap": getattr(config, "final_logit_softcapping", None)}
 
 
+def set_mode(model: nn.Module, training: bool) -> None:
+    """Put the model in train or evaluation mode, unless all of its modules are in it already, which is faster to see
+    than to set."""
+    if any(module.training != training for module in model.modules()):
+        model.train(training)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode within this context, and restore its mode afterwards."""
     training = model.training
-    model.eval()
+    set_mode(model, False)
     try:
         yield
     finally:
-        model.train(training)
+        set_mode(model, training)
 
 
 def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype | None:

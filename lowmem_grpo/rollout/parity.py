@@ -16,7 +16,7 @@ from lowmem_grpo.memory.cards import AUTO, in_8_bits
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.oom import BatchLimit, RunMemory
 from lowmem_grpo.models.packing import Packer
-from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.policy import Policy, evaluating
 from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
@@ -134,12 +134,8 @@ class ParityGate:
 
     def recompute(self, groups: list[RolloutGroup]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-probabilities (N,) of sampler and trainer (dropout off), and a mask (N,) of later turns."""
-        was_training = self.policy.model.training
-        self.policy.model.eval()
-        try:
+        with evaluating(self.policy.model):
             pairs = self.packer.run("the parity check", groups, Limits(TOKENS_AT_ONCE), self.pairs)
-        finally:
-            self.policy.model.train(was_training)
         empty = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.bool)
         sampled, recomputed, later = (torch.cat(parts) for parts in zip(*(pairs or [empty]), strict=True))
         return sampled, recomputed, later

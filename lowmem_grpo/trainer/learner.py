@@ -18,7 +18,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.packing import Packer, unpack
-from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.policy import Policy, set_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
@@ -42,6 +42,9 @@ class Learner:
     ) -> None:
         self.policy, self.config, self.objective = policy, config, objective
         self.optimizer, self.scheduler = optimizer, scheduler
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # collected once, since a walk through all modules takes milliseconds
+        self.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad or id(p) in held}
         self.before = OptimizerCopy(optimizer, allocates_each_step(optimizer, policy.device))
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=fp16)  # fp16 gradients underflow without it
@@ -59,6 +62,11 @@ class Learner:
         if self.bound.spread is None:
             return Limits(tokens, self.config.per_device_train_batch_size)
         return Limits(tokens, spread=self.bound.spread)
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that are trained now, by name; some of the optimizer's may be frozen for a while."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
         """Set these fields of this rank's rollouts from the current policy; `tell_fields` adds those of other ranks."""
@@ -106,7 +114,7 @@ class Learner:
         training, random = self.policy.model.training, RandomStates(self.policy.device)
 
         def fill() -> None:
-            self.policy.model.train(training)
+            set_mode(self.policy.model, training)
             random.restore()
             limit = self.bound.lowered
             if own := [name for name in fields if name != "ref_logprobs"]:
@@ -121,7 +129,8 @@ class Learner:
             fill()
             self.objective.prepared(members(rollouts), groups)
 
-        fill()
+        if fields:
+            fill()
         self.tell_fields(rollouts, fields)
         self.objective.prepared(members(rollouts), groups)
         # decisions that all ranks made together stay when one of them repeats its own share
@@ -155,7 +164,7 @@ class Learner:
         if begun is not None:
             left = [group for group in left if not begun.holds(group)]
         before = self.objective.state()
-        gradients, random = Gradients(self.policy.trainable), RandomStates(self.policy.device)
+        gradients, random = Gradients(self.trained.values()), RandomStates(self.policy.device)
 
         def undo() -> None:
             gradients.restore()
@@ -183,7 +192,7 @@ class Learner:
         self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
     ) -> StepAccumulator:
         """Add the gradient of each micro-batch to the one begun; returns the sums over the micro-batches."""
-        self.policy.model.train()
+        set_mode(self.policy.model, True)
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
             self.policy.differing_routes()  # clears the counts of earlier passes
@@ -226,7 +235,7 @@ class Learner:
     def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return the loss and metrics of these groups, without gradient or dropout; the run's state stays the same."""
         training, before, random = self.policy.model.training, self.objective.state(), RandomStates(self.policy.device)
-        self.policy.model.eval()
+        set_mode(self.policy.model, False)
         try:
             self.prepare(groups, 1)
             counted = [group for group in self.counted_groups(groups) if not group.unjudged]
@@ -242,7 +251,7 @@ class Learner:
                                                      random.restore), members(counted))
             return sums.metrics(self.objective)
         finally:
-            self.policy.model.train(training)
+            set_mode(self.policy.model, training)
             self.objective.restore(before)
             self.prepare_again = None
 
@@ -257,9 +266,8 @@ class Learner:
         """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;
         NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values."""
         if self.ranks.count > 1:
-            self.ranks.sum_gradients(self.policy.trainable)
-        named = self.policy.model.named_parameters()
-        parameters = {name: p for name, p in named if p.requires_grad and p.grad is not None}
+            self.ranks.sum_gradients([*self.trained.values()])
+        parameters = {name: p for name, p in self.trained.items() if p.grad is not None}
         broken: list[str] = []  # names of parameters
         rate = self.optimizer.param_groups[0]["lr"]
         metrics = {"learning_rate": rate, "grad_norm": 0.0, "optimizer/skipped": 1.0}

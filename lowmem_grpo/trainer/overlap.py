@@ -20,7 +20,7 @@ from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import free
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.packing import pack
-from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.policy import Policy, set_mode
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.scoring import Scoring
@@ -142,17 +142,17 @@ class OverlappedTraining:
     def train(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch with the model in train mode, and restore the engine's mode."""
         training = self.policy.model.training
-        self.policy.model.train()
+        set_mode(self.policy.model, True)
         try:
             self.add(batch)
         finally:
-            self.policy.model.train(training)
+            set_mode(self.policy.model, training)
 
     def train_beside(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch in the worker thread, on a GPU in a separate CUDA stream."""
         began = time.perf_counter()
         if self.policy.base.is_gradient_checkpointing:
-            self.policy.model.train()  # checkpointing needs train mode, and the engine, vLLM, ignores the mode
+            set_mode(self.policy.model, True)  # checkpointing needs train mode, and the engine, vLLM, ignores the mode
         if self.stream is None:
             self.add(batch)
         else:
@@ -222,7 +222,7 @@ class OverlappedTraining:
             with self.dropping_on_error():
                 self.train(self.batches.popleft())
         if self.partial is not None:
-            self.partial.divide_by(self.learner.totals(groups, None), objective, self.policy.trainable)
+            self.partial.divide_by(self.learner.totals(groups, None), objective, self.learner.trained.values())
 
     def metrics(self, partial: PartialGradient | None, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return the share of completions that were trained while sampling, and whether a gradient was dropped."""

@@ -31,7 +31,7 @@ class Gradients:
     """The parameters' gradients, captured at construction. Existing gradients are copied to the host, because backward
     adds to them in place. At the start of a step there are none, and nothing is copied."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.held = [(p, p.grad, None if p.grad is None else p.grad.to("cpu", copy=True)) for p in parameters]
 
     def restore(self) -> None:

@@ -1,7 +1,7 @@
 """The sums over an optimizer step's micro-batches, beside the gradient; and the gradient begun while sampling."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,7 @@ class PartialGradient:
         return conditions == self.conditions and all(now.get(key) == facts for key, facts in self.groups.items())
 
     @torch.no_grad()
-    def divide_by(self, totals: StepTotals, objective: Objective, parameters: Sequence[nn.Parameter]) -> None:
+    def divide_by(self, totals: StepTotals, objective: Objective, parameters: Iterable[nn.Parameter]) -> None:
         """Rescale the loss and the gradient from the guessed totals to the whole step's; both scale by one factor."""
         factor = objective.rescaled(self.totals, totals) if self.sums.count else 1.0
         if factor != 1.0:

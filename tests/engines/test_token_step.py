@@ -245,6 +245,20 @@ def test_a_step_is_recorded_anew_where_weights_have_moved(tokenizer: PreTrainedT
     assert recorder.recorded == 2
 
 
+def test_packed_weights_are_asked_for_their_addresses_once_a_call(tokenizer: PreTrainedTokenizerBase) -> None:
+    policy = Policy(with_adapter(load_model("tiny")))
+    packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    policy.model.register_parameter("packed", packed)
+    engine = TransformersEngine(policy, tokenizer, CONTEXT)
+    recorder, recorded = Recorder(engine), []
+    for moves in (False, False, True):
+        packed.data = packed.data.clone() if moves else packed.data
+        engine.generate(PROMPTS[:1], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+        recorded.append(recorder.recorded)
+    assert recorded == [1, 1, 2]
+    assert engine.step.weights and all(weight.is_floating_point() for weight in engine.step.weights)
+
+
 def test_a_step_that_cannot_be_recorded_is_said_once_and_decoded_as_it_is(
     small: TransformersEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -85,10 +85,14 @@ def drop_nothing(model: Any) -> None:
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers with checkpointing on; whole models are left out, as they have the flag whatever their layers
-    do."""
-    flagged = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
-    return [module for module in flagged if not hasattr(module, "gradient_checkpointing_enable")]
+    return [module for module in model.modules() if is_checkpointed(module)]
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether a module is a layer with checkpointing on; whole models are not, as they have the flag whatever
+    their layers do."""
+    flag = bool(getattr(module, "gradient_checkpointing", False))
+    return flag and not hasattr(module, "gradient_checkpointing_enable")
 
 
 def keep_last(model: nn.Module, count: int) -> list[nn.Module]:
@@ -143,7 +147,7 @@ class ActivationOffload:
             copies = StreamCopies(self.device)
         self.store = None if copies is None else HostStore(self.device, copies, page_bytes)
         self.min_bytes = min_bytes
-        self.weights: set[int] = set()  # identities of the model's storages
+        self.weights: set[int] = set()  # see `storage_ids`
         self.entered: list[saved_tensors_hooks] = []
         self.kept = [] if self.model is None else kept_layers(self.model)  # what they save stays on the device
         self.hooks: list[RemovableHandle] = []
@@ -247,5 +251,9 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def storage_ids(model: nn.Module | None) -> set[int]:
-    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-    return {storage_id(tensor) for tensor in tensors}
+    """Return the ids of the storages that a forward pass may save itself: all but those of checkpointed layers in train
+    mode, which save only their inputs, and hold nearly all modules, so that a walk through them takes long."""
+    if model is None or (model.training and is_checkpointed(model)):
+        return set()
+    own = {storage_id(tensor) for tensor in (*model.parameters(recurse=False), *model.buffers(recurse=False))}
+    return own.union(*map(storage_ids, model.children()))

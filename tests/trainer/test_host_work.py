@@ -1,0 +1,119 @@
+"""What a step does on the host, whatever its tokens: the model's modules are walked as seldom as can be."""
+
+from typing import Any
+
+import pytest
+import torch
+from checkpointed_stack import offloading
+from small_models import random_model, with_adapter
+from torch import nn
+from trainer_runs import learner
+
+from lowmem_grpo.memory.offload.activations import enable_checkpointing, storage_id, storage_ids
+from lowmem_grpo.models.policy import Policy, evaluating, set_mode
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+GROUPS = [RolloutGroup({}, [5, 6, 7], [Rollout([8 + n, 9, 10], [-3.0] * 3, "stop", advantage=1.0 - 2 * n)
+                                       for n in range(2)])]
+
+
+@pytest.fixture
+def model() -> Any:
+    return with_adapter(random_model("Llama"), lora_dropout=0.1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The modes that modules were set to, one by one."""
+    seen: list[bool] = []
+    own = nn.Module.train
+    monkeypatch.setattr(nn.Module, "train", lambda module, mode=True: seen.append(mode) or own(module, mode))
+    return seen
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mode_is_set_only_where_some_module_has_another(model: Any, calls: list[bool], training: bool) -> None:
+    model.train(training)
+    calls.clear()
+    set_mode(model, training)
+    assert calls == []
+    part = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    part.train(not training)
+    set_mode(model, training)
+    assert part.training == training and len(calls) > 1
+    set_mode(model, not training)
+    assert {module.training for module in model.modules()} == {not training}
+
+
+def test_a_model_in_evaluation_mode_samples_without_setting_it(model: Any, calls: list[bool]) -> None:
+    model.eval()
+    calls.clear()
+    with evaluating(model):
+        assert not model.training
+    assert calls == []
+    model.train()
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert all(module.training for module in model.modules())
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The modules through all of whose parameters somebody walked."""
+    seen: list[nn.Module] = []
+    own = nn.Module.named_parameters
+
+    def walked(module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        seen.extend([module] if recurse else [])
+        return own(module, prefix, recurse, remove_duplicate)
+
+    monkeypatch.setattr(nn.Module, "named_parameters", walked)
+    return seen
+
+
+def test_an_optimizer_step_neither_sets_modes_nor_looks_for_its_parameters(
+    model: Any, calls: list[bool], walks: list[nn.Module]
+) -> None:
+    made = learner(Policy(model.train()))
+    calls.clear()
+    walks.clear()
+    made.prepare(GROUPS, 1)
+    made.forward_backward(GROUPS)
+    assert made.optim_step()["grad_norm"] > 0
+    assert (calls, walks) == ([], [])
+
+
+def test_a_parameter_of_the_optimizer_is_trained_whenever_it_is_not_frozen(model: Any) -> None:
+    made = learner(Policy(model))
+    name, parameter = next(iter(made.trained.items()))
+    parameter.requires_grad_(False)
+    assert name not in made.trained
+    parameter.requires_grad_(True)
+    assert made.trained[name] is parameter
+    frozen = dict(model.named_parameters()).keys() - made.trained.keys()
+    assert frozen and not any("lora" in each for each in frozen)
+
+
+def test_weights_in_checkpointed_layers_are_not_looked_through(model: Any, walks: list[nn.Module]) -> None:
+    model.train()
+    everything = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert storage_ids(model) == everything
+    enable_checkpointing(model.get_base_model(), True)
+    inside = {storage_id(tensor) for tensor in model.get_base_model().model.layers.parameters()}
+    assert storage_ids(model) == everything - inside
+    assert storage_ids(model.eval()) == everything, "layers checkpoint only in train mode"
+
+
+def test_only_activations_go_to_the_host_and_gradients_are_the_same() -> None:
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        policy = Policy(with_adapter(random_model("Llama")).train())
+        enable_checkpointing(policy.base, True)
+        made = learner(policy)
+        if offloads:
+            made.offload = offload = offloading(policy.model)
+        made.forward_backward(GROUPS)
+        found.append([p.grad.clone() for p in policy.trainable if p.grad is not None])
+    assert found[0] and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert offload.store.copies.log.count("out") == policy.base.config.num_hidden_layers + 2
