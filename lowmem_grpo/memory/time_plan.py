@@ -219,8 +219,7 @@ class StepTime:
         return self.token_steps(stretches) + graphs * RECORD_SECONDS
 
     def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
-        """Return the (rows, cache length) of the CUDA graphs that our own engine records anew in each step: none if it
-        keeps them."""
+        """Return the (rows, cache length) of the CUDA graphs that our own engine records anew in each step, if any."""
         place, sizes = round(self.work.prompt_length), set[tuple[int, int]]()
         for steps, _, rows, _ in stretches if self.settings.sleeps else ():
             sizes |= {(rows, cards.graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
