@@ -81,10 +81,6 @@ class StepBuffers:
             del self.graphs[next(iter(self.graphs))]
         self.graphs[key] = run
 
-    def forget_above(self, rows: int) -> None:
-        """Drop the graphs with more than `rows` rows, which read weights that are being freed."""
-        self.graphs = {key: run for key, run in self.graphs.items() if key[0] <= rows}
-
     def forget_graphs(self) -> None:
         self.graphs.clear()
         self.factors.clear()

@@ -57,7 +57,7 @@ class TransformersEngine:
         self.step = TokenStep(self.passes, enforce_eager)
         self.use_weights(sampling_weights)
         self.decoding = False
-        self.sleeps = True  # free step buffers and graphs while training
+        self.sleeps = True  # free step buffers, graphs and weights in 16 bits while training
 
     @property
     def slots(self) -> int | None:
@@ -69,23 +69,23 @@ class TransformersEngine:
 
     def sleep(self) -> None:
         self.forget()
-        self.free_weights()
         if self.sleeps:
-            self.step.drop()
-        if self.policy.device.type == "cuda":
-            torch.cuda.empty_cache()
+            self.free_weights()
+            if self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def use_weights(self, form: str | None) -> None:
         """Sample with quantized weights dequantized (`form` "16bit"; not for the few rows for which the codes are
         faster), or as they are held (any other `form`)."""
+        self.free_weights()
         self.sampling_weights = form
         self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None
 
     def free_weights(self) -> None:
+        """Free weights in 16 bits, and step buffers with the graphs that read them."""
+        self.step.drop()
         if self.passes.wide is not None:
             self.passes.wide.held.clear()
-            if self.step.lasting is not None:
-                self.step.lasting.forget_above(self.passes.wide.few)
 
     def give_back(self) -> None:
         """Free everything now, and during training from now on; called after memory ran out in training."""
@@ -99,7 +99,6 @@ class TransformersEngine:
     def close(self) -> None:
         self.forget()
         self.free_weights()
-        self.step.drop()
 
     def forget(self) -> None:
         """Drop the cached turns and the buffers of the current rows."""
@@ -183,7 +182,6 @@ class TransformersEngine:
             raise generation.finished.failed_outside  # memory ran out in a callback, so fewer rows would not help
         what = f"sampling {size} at once"
         if self.passes.wide is not None and self.passes.wide.held:
-            self.free_weights()
             self.use_weights(FOUR)
             self.bound.note(what, shortage, "weights in 16 bits are given up, and the work is repeated")
             return size

@@ -96,9 +96,9 @@ def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | N
     with torch.autocast(x.device.type, enabled=False):
         if not can_decode(x, weight):
             return project_bands(x, weight, weight.out_features, biases)
-        pairs = zip(biases, weight.out_features, strict=True)
-        parts = [x.new_zeros(size) if bias is None else bias for bias, size in pairs]
         has_bias = any(bias is not None for bias in biases)
+        pairs = zip(biases, weight.out_features, strict=True) if has_bias else ()
+        parts = [x.new_zeros(size) if bias is None else bias for bias, size in pairs]
         return list(decode(x, weight, bias=torch.cat(parts) if has_bias else None).split(weight.out_features, 1))
 
 

@@ -28,10 +28,10 @@ EASE = 0.9  # share of the budget that larger micro-batches may fill, since plan
 SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # padded tokens in attention per token of a micro-batch
 CONTEXT_STEP = 128  # tokens
 FAR = 2**20  # tokens of the longest context to search, if the config gives none
-WIDE = "4-bit weights are dequantized once for each phase of sampling: there is room beside the whole cache"
+WIDE = "4-bit weights are dequantized to sample with: there is room beside the whole cache"
 KEPT = "the last layers keep all they compute: there is room, and recomputing takes a quarter of training"
 WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would dequantize its weights anew"
-LASTING = "the cache stays while training, and with it the CUDA graphs of token steps: there is room for both"
+LASTING = "the cache stays while training, with the CUDA graphs of token steps and all they read: there is room"
 Step = tuple[str, Any, str]  # setting, value, description
 FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
@@ -67,7 +67,7 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
     settings = draft.settings  # drop choices that widening has replaced
     kept = [choice for choice in draft.choices if choice.value == getattr(settings, choice.name)]
     draft = replace(draft, choices=(*kept, *chosen_for_rollout(shape, draft, asked)))
-    return lasting(shape, in_one_piece(shape, dequantized(shape, draft), asked))
+    return lasting(shape, dequantized(shape, in_one_piece(shape, draft, asked)))
 
 
 def worth(draft: MemoryPlan) -> tuple[Any, ...]:
@@ -97,10 +97,11 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
     own = settings.engine != "vllm"
     if settings.sampling_weights is not None or settings.form == BITS_16 or (own and not recorded(shape)):
         return draft
-    if not faster_in_16_bit(shape, draft.device.name, rows, settings.context, settings.form, settings.engine):
-        return draft
     wide = build(shape, replace(settings, sampling_weights="16bit"), draft.device)
     if not wide.fits or wide.kv_bytes != draft.kv_bytes:
+        return draft
+    anew = lasting(shape, draft).settings.sleeps, lasting(shape, wide).settings.sleeps
+    if not faster_in_16_bit(shape, draft.device.name, rows, settings.context, settings.form, settings.engine, anew):
         return draft
     return replace(wide, choices=(*draft.choices, Choice("sampling_weights", "16bit", 0, WIDE)))
 
@@ -118,8 +119,8 @@ def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> Me
 
 
 def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """Return the plan in which our own engine keeps its KV cache, and so its CUDA graphs, while training, if there is
-    room."""
+    """Return the plan in which our own engine keeps its KV cache, and so its CUDA graphs and any weights in 16 bits,
+    while training, if there is room."""
     if draft.settings.engine == "vllm" or not recorded(shape):
         return draft
     kept = build(shape, replace(draft.settings, sleeps=False), draft.device)

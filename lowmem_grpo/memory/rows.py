@@ -121,15 +121,17 @@ def embedded(shape: ModelShape) -> str:
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of the sampler's own copies of weights; vLLM keeps its copy of the adapters while training."""
-    copied = WORD * trained_numbers(shape, settings)
+    """Return the rows of the sampler's own copies of weights: vLLM keeps that of the adapters while training, and our
+    own engine all of them if it does not sleep."""
+    copied, stays = WORD * trained_numbers(shape, settings), settings.engine != "vllm" and not settings.sleeps
     rows = [PlanRow("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
     if settings.engine != "vllm":
         rows = [PlanRow("adapter copy", copied, 0 if settings.sleeps else copied,
                         note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
     if settings.sampling_weights == "16bit":
-        rows.append(PlanRow("sampling weights", WORD * shape.sampler_weights, card_only=True,
-                            note="weights in 16 bits while sampling; freed while training"))
+        wide, held = WORD * shape.sampler_weights, "; they stay" if stays else " while sampling; freed"
+        rows.append(PlanRow("sampling weights", wide, wide if stays else 0, card_only=True,
+                            note=f"weights in 16 bits{held} while training"))
     return rows
 
 

@@ -224,11 +224,10 @@ class StepTime:
         return self.token_steps(stretches) + graphs * RECORD_SECONDS
 
     def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
-        """Return the (rows, cache length) of the CUDA graphs that our own engine records anew in each step."""
+        """Return the (rows, cache length) of the CUDA graphs that our own engine records anew in each step, if any."""
         place, sizes = round(self.work.prompt_length), set[tuple[int, int]]()
-        for steps, _, rows, _ in stretches:
-            if self.settings.sleeps or (self.settings.sampling_weights == "16bit" and rows > self.few):
-                sizes |= {(rows, cards.graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
+        for steps, _, rows, _ in stretches if self.settings.sleeps else ():
+            sizes |= {(rows, cards.graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
             place += round(steps)
         return sizes
 
@@ -366,18 +365,19 @@ def block_outputs(outputs: int, rows: int, form: str) -> int:
     return 64 if outputs >= 8192 and rows <= 32 else 32
 
 
-def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm"
-                     ) -> bool:
+def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm",
+                     sleeps: tuple[bool, bool] = (True, True)) -> bool:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, with
     dequantized weights beside the codes (which steps of few rows still read) than with codes alone. This is an estimate
-    from the data sheet. For a card without one it is True for vLLM, and False for our own engine, which would record
-    its CUDA graphs anew."""
+    from the data sheet. For a card without one it is True for vLLM, and False for our own engine, which may have to
+    record its CUDA graphs anew. `sleeps` says of codes and of 16 bits whether it does so in each step."""
     name = cards.card_of(card)
-    settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=engine == "vllm")
+    settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:
         return engine == "vllm"
     codes = StepTime(shape, settings, cards.SPEEDS[name], Workload.within(tokens, 1, rows), rows)
-    return replace(codes, settings=replace(settings, sampling_weights="16bit")).decode() < (1 - WORTH) * codes.decode()
+    wide = replace(codes, settings=replace(settings, sampling_weights="16bit", sleeps=sleeps[1]))
+    return wide.decode() < (1 - WORTH) * codes.decode()
 
 
 def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:

@@ -108,7 +108,7 @@ def plan_memory(
     if engine is not None:
         memory.watch(engine)
         own |= {  # the defaults are for an engine without the attribute
-            "sleeps": getattr(engine, "sleeps", True),
+            "sleeps": isinstance(engine, TransformersEngine) or getattr(engine, "sleeps", True),  # ours does as planned
             "sequences": getattr(engine, "max_num_seqs", None if name == VLLM else config.completions_per_step),
             "sampling_weights": getattr(engine, "sampling_weights", "4bit"),  # the weights that it samples with now
         }

@@ -30,6 +30,11 @@ def held_bytes(engine: TransformersEngine) -> int:
     return sum(wide.nbytes for _, wide in engine.passes.wide.held.values())
 
 
+def addresses(engine: TransformersEngine) -> list[int]:
+    assert engine.passes.wide is not None
+    return [wide.data_ptr() for _, wide in engine.passes.wide.held.values()]
+
+
 def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_all_that_was_dequantized(
     engine: TransformersEngine, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -50,18 +55,30 @@ def test_few_rows_never_read_them(engine: TransformersEngine, monkeypatch: pytes
     assert held_bytes(engine) == 0
 
 
-def test_only_graphs_that_read_them_go_with_them(engine: TransformersEngine) -> None:
+def test_they_stay_with_their_graphs_where_the_engine_does_not_sleep_until_training_needs_the_memory(
+    engine: TransformersEngine
+) -> None:
     recorder, wide = Recorder(engine), engine.passes.wide
     assert wide is not None
     engine.sleeps, wide.few = False, 8
     expected = engine.generate(PROMPTS, PARAMS)
-    first, lasting = recorder.recorded, engine.step.lasting
+    first, lasting, places = recorder.recorded, engine.step.lasting, addresses(engine)
     assert lasting is not None and {rows > 8 for rows, _ in lasting.graphs} == {True, False}
-    many = sum(rows > 8 for rows, _ in lasting.graphs)
     engine.sleep()
-    assert {rows > 8 for rows, _ in lasting.graphs} == {False}
     assert ids_of(engine.generate(PROMPTS, PARAMS)) == ids_of(expected)
-    assert recorder.recorded == first + many
+    assert recorder.recorded == first and addresses(engine) == places != []
+    engine.give_back()
+    assert held_bytes(engine) == 0 and engine.step.lasting is None
+    assert ids_of(engine.generate(PROMPTS, PARAMS)) == ids_of(expected)
+    assert recorder.recorded == 2 * first
+
+
+def test_weights_in_another_form_leave_no_graph_that_reads_those_of_before(engine: TransformersEngine) -> None:
+    Recorder(engine)
+    engine.sleeps, before = False, engine.passes.wide
+    engine.generate(PROMPTS, PARAMS)
+    engine.use_weights("16bit")
+    assert before is not None and not before.held and engine.step.lasting is None
 
 
 def test_memory_that_runs_out_beside_them_takes_them_first_and_no_row(engine: TransformersEngine) -> None:

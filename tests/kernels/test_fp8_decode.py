@@ -177,6 +177,7 @@ def test_a_card_multiplies_few_rows_with_the_codes_as_they_are(name: str, monkey
                     assert project(x, weight).shape == (rows, out)
                     assert [part.shape for part in project_each(x, weight, [None])] == [(rows, out)]
                 assert [name for name in called.names if "lowmem_grpo" in name] == ["lowmem_grpo::fp8_decode"] * 2
+                assert not [name for name in called.names if "zeros" in name], "none in place of a bias"
     assert not can_decode(torch.empty(1, columns, dtype=torch.bfloat16), in_fp8((4, columns))), "a CPU tensor"
 
 

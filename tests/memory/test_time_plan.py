@@ -209,6 +209,9 @@ def test_few_rows_or_cards_with_slow_memory_are_given_weights_in_16_bits() -> No
         ("NVIDIA GeForce RTX 4090", 64, "fp8"): False, ("Tesla T4", 8, "fp8"): False,
     }
     assert {case: faster_in_16_bit(SHAPE, *case[:2], 640, case[2]) for case in faster} == faster
+    h100, kept = ModelShape.from_config(named_config("qwen2.5-3b")), (False, False)
+    own = [faster_in_16_bit(h100, "h100", 64, 612, "nf4", "transformers", sleeps) for sleeps in (kept, (False, True))]
+    assert own == [True, False], "not where their graphs would be recorded in each step, and those of codes would not"
 
 
 def test_our_own_engine_launches_more_than_vllm_and_records_its_graphs_in_each_step_only_where_it_sleeps() -> None:
@@ -219,6 +222,9 @@ def test_our_own_engine_launches_more_than_vllm_and_records_its_graphs_in_each_s
     kept = replace(equal, settings=replace(equal.settings, sleeps=False))
     assert equal.decode() - kept.decode() == pytest.approx(5 * 0.15)  # 101 to 611 places: one for each 128
     assert kept.decode() == pytest.approx(512 * own.token_step(64, 356))
+    wide = replace(equal, settings=replace(equal.settings, **WIDE))
+    kept_wide = replace(kept, settings=replace(kept.settings, **WIDE))
+    assert wide.decode() - kept_wide.decode() == pytest.approx(5 * 0.15), "graphs stay with the weights that they read"
     lasting = replace(own, speed=SPEEDS["h100"], settings=kept.settings)
     assert lasting.decode() == pytest.approx(2.3, rel=0.1)  # estimated by hand, with the kernel as it was measured
 

@@ -31,6 +31,7 @@ from lowmem_grpo.types import Rollout
 from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
+SPARE = 512 * 2**20  # bytes that stay free when the cache is mapped: for whole pages of it, and the driver
 
 
 class VLLMEngine:
@@ -272,14 +273,16 @@ class VLLMEngine:
             self.asleep, self.kv_bytes = True, 0
 
     def wake(self) -> None:
-        """Map the KV cache and the room for dequantized weights again. First frees torch's cached blocks, which vLLM's
-        pool could not use. OutOfMemoryError if there is still no room; then everything stays asleep."""
+        """Map the KV cache and the room for dequantized weights again. Frees torch's cached blocks, which vLLM's pool
+        cannot use, if there is no room beside them. OutOfMemoryError if there is still none; then everything stays
+        asleep."""
         self.check_open()
         if not self.asleep:
             return
-        free(self.policy.device)
-        wide = 0 if self.loan.wide is None else self.loan.wide.nbytes
-        vllm_settings.check_room(self.policy.device, self.cache + wide)
+        size = self.cache + (0 if self.loan.wide is None else self.loan.wide.nbytes)
+        if (vllm_settings.free_bytes(self.policy.device) or 0) < size + SPARE:
+            free(self.policy.device)
+        vllm_settings.check_room(self.policy.device, size)
         try:
             self.llm.wake_up()
         except BaseException:

@@ -62,6 +62,7 @@ def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.Monke
     made = Machine(20 * unit, request.param)
     monkeypatch.setattr(vllm_engine, "import_plugin", lambda: made)
     monkeypatch.setattr(vllm_engine, "free", made.empty_caches)
+    monkeypatch.setattr(vllm_engine, "SPARE", unit // 2)
     monkeypatch.setattr(vllm_settings, "free_bytes", lambda device: made.card.free)
     monkeypatch.setattr(vllm_settings, "on_card", lambda policy: True)
     monkeypatch.setattr(vllm_settings, "write_config", lambda *_: None)  # nobody reads it
@@ -102,6 +103,18 @@ def test_what_torch_has_cached_is_given_back_before_the_cache_wakes(engine: VLLM
         assert all_sampled(engine.generate(PROMPTS, PARAMS))
     assert engine.bound.failures == 0
     assert len(machine.made) == 1
+
+
+@pytest.mark.parametrize(("left", "stays"), [(17, True), (16, False)])
+def test_what_torch_has_cached_stays_where_the_cache_has_room_beside_it(
+    engine: VLLMEngine, machine: Machine, unit: int, left: int, stays: bool
+) -> None:
+    """Half a sequence must stay free beside a cache of eight."""
+    engine.sleep()
+    machine.card.cached = machine.card.free - left * unit // 2
+    cached = machine.card.cached
+    engine.wake()
+    assert machine.card.cached == cached * stays and engine.kv_bytes == 8 * unit
 
 
 @pytest.mark.parametrize(("trainer", "left", "failures", "seen"),
