@@ -7,12 +7,13 @@ from bench.loop.inputs import GIB, TARGETS, RandomModel
 from bench.loop.phase_watch import PhaseWatch
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.cards import Device, card_of
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.time_plan import calibration
-from lowmem_grpo.trainer.run_memory import settings_of
+from lowmem_grpo.trainer.run_memory import follow_plan, settings_of
 
 ENDLESS = 1024 * GIB  # bytes of a card on which everything fits
 
@@ -102,6 +103,9 @@ def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str,
     rows = work.rows(model.loaded.tokenizer, options.all_steps)
     trainer = GRPOTrainer(model=model, reward_funcs=[work.reward], args=args, train_dataset=rows,
                           engine=TimedEngine(model.engine(), watch))
+    inner, run_plan = trainer.engine.engine, trainer.memory.advice.plan
+    if isinstance(inner, TransformersEngine) and run_plan is not None:  # the trainer sees only the timed engine
+        follow_plan(inner, trainer.memory, run_plan)
     trained = [step(trainer, watch)["completions/trained"]]
     while len(trained) < options.all_steps and options.patience.another(watch.steps):
         trained.append(step(trainer, watch)["completions/trained"])

@@ -31,13 +31,14 @@ LANES = 128e9  # instructions/s per multiprocessor and GHz: four warps of 32 lan
 # Launches per layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test compares them
 # with it. Microseconds are the host's, except for graphs.
 LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # per micro-batch; the backward pass recomputes the forward pass
-LAUNCHES_DECODE = {"vllm": 15, "transformers": 25}  # per decode step in a CUDA graph; the second is an assumption
-HOST_US_PER_LAUNCH = 6.4  # torch, autograd, our Python: 55 ms for 9,612 (assumed), 3.1 for an opaque op (counted)
-GRAPH_US_PER_LAUNCH = 1.9  # on the card: a small kernel in a graph; 470 of them take 0.8 to 1 ms
+LAUNCHES_DECODE = {"vllm": 15, "transformers": 18}  # per decode step in a CUDA graph; the second from an H100's profile
+HOST_US_PER_LAUNCH = 140.0  # torch, autograd, our Python, as a micro-batch of few tokens took 0.45 s on an H100's host
+GRAPH_US_PER_LAUNCH = 4.6  # on the card: 2.5 ms of a token's 5.7 in vLLM's small kernels of 36 layers, on an H100
 RECORD_SECONDS = 0.15  # per CUDA graph of the transformers engine; an assumption, 0.35 on slow hosts
-EAGER_LAYER_US = 1200.0  # per layer and pass of the transformers engine without a graph; an assumption
-SAMPLER_LAUNCHES = 30  # per decode step outside the graph: sampler, positions, block tables; an assumption
-SAMPLER_PASSES = 10  # over a decode step's float32 logits: softmax, log-probabilities, drawing; an assumption
+EAGER_LAYER_US = 2500.0  # per layer and pass of the transformers engine without a graph; prefill on an H100's host
+SAMPLER_US = {"vllm": 1300.0, "transformers": 200.0}  # per decode step while the card waits for the host; on an H100
+SAMPLER_PASSES = 30  # over a decode step's float32 logits: softmax, log-probabilities, drawing; on an H100
+VLLM_PREFILL_US = 230.0  # per layer and pass of vLLM's prefill on the host; an assumption
 HEAD_FACTOR = 1.17  # time of `linear_logprobs` relative to its products, between the estimates 1.15 and 1.19
 BACKWARD_ATTENTION = 2.5  # relative to its forward pass: five products in place of two (Dao, arXiv 2307.08691)
 BACKWARD_ELEMENTWISE = 1.5  # bytes relative to the forward pass: backward reads the forward's inputs and the gradient
@@ -47,10 +48,12 @@ ENGINE_SECONDS = 0.3  # per step, for the engine's sleep and wake-up and for qui
 WORTH = 0.05  # least share of decoding time that 16-bit weights must save to be worth their bytes
 NF4_SHARE = 0.28  # share of its instruction rate that the NF4 kernel reaches from sm_80 on: on an H100, 14336 x 4096
 # takes 34 us for 8 rows and 66 us for 64
+NF4_LAUNCH_US = 4.5  # of the NF4 kernel for each matrix beside that: a layer of a 3B model takes 69 us for 8 rows
+WEIGHT_READ = 0.72  # share of MEMORY's rate at which products of few rows read 16-bit weights, on an H100
 DECODE_SHARE = 0.82  # the same for other decode kernels, as a share of their bound; an assumption
 # Ratio of measured to planned seconds, by card and phase ("generate", "train"), from rows of bench/results measured on
 # that card. `bench/loop/calibrate_time.py` prints the ratios of the committed rows.
-CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 1.94, "train": 1.88}}
+CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 1.0, "train": 1.0}}
 PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # share of context and of longest completion, as in GSM8K
 TAIL = 0.25  # decode steps belong to the tail while fewer than this share of the most sequences in a call still run
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
@@ -192,7 +195,7 @@ class StepTime:
 
     def multiply(self, weights: float, rows: float) -> float:
         """Return the seconds of 16-bit weights times M rows, bound by FLOP or by the weights' bytes."""
-        return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights))
+        return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights) / WEIGHT_READ)
 
     def move(self, size: float) -> float:
         """Return the seconds to move `size` bytes in device memory."""
@@ -247,7 +250,7 @@ class StepTime:
         if self.eager:
             return max(card, shape.layers * EAGER_LAYER_US * 1e-6)
         graph = shape.layers * LAUNCHES_DECODE[settings.engine] * GRAPH_US_PER_LAUNCH
-        return card + (graph + SAMPLER_LAUNCHES * HOST_US_PER_LAUNCH) * 1e-6
+        return card + (graph + SAMPLER_US[settings.engine]) * 1e-6
 
     def product(self, linear: Linear, rows: int) -> float:
         """Return the seconds of one matrix times M rows, or of the experts that M rows use if routed independently."""
@@ -269,14 +272,14 @@ class StepTime:
                     2 * rows * linear.weights / block_outputs(linear.rows, rows, self.settings.form) / (clocks * L2))
         computed = instructions * linear.weights / (clocks * LANES)
         if self.settings.form == NF4 and self.speed.capability >= 80:
-            return max(moved, computed / NF4_SHARE)
+            return max(moved, computed / NF4_SHARE) + NF4_LAUNCH_US * 1e-6
         return max(moved, computed) / DECODE_SHARE
 
     def prefill(self) -> float:
         """Return the seconds to prefill each prompt once; weights are dequantized for each pass, or once for all."""
         tokens = self.work.prompts * self.work.prompt_length
         passes = ceil(tokens / self.reads)
-        host = LAUNCHES_FORWARD * HOST_US_PER_LAUNCH if self.settings.engine == "vllm" else EAGER_LAYER_US
+        host = VLLM_PREFILL_US if self.settings.engine == "vllm" else EAGER_LAYER_US
         return sum(count * max(kind.prefill_layer(tokens, passes), passes * host * 1e-6) for count, kind in self.kinds)
 
     def prefill_layer(self, tokens: float, passes: int) -> float:

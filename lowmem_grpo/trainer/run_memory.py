@@ -116,9 +116,14 @@ def plan_memory(
         return memory, PhasePeaks(policy.device)
     run_plan = plan_training(memory, model, config, policy, name, context, **own)
     if run_plan is not None and isinstance(engine, TransformersEngine):
-        engine.sleeps, memory.train.spare = run_plan.settings.sleeps, engine.give_back
-        engine.use_weights(run_plan.settings.sampling_weights)
+        follow_plan(engine, memory, run_plan)
     return memory, PhasePeaks(policy.device, run_plan)
+
+
+def follow_plan(engine: TransformersEngine, memory: RunMemory, run_plan: MemoryPlan) -> None:
+    """Let our own engine keep what the plan has room for while training, and give it back if memory runs out."""
+    engine.sleeps, memory.train.spare = run_plan.settings.sleeps, engine.give_back
+    engine.use_weights(run_plan.settings.sampling_weights)
 
 
 def plan_training(
