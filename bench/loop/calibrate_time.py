@@ -1,10 +1,10 @@
-"""Compare planned seconds with measured ones, by card and phase, in the committed rows of whole steps.
+"""Compare planned seconds with measured ones, by card and phase, in the newest committed row of each card and shape.
 
     python -m bench.loop.calibrate_time
 
-prints what `CALIBRATION` in lowmem_grpo/memory/time_plan.py should hold. It uses rows of results/loop.jsonl that have
-planned seconds and come from a card whose data sheet is known. Planned seconds in a row are those
-before calibration, so that no factor is counted twice.
+prints what `CALIBRATION` in lowmem_grpo/memory/time_plan.py should hold. It uses rows of results/loop.jsonl of our loop
+with vLLM on a card whose data sheet is known, and plans them anew without calibration, so that no factor is counted
+twice.
 """
 
 import json
@@ -13,8 +13,15 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from bench.common.rows import RESULTS, read_rows
-from lowmem_grpo.memory.cards import card_of
+from bench.common.rows import RESULTS, newest, read_rows
+from bench.common.targets import OURS
+from bench.loop.inputs import loop_shape
+from bench.rollout.shapes import LORA_RANK
+from lowmem_grpo.memory import cards
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.memory.time_plan import Workload, calibration, plan_time
 
 PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # a phase of the plan: the phases of a row
 
@@ -23,16 +30,28 @@ def rows() -> list[dict[str, Any]]:
     return read_rows(RESULTS / "loop.jsonl")
 
 
+def planned(row: dict[str, Any], card: str) -> dict[str, float]:
+    """Return the planned seconds of each phase of a row's step, without calibration."""
+    size = loop_shape(row["shape"], row["prompts"])
+    config = {"model_type": "llama", **size.config}
+    asked = RunSettings(size.context, size.n, LORA_RANK, checkpointing="auto", completions_per_step=size.sequences,
+                        sequences=size.sequences, optim="adamw_torch_fused")
+    work = Workload(size.prompts, size.n, size.prompt_tokens, size.completion_tokens, size.completion_tokens)
+    found = plan_time(plan(config, asked, cards.device(card)), ModelShape.from_config(config), work)
+    seconds = {"generate": found.generate_seconds or 0.0, "train": found.train_seconds or 0.0}
+    return {phase: value / calibration(card, phase) for phase, value in seconds.items()}
+
+
 def factors(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return {card: {phase: median of measured over planned}}, to two digits."""
+    ours = [row for row in found if row["provider"] == OURS and "phases" in row]
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in found:
-        card, planned = card_of(row.get("gpu") or ""), row.get("planned_seconds")
-        if card is None or not planned:
+    for row in newest(ours, "gpu", "shape").values():
+        if (card := cards.card_of(row.get("gpu") or "")) is None:
             continue
+        seconds = planned(row, card)
         for phase, parts in PHASES.items():
-            measured = sum(row["phases"].get(part, 0.0) for part in parts)
-            ratios[card][phase].append(measured / planned[phase])
+            ratios[card][phase].append(sum(row["phases"].get(part, 0.0) for part in parts) / seconds[phase])
     return {card: {phase: round(median(values), 2) for phase, values in phases.items()}
             for card, phases in ratios.items()}
 

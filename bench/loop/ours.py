@@ -39,6 +39,10 @@ class TimedEngine:
     def __init__(self, engine: Engine, watch: PhaseWatch) -> None:
         self.engine, self.watch, self.name, self.close = engine, watch, engine.name, engine.close
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the plan asks of the engine: whether it sleeps, its weights, its most sequences."""
+        return getattr(self.engine, name)
+
 
 def load(folder: Path, device: str, work: Any, engine: str) -> FastPeftModel:
     """Return the model with LoRA on all linears; the random one in NF4 and with the package's own checkpointing."""

@@ -48,12 +48,12 @@ ENGINE_SECONDS = 0.3  # per step, for the engine's sleep and wake-up and for qui
 WORTH = 0.05  # least share of decoding time that 16-bit weights must save to be worth their bytes
 NF4_SHARE = 0.28  # share of its instruction rate that the NF4 kernel reaches from sm_80 on: on an H100, 14336 x 4096
 # takes 34 us for 8 rows and 66 us for 64
-NF4_LAUNCH_US = 4.5  # of the NF4 kernel for each matrix beside that: a layer of a 3B model takes 69 us for 8 rows
+NF4_LAUNCH_US = 3.5  # of the NF4 kernel for each matrix beside that: a layer of a 3B model takes 69 us for 8 rows
 WEIGHT_READ = 0.72  # share of MEMORY's rate at which products of few rows read 16-bit weights, on an H100
 DECODE_SHARE = 0.82  # the same for other decode kernels, as a share of their bound; an assumption
 # Ratio of measured to planned seconds, by card and phase ("generate", "train"), from rows of bench/results measured on
 # that card. `bench/loop/calibrate_time.py` prints the ratios of the committed rows.
-CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 1.0, "train": 1.0}}
+CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 0.97, "train": 1.31}}
 PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # share of context and of longest completion, as in GSM8K
 TAIL = 0.25  # decode steps belong to the tail while fewer than this share of the most sequences in a call still run
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases

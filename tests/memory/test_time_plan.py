@@ -64,10 +64,14 @@ def test_layers_of_several_kinds_take_the_time_of_each_kind(name: str) -> None:
     assert step(shape=shape).prefill() == pytest.approx(sum(kind.prefill() for kind in alone))
 
 
-def test_a_step_on_an_h200_takes_at_most_what_it_was_to_reach() -> None:
-    time = seconds()
-    assert time.bound == {"forward": "card", "backward": "card"}
-    assert time.step_seconds is not None and time.step_seconds <= 2.4
+def test_a_token_step_and_a_small_micro_batch_of_an_h100_take_what_was_measured() -> None:
+    """202 token steps of 64 rows in 1.42 s (results/loop.jsonl); forward and backward of one prompt in 0.43 to 0.49 s,
+    with all layers kept, whose bound is the host."""
+    held = step("h100", lora_rank=16, **WIDE)
+    assert held.token_step(64, 201) == pytest.approx(1.42 / 202, rel=0.05)
+    small = step("h100", work=Workload(1, 8, 100, 202, 202), kept_layers=36)
+    assert sum(host for _, host in small.passes().values()) == pytest.approx(0.45, rel=0.05)
+    assert all(card < host for card, host in small.passes().values())
 
 
 def test_parts_add_up_to_the_step_and_its_phases_also_in_json() -> None:
@@ -82,7 +86,7 @@ def test_parts_add_up_to_the_step_and_its_phases_also_in_json() -> None:
 
 def test_seconds_are_flop_and_bytes_over_what_the_card_reaches() -> None:
     assert step().multiply(10**9, 10**4) == pytest.approx(2 * 10**13 / 791e12, rel=0.01)
-    assert step().multiply(10**9, 1) == pytest.approx(2 * 10**9 / MEMORY)
+    assert step().multiply(10**9, 1) == pytest.approx(2 * 10**9 / MEMORY / 0.72)
     assert step().dequantize([DOWN]) == pytest.approx(2.52 * DOWN.weights / MEMORY, rel=0.02)
     assert step(load_in_4bit=False).dequantize([DOWN]) == 0.0
 
@@ -97,7 +101,7 @@ def test_the_4_bit_kernel_takes_what_its_instructions_and_cache_reads_take() -> 
 def test_the_fp8_kernel_reads_a_byte_a_weight_at_few_rows() -> None:
     few, many = (step(load_in_fp8=True).product(DOWN, rows) for rows in (8, 65))
     assert few == pytest.approx(DOWN.weights / MEMORY / 0.82, rel=0.1)
-    assert many == pytest.approx(5 * DOWN.weights / MEMORY, rel=0.1)  # dequantized, and read in 16 bits
+    assert many == pytest.approx((3 + 2 / 0.72) * DOWN.weights / MEMORY, rel=0.1)  # dequantized, and read in 16 bits
 
 
 def test_the_4_bit_kernel_is_planned_as_it_is_launched() -> None:
@@ -115,7 +119,7 @@ def test_rows_beyond_what_the_4_bit_kernel_takes_dequantize_every_token() -> Non
         few, many = (step(card).product(DOWN, n) for n in (rows, rows + 1))
         assert many > times * few
         assert many > step(card).dequantize([DOWN])
-    assert step("t4").token_step(64, 300) == pytest.approx(0.044, rel=0.2)
+    assert step("t4").token_step(64, 300) == pytest.approx(0.062, rel=0.1)  # 24 ms dequantize, 27 multiply
 
 
 def test_more_work_takes_longer() -> None:
@@ -134,8 +138,8 @@ def test_small_micro_batches_wait_for_launches_and_large_ones_for_the_card() -> 
     small, large = seconds(Workload(1, 2, 20, 20, 40)), seconds(Workload(8, 8, 100, 400, 512))
     assert set(small.bound.values()) == {"launches"} and set(large.bound.values()) == {"card"}
     layers = 36
-    assert small.seconds["forward"] == pytest.approx(layers * 36 * 6.4e-6)  # 36 launches
-    assert small.seconds["backward"] == pytest.approx(layers * 88 * 6.4e-6)
+    assert small.seconds["forward"] == pytest.approx(layers * 36 * 140e-6)  # 36 launches
+    assert small.seconds["backward"] == pytest.approx(layers * 88 * 140e-6)
 
 
 def test_tiles_dequantize_the_mlp_again_and_recomputation_costs_a_forward_pass() -> None:
@@ -176,26 +180,23 @@ def test_our_own_engine_computes_the_rows_of_its_graphs() -> None:
     assert [*dict.fromkeys(rows)] == [64, 56, 48, 40, 32, 24, 16, 8, 4, 2, 1]
 
 
-# Seconds of decoding 64 sequences of 202 tokens (at most 512): with codes, and with the better form for each number
-# of rows. Another program gave those of T4 and RTX 4090. Those of the H100 rest on its kernels as measured there.
-@pytest.mark.parametrize(("model", "card", "codes", "wide"), [
-    ("qwen2.5-3b", "h100", 2.0, 1.7), ("llama-3.1-8b", "h100", 3.9, 3.2), ("qwen2.5-3b", "t4", 14.6, 10.1),
-    ("qwen2.5-3b", "rtx4090", 2.2, 2.2),
+# Decoding 64 sequences of 202 tokens (at most 512), of which fewer and fewer run.
+@pytest.mark.parametrize(("model", "card", "pays"), [
+    ("qwen2.5-3b", "h100", True), ("llama-3.1-8b", "h100", True), ("qwen2.5-3b", "t4", True),
+    ("qwen2.5-3b", "rtx4090", False),
 ])
-def test_weights_in_16_bits_are_chosen_by_the_sum_over_falling_rows(
-    model: str, card: str, codes: float, wide: float
-) -> None:
+def test_weights_in_16_bits_are_chosen_by_the_sum_over_falling_rows(model: str, card: str, pays: bool) -> None:
     shape = ModelShape.from_config(named_config(model))
     held = step(card, work=Workload(8, 8, 100, 202, 512), shape=shape)
-    assert held.decode() == pytest.approx(codes, rel=0.1)
-    assert replace(held, settings=RunSettings(640, **WIDE)).decode() == pytest.approx(wide, rel=0.1)
-    assert faster_in_16_bit(shape, card, 64, 640) == (wide < 0.95 * codes)
+    wide = replace(held, settings=RunSettings(640, **WIDE)).decode()
+    assert wide <= held.decode() and (wide < 0.95 * held.decode()) == pays
+    assert faster_in_16_bit(shape, card, 64, 640) == pays
 
 
 def test_the_form_of_weights_is_that_of_the_fewer_seconds_of_each_number_of_rows() -> None:
     few = {card: rows_of_codes(SHAPE, card) for card in ("h100", "a100-80", "rtx4090", "t4", "24GiB")}
     assert few["h100"] == 8, "measured: 2.4 and 2.5 ms of a token at 8 rows, 2.7 and 2.5 at 16"
-    assert 16 <= few["t4"] <= 20  # estimated by hand
+    assert 16 <= few["t4"] <= 24  # estimated by hand
     assert few["rtx4090"] == 64 and few["24GiB"] == 0, "all that the kernel takes, and not known"
     both, codes = step("h100", **WIDE), step("h100")
     assert both.token_step(few["h100"], 300) == codes.token_step(few["h100"], 300)
@@ -216,7 +217,7 @@ def test_few_rows_or_cards_with_slow_memory_are_given_weights_in_16_bits() -> No
 
 def test_our_own_engine_launches_more_than_vllm_and_records_its_graphs_in_each_step_only_where_it_sleeps() -> None:
     own, other = step(engine="transformers"), step()
-    more = 36 * 10 * 1.9e-6  # ten launches a layer more
+    more = 36 * 3 * 4.6e-6 - 1.1e-3  # three launches a layer more, and less waiting for the sampler's host
     assert own.token_step(8, 300) - other.token_step(8, 384) == pytest.approx(more), "it reads whole pieces of 128"
     equal = replace(own, work=Workload(8, 8, 100, 512, 512))
     kept = replace(equal, settings=replace(equal.settings, sleeps=False))
@@ -225,14 +226,12 @@ def test_our_own_engine_launches_more_than_vllm_and_records_its_graphs_in_each_s
     wide = replace(equal, settings=replace(equal.settings, **WIDE))
     kept_wide = replace(kept, settings=replace(kept.settings, **WIDE))
     assert wide.decode() - kept_wide.decode() == pytest.approx(5 * 0.15), "graphs stay with the weights that they read"
-    lasting = replace(own, speed=SPEEDS["h100"], settings=kept.settings)
-    assert lasting.decode() == pytest.approx(2.3, rel=0.1)  # estimated by hand, with the kernel as it was measured
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-4b", "qwen3-30b-a3b"])
 def test_our_own_engine_waits_for_its_host_where_a_step_cannot_be_a_graph(name: str) -> None:
     shape = ModelShape.from_config(named_config(name))
-    assert step(rows=1, shape=shape, engine="transformers").token_step(1, 300) == pytest.approx(shape.layers * 1.2e-3)
+    assert step(rows=1, shape=shape, engine="transformers").token_step(1, 300) == pytest.approx(shape.layers * 2.5e-3)
 
 
 def test_only_as_many_sequences_are_sampled_together_as_the_cache_has_room_for() -> None:
@@ -329,17 +328,19 @@ def test_planning_time_needs_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_no_row_of_a_card_is_committed_yet_so_nothing_is_calibrated() -> None:
+def test_the_committed_rows_are_what_plans_are_calibrated_by() -> None:
     assert calibrate_time.factors(calibrate_time.rows()) == CALIBRATION
     assert calibration("h200", "generate") == CALIBRATION.get("h200", {}).get("generate", 1.0)
 
 
-def test_rows_of_a_card_say_what_planned_seconds_are_multiplied_with() -> None:
-    row = {"gpu": "NVIDIA H200", "phases": {"generate": 3.0, "train": 0.5, "optimizer": 0.1},
-           "planned_seconds": {"generate": 2.0, "train": 0.5}}
-    other = row | {"phases": {"generate": 5.0, "train": 0.5, "optimizer": 0.0}}
-    cpu, unknown, old = row | {"gpu": None}, row | {"gpu": "NVIDIA X"}, {"gpu": "NVIDIA H200", "phases": {}}
-    assert calibrate_time.factors([row, other, cpu, unknown, old]) == {"h200": {"generate": 2.0, "train": 1.1}}
+def test_the_newest_row_of_a_card_says_what_planned_seconds_are_multiplied_with() -> None:
+    row: dict[str, Any] = {"provider": "lowmem_grpo", "gpu": "NVIDIA H200", "shape": "3b", "prompts": 8}
+    seconds = calibrate_time.planned(row, "h200")
+    new = row | {"phases": {"generate": 2 * seconds["generate"], "train": seconds["train"],
+                            "optimizer": 0.1 * seconds["train"]}}
+    old = row | {"phases": {"generate": 9.0, "train": 9.0}}
+    others = [new | {"gpu": None}, new | {"gpu": "NVIDIA X"}, new | {"provider": "trl"}, row]
+    assert calibrate_time.factors([old, new, *others]) == {"h200": {"generate": 2.0, "train": 1.1}}
 
 
 def test_the_tail_is_what_few_sequences_reach_and_a_part_of_decoding() -> None:
