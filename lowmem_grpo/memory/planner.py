@@ -156,8 +156,8 @@ def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> Memor
     low, high = 0, shape.layers
     while low < high:
         middle = (low + high + 1) // 2
-        found = build(shape, replace(settings, kept_layers=middle), device)
-        fits = found.fits and found.train <= EASE * device.budget
+        trial = build(shape, replace(settings, kept_layers=middle), device)
+        fits = trial.fits and trial.train <= EASE * device.budget
         low, high = (middle, high) if fits else (low, middle - 1)
     return build(shape, replace(settings, kept_layers=low), device)
 

@@ -48,7 +48,7 @@ ENGINE_SECONDS = 0.3  # per step, for the engine's sleep and wake-up and for qui
 WORTH = 0.05  # least share of decoding time that 16-bit weights must save to be worth their bytes
 NF4_SHARE = 0.28  # share of its instruction rate that the NF4 kernel reaches from sm_80 on: on an H100, 14336 x 4096
 # takes 34 us for 8 rows and 66 us for 64
-NF4_LAUNCH_US = 3.5  # of the NF4 kernel for each matrix beside that: a layer of a 3B model takes 69 us for 8 rows
+NF4_LAUNCH_US = 3.5  # each matrix takes this much more in the NF4 kernel: a layer of a 3B model takes 69 us at 8 rows
 WEIGHT_READ = 0.72  # share of MEMORY's rate at which products of few rows read 16-bit weights, on an H100
 DECODE_SHARE = 0.82  # the same for other decode kernels, as a share of their bound; an assumption
 # Ratio of measured to planned seconds, by card and phase ("generate", "train"), from rows of bench/results measured on

@@ -91,7 +91,7 @@ class StepShape:
         return min(self.tile or self.tokens, self.tokens)
 
     @property
-    def whole(self) -> int:
+    def whole_layers(self) -> int:
         """The number of layers that keep all they compute. Backward begins with them, so a step's peak is there."""
         return self.kept if self.checkpointing else self.model.layers
 
@@ -112,17 +112,17 @@ class StepShape:
 
     def inputs(self) -> int:
         """Return the bytes of layer inputs on the device."""
-        recomputed = self.model.layers - self.whole
+        recomputed = self.model.layers - self.whole_layers
         if not recomputed or self.checkpointing != "offload":
             return self.hidden * recomputed
         return self.hidden * (1 if self.by_groups else RESIDENT)
 
     def host(self) -> int:
         """Return the bytes of layer inputs on the host, in whole pages, with the final norm's saved tensors."""
-        if self.checkpointing != "offload" or self.whole == self.model.layers:
+        if self.checkpointing != "offload" or self.whole_layers == self.model.layers:
             return 0
         pages = -(-self.hidden // PAGE_BYTES)
-        return (self.model.layers - self.whole + 2) * pages * PAGE_BYTES
+        return (self.model.layers - self.whole_layers + 2) * pages * PAGE_BYTES
 
     def attention_saved(self) -> int:
         """Return the bytes that attention saves: normed input, q, k, v, output; with padding also the packed output."""
@@ -160,7 +160,7 @@ class StepShape:
 
     def layers_kept(self) -> int:
         """Return the bytes saved by all layers that keep everything, or else by the one that is being recomputed."""
-        return self.whole * (self.saved() + self.hidden) if self.whole else self.saved()
+        return self.whole_layers * (self.saved() + self.hidden) if self.whole_layers else self.saved()
 
     def mlp(self) -> Moment:
         """Return the moment of an MLP's backward pass: gate, up and their shared gradient for a tile, or the experts'
@@ -216,7 +216,7 @@ class StepShape:
     def head(self) -> Moment:
         """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32."""
         logits = 4 * min(self.chunk_rows, self.tokens) * self.model.vocabulary
-        kept = self.angles + (self.layers_kept() if self.whole else 0)
+        kept = self.angles + (self.layers_kept() if self.whole_layers else 0)
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
 
     def band(self) -> int:
