@@ -60,6 +60,7 @@ class Loaded:
     keeper: EngineKeeper  # holds the rollout engine
     offload: bool = False  # True: layer inputs go to the host; set by get_peft_model
     auto: bool = False  # True: on a card the run's plan lets the last layers keep everything where there is room
+    kept_layers: int = 0  # how many layers the plan of the last trainer let keep everything
     mlp_tile: int | None = None  # tokens, as given to get_peft_model; None: the run's memory plan decides
     revision: str | None = None  # the model's revision on the hub
     vocabulary: int | None = None  # rows of the stored embedding

@@ -58,12 +58,15 @@ def may_keep(model: FastPeftModel, config: TrainSettings) -> str:
     return "auto" if model.loaded.auto and config.gradient_checkpointing is None and not beside else ""
 
 
-def checkpoint_all(base: Any) -> None:
-    """Checkpoint all layers again, with MLPs in tiles, as before a plan of an earlier trainer."""
-    enable_checkpointing(base, "auto")
-    for module in base.modules():
+def checkpoint_again(model: FastPeftModel) -> None:
+    """Checkpoint the layers that the plan of an earlier trainer let keep everything, with their MLPs in tiles."""
+    if not model.loaded.kept_layers:
+        return
+    enable_checkpointing(model.get_base_model(), "auto")
+    for module in model.modules():
         if isinstance(module, LeanMLP):
             module.tile_rows = module.tile_rows or MLP_TILE
+    model.loaded.kept_layers = 0
 
 
 def keep_layers(base: Any, count: int) -> None:
@@ -132,8 +135,8 @@ def plan_training(
 ) -> MemoryPlan | None:
     """Plan a run on its GPU and bound its micro-batches; None without a plan. `own` overrides RunSettings."""
     own["keeps_reference"] = bool(policy.reference_adapter)
-    if may_keep(model, config):
-        checkpoint_all(policy.base)
+    if config.gradient_checkpointing is not False:
+        checkpoint_again(model)
     settings = replace(settings_of(model, config, engine, context), **own)
     if pages.on_wsl():
         logger.warning(pages.WSL_ADVICE)
@@ -143,7 +146,8 @@ def plan_training(
         if engine == TRANSFORMERS:
             memory.rollout.planned = max(1, run_plan.concurrent_sequences)
         policy.head_groups = run_plan.settings.head_groups or 1
-        keep_layers(policy.base, run_plan.settings.kept_layers or 0)
+        model.loaded.kept_layers = run_plan.settings.kept_layers or 0
+        keep_layers(policy.base, model.loaded.kept_layers)
         for mlp in tiled_mlps(policy.base):
             mlp.tile_rows = run_plan.settings.mlp_tile
         check_room(policy, run_plan)

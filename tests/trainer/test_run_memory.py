@@ -115,6 +115,10 @@ def test_layers_that_keep_what_they_compute_are_chosen_anew_for_each_run_and_giv
     plan_training(RunMemory(), model, config, Policy(model), "transformers", 128)
     assert flags(model) == before * (count - 1) + [(False, False)]
     now = gradients(model)
+    beside = GRPOConfig(num_generations=4, train_while_sampling=True, beta=0.0)
+    monkeypatch.setattr(run_memory, "plan_run", lambda *_: None)
+    plan_training(RunMemory(), model, beside, Policy(model), "transformers", 128)
+    assert flags(model) == before * count, "a trainer that may keep none finds all layers checkpointed"
     assert wanted.keys() == now.keys() and all(torch.equal(wanted[name], now[name]) for name in wanted)
 
 
