@@ -38,6 +38,7 @@ LARGE: dict[str, Any] = {"fast_inference": "vllm", "kv_cache_bytes": 4 * 2**30} 
 VARIANTS = {
     "4-bit": Variant(lora=PLAIN),
     "16-bit": Variant({"load_in_4bit": False}, PLAIN),
+    "layers kept": Variant(lora={"use_gradient_checkpointing": "auto"}),  # where the plan has room: all of them
     "no checkpointing": Variant(lora={"use_gradient_checkpointing": False}),
     "offload": Variant(lora=OFFLOAD),
     "packing": Variant(lora=PLAIN, config=PACKED),

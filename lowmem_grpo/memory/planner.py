@@ -4,6 +4,7 @@ The sizes of weights and adapters are exact. Those of a training step follow the
 measured step. Those of the rollout engine and of the driver are estimates and marked as such.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -136,14 +137,25 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
     fixed = replace(draft, settings=replace(settings, kept_layers=asked.kept_layers or 0))
     if asked.kept_layers is not None or not settings.checkpointing or settings.head_groups != 1 or not draft.fits:
         return fixed
-    most, wide = settings.max_tokens or settings.context, settings.spread or 0.0
-    sizes = [most >> halved for halved in range(4 if known and asked.max_tokens is None else 1)]
-    spreads = [wide, *(spread for spread in SPREADS if 1 <= spread < wide and asked.spread is None)]
-    drafts = [most_kept(shape, replace(settings, max_tokens=size, spread=spread), draft.device)
-              for size in sizes if size >= settings.context for spread in spreads]
+    drafts = list(with_kept_layers(shape, draft, asked, known))
     best = min(drafts, key=lambda kept: training_seconds(kept, shape)) if known else max(drafts, key=layers_of)
-    return replace(best, choices=(*draft.choices, Choice("kept_layers", layers_of(best), 0, KEPT))) if layers_of(
-        best) else fixed
+    if not (count := layers_of(best)):
+        return fixed
+    return replace(best, choices=(*draft.choices, Choice("kept_layers", count, 0, KEPT)))
+
+
+def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:
+    """Yield plans with as many layers kept as there is room for: with narrower and, on a known card, with smaller
+    micro-batches, until one keeps all."""
+    settings, wide = draft.settings, draft.settings.spread or 0.0
+    sizes = [(settings.max_tokens or settings.context) >> halved for halved in range(4 if known else 1)]
+    for size in sizes if asked.max_tokens is None else sizes[:1]:
+        for spread in (wide, *(spread for spread in SPREADS if 1 <= spread < wide and asked.spread is None)):
+            if size >= settings.context:
+                kept = most_kept(shape, replace(settings, max_tokens=size, spread=spread), draft.device)
+                yield kept
+                if layers_of(kept) == shape.layers:
+                    return
 
 
 def layers_of(plan: MemoryPlan) -> int:
