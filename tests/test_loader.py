@@ -251,7 +251,7 @@ def test_every_option_that_unsloth_has_has_a_fate_here() -> None:
     ({"finetune_last_n_layers": 0}, "must be at least 1"), ({"random_state": None}, "random_state is None; it must be"),
     ({"layers_to_transform": "a"}, "layers_to_transform is 'a'; it must be a whole number, or a list of them"),
     ({"rank_pattern": {"(": 4}}, "rank_pattern is .*; it must be a dict of numbers, each by a name or a regular expr"),
-    ({"use_gradient_checkpointing": "disk"}, '"offload" and its alias "unsloth"'),
+    ({"use_gradient_checkpointing": "disk"}, '"auto" and its alias "unsloth"'),
     ({"use_gradient_checkpointing": None}, "allowed are True, False"),
 ])
 def test_a_bad_lora_setting_is_refused_before_the_model_changes(

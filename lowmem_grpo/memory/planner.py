@@ -25,6 +25,7 @@ MAX_PACKED = 16_384  # tokens in a micro-batch beyond which more sequences gain 
 MAX_PACKED_LARGE = 32_768  # the same on a large card, which computes faster than the host launches kernels
 LARGE = 40 * 10**9  # budget in bytes from which a card counts as large
 PLENTY = 0.5  # share of the budget that may be used to save launches, which matter only for small steps on large cards
+KEPT_SHARE = 0.25  # least share of the layers that is worth the memory of keeping all that they compute
 EASE = 0.9  # share of the budget that larger micro-batches may fill, since plans are estimates
 SPREADS = (4.0, 3.0, 2.0, 1.5, 1.0, 0.9, 0.75, 0.5)  # padded tokens in attention per token of a micro-batch
 CONTEXT_STEP = 128  # tokens
@@ -132,14 +133,15 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
     """Return the plan in which the last layers keep all that they compute, as many as there is room for: recomputing
-    takes a quarter of a card's time for training. Micro-batches shrink where that pays on a known card."""
+    takes a quarter of a card's time for training. None are kept if there is room for less than KEPT_SHARE of them.
+    Micro-batches shrink where that pays on a known card."""
     settings, known = draft.settings, cards.card_of(draft.device.name) is not None
     fixed = replace(draft, settings=replace(settings, kept_layers=asked.kept_layers or 0))
     if asked.kept_layers is not None or not settings.checkpointing or settings.head_groups != 1 or not draft.fits:
         return fixed
     drafts = list(with_kept_layers(shape, draft, asked, known))
     best = min(drafts, key=lambda kept: training_seconds(kept, shape)) if known else max(drafts, key=layers_of)
-    if not (count := layers_of(best)):
+    if (count := layers_of(best)) < KEPT_SHARE * shape.layers:
         return fixed
     return replace(best, choices=(*draft.choices, Choice("kept_layers", count, 0, KEPT)))
 

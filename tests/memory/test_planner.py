@@ -195,6 +195,8 @@ def test_as_many_layers_keep_what_they_compute_as_there_is_room_for_unless_the_u
     known = plan(config, asked, device("4090"))
     assert (known.settings.kept_layers or 0) > kept, "with smaller micro-batches, whose time is known"
     assert (known.settings.max_tokens or 0) < (middle.settings.max_tokens or 0)
+    long = plan(named_config("llama-3.1-8b"), RunSettings(20480, checkpointing="auto"), device("16GiB"))
+    assert long.settings.kept_layers == 0, "room for a few of 32 layers is not worth filling the card"
     for fixed in ({"checkpointing": "offload"}, {"checkpointing": True}, {"mlp_tile": 512}):
         found = plan(config, replace(asked, **fixed), device("80GiB")).settings  # type: ignore[arg-type]
         assert (found.kept_layers, found.checkpointing) == (0, fixed.get("checkpointing", "offload"))
