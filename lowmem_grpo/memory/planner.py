@@ -32,6 +32,7 @@ CONTEXT_STEP = 128  # tokens
 FAR = 2**20  # tokens of the longest context to search, if the config gives none
 WIDE = "4-bit weights are dequantized to sample with: there is room beside the whole cache"
 KEPT = "the last layers keep all they compute: there is room, and recomputing takes a quarter of training"
+ROOM = "micro-batches in which more layers have room to keep all they compute"
 WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would dequantize its weights anew"
 LASTING = "the cache stays while training, with the CUDA graphs of token steps and all they read: there is room"
 Step = tuple[str, Any, str]  # setting, value, description
@@ -143,7 +144,11 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
     best = min(drafts, key=lambda kept: training_seconds(kept, shape)) if known else max(drafts, key=layers_of)
     if (count := layers_of(best)) < KEPT_SHARE * shape.layers:
         return fixed
-    return replace(best, choices=(*draft.choices, Choice("kept_layers", count, 0, KEPT)))
+    sizes = [Choice(name, value, 0, ROOM) for name in ("max_tokens", "spread")
+             if (value := getattr(best.settings, name)) != getattr(settings, name)]
+    replaced = {choice.name for choice in sizes} | ({"mlp_tile"} if count == shape.layers else set())
+    others = (choice for choice in draft.choices if choice.name not in replaced)
+    return replace(best, choices=(*others, *sizes, Choice("kept_layers", count, 0, KEPT)))
 
 
 def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:

@@ -24,7 +24,8 @@ INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
 EXPERTS = "experts at work"
 CARD_ONLY = (WORKSPACE, EXPERTS)  # allocated within one operation, so not visible with fake tensors
 NOTES = {
-    INPUTS: "one of each layer", LAYER: "of the layer at work", TILE: "gate, up, their gradients, a band of weights",
+    INPUTS: "one of each layer", LAYER: "of the layer at work, or of all that keep everything",
+    TILE: "gate, up, their gradients, a band of weights",
     HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
     WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
     EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
