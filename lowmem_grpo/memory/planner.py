@@ -155,14 +155,14 @@ def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, k
     """Yield plans with as many layers kept as there is room for: with narrower and, on a known card, with smaller
     micro-batches, until one keeps all."""
     settings, wide = draft.settings, draft.settings.spread or 0.0
-    sizes = [(settings.max_tokens or settings.context) >> halved for halved in range(4 if known else 1)]
-    for size in sizes if asked.max_tokens is None else sizes[:1]:
+    most = settings.max_tokens or settings.context  # the user's may be below the context
+    smaller = [most >> halved for halved in (1, 2, 3)] if known and asked.max_tokens is None else []
+    for size in (most, *(size for size in smaller if size >= settings.context)):
         for spread in (wide, *(spread for spread in SPREADS if 1 <= spread < wide and asked.spread is None)):
-            if size >= settings.context:
-                kept = most_kept(shape, replace(settings, max_tokens=size, spread=spread), draft.device)
-                yield kept
-                if layers_of(kept) == shape.layers:
-                    return
+            kept = most_kept(shape, replace(settings, max_tokens=size, spread=spread), draft.device)
+            yield kept
+            if layers_of(kept) == shape.layers:
+                return
 
 
 def layers_of(plan: MemoryPlan) -> int:

@@ -180,7 +180,7 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
     try:
         run_plan = plan(model.config, settings, device, model.loaded.name)
     except ValueError as error:
-        logger.info("memory: no plan for this model (%s)", error)
+        logger.warning("memory: no plan for this model; micro-batches shrink only once memory runs out (%s)", error)
         return None
     if not run_plan.fits:
         logger.warning("memory: this run needs %s and may fill %s of %s; it goes on in the smallest pieces "

@@ -172,6 +172,21 @@ def test_layer_inputs_kept_on_the_device_are_planned_for(checkpointing: bool) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.5-4b", "gemma-4-e4b", "phi-4-14b"])
+def test_layers_of_every_kind_that_keep_all_they_compute_hold_what_is_planned(name: str) -> None:
+    config = shallow(named_config(name), 4)
+    measured = weigh.weigh(config, [2048], weigh.Features(kept_layers=3))
+    assert math.isclose(planned_bytes(config, settings_of(2048, kept_layers=3)), measured.device, rel_tol=NEAR)
+
+
+@pytest.mark.parametrize("card", ["h100", "16GiB"])
+@pytest.mark.parametrize("name", ["qwen2.5-3b", "qwen3.5-4b", "qwen3-30b-a3b"])
+def test_a_bound_of_the_users_below_the_context_is_kept_where_layers_may_keep_all(name: str, card: str) -> None:
+    asked = RunSettings(4096, checkpointing="auto", max_tokens=1024)
+    assert plan(named_config(name), asked, device(card)).settings.max_tokens == 1024
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [1, 5])
 def test_layers_that_keep_all_they_compute_are_planned_for_on_the_card_and_on_the_host(kept: int) -> None:
     config = shallow(named_config("qwen3-4b"), 8)

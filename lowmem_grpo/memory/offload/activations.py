@@ -99,7 +99,7 @@ def keep_last(model: nn.Module, count: int) -> list[nn.Module]:
     """Let the last `count` checkpointed layers keep all that they compute; return them. Backward begins with these, so
     their memory is free when the first layer is recomputed."""
     layers = checkpointed_layers(model)
-    kept = layers[len(layers) - count :]
+    kept = layers[max(0, len(layers) - count) :]
     for layer in kept:
         layer.gradient_checkpointing = False  # type: ignore[assignment]
     return kept
