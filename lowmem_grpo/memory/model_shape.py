@@ -158,10 +158,14 @@ class ModelShape:
         return sum(count * sum(linear.weights for linear in shape.linears() if linear.experts == 1)
                    for count, shape in self.each())
 
+    def has_form(self, form: str) -> bool:
+        """Return whether the model's weights can be held in this form: experts cannot in FP8."""
+        return self.experts is None or form not in (layer_forms.FP8, layer_forms.FP8_BLOCK)
+
     def weight_bytes(self, form: str) -> int:
         """Return the bytes of all layers and norms with linear weights in this form, without embeddings. ValueError for
         experts in FP8."""
-        if self.experts is not None and form in (layer_forms.FP8, layer_forms.FP8_BLOCK):
+        if not self.has_form(form):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
         angles = sum({shape.turned_size: 2 * 4 * (shape.turned_size // 2) for _, shape in self.each()}.values())

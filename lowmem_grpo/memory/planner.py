@@ -321,6 +321,6 @@ def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
 def fitting_models(asked: RunSettings, device: Device) -> list[str]:
     """Return the known models that fit with these settings, smallest first."""
     shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
-    fitting = {name: shape for name, shape in shapes.items()
-               if asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
+    fitting = {name: shape for name, shape in shapes.items() if shape.has_form(asked.form)
+               and asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
     return sorted(fitting, key=lambda name: fitting[name].linear_weights)

@@ -360,6 +360,12 @@ def test_a_card_too_small_for_the_weights_is_told_what_would_fit() -> None:
     assert "phi-4-14b" in words
 
 
+def test_a_model_in_fp8_that_does_not_fit_is_told_of_models_that_can_be_held_so() -> None:
+    found = plan(named_config("phi-4-14b"), RunSettings(2048, load_in_fp8=True), device("12GiB"))
+    assert not found.fits
+    assert any("the largest known model that fits" in line for line in found.advice)
+
+
 def test_a_context_that_does_not_fit_is_told_the_longest_that_does() -> None:
     card = device("12GiB")
     found = plan(named_config("llama-3.1-8b"), RunSettings(131072), card)
