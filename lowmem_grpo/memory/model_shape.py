@@ -225,10 +225,11 @@ class ModelShape:
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 
-    def lora_weights(self, rank: int) -> int:
-        """Return the number of LoRA weights of this rank, on all linears that get it."""
-        return rank * sum(count * sum(linear.rows + linear.columns for linear in shape.linears() if linear.lora)
-                          for count, shape in self.each())
+    def lora_weights(self, rank: int, least: int = 0) -> int:
+        """Return the number of LoRA weights of this rank, on all linears that get it, in tensors of `least` or more."""
+        sizes = (count * rank * side for count, shape in self.each() for linear in shape.linears() if linear.lora
+                 for side in (linear.rows, linear.columns) if rank * side >= least)
+        return sum(sizes)
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Return the bytes of one sequence's keys and values, and of its states in layers without attention."""

@@ -17,7 +17,8 @@ from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPla
 from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, EXPERTS, WORD, Moment, StepShape
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
-PAGED = "paged_adamw_8bit"  # keeps its states on the host while they are not used
+PAGED = "paged_adamw_8bit"  # its states are in managed memory: on the card while there is room, else on the host
+PAGED_NUMBERS = 100_000  # least size of a tensor whose states bitsandbytes keeps there
 CUDA_CONTEXT = 512 * MIB  # the driver and its libraries
 GRAPHS = 384 * MIB  # CUDA graphs of vLLM or our engine
 RESERVE = 0.04  # fragmentation, as a share of the memory that is freed and allocated again
@@ -87,7 +88,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
-    states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
+    states, paged = state_bytes(shape, settings)
     where = "on the host" if settings.host_embedding and shape.host_bytes() else embedded(shape)
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
     kind, ranks = KINDS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
@@ -98,13 +99,25 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
         PlanRow("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
         PlanRow("gradients", 0, adapters * (1 + ranks),
                 note="of the adapters, float32" + ", and all ranks' sum" * ranks),
-        PlanRow("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
+        PlanRow("optimizer", states, states, note="AdamW's states" + (
+            "; those of large tensors are here only while there is room" if paged else "")),
     ]
 
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
     """Return the number of weights in the adapter."""
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
+
+
+def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
+    """Return the bytes of AdamW's states that stay on the card, and of those that the driver may move to the host: one
+    byte each for two numbers per weight. Scales and the states of small tensors are never paged."""
+    whole, rank = int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained_numbers(shape, settings)), settings.lora_rank
+    if settings.optim != PAGED:
+        return whole, 0
+    share = shape.lora_weights(rank, PAGED_NUMBERS) / shape.lora_weights(rank)
+    paged = int(2 * share * trained_numbers(shape, settings))
+    return whole - paged, paged
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
@@ -193,7 +206,7 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the row of host memory: offloaded layer inputs, embedding, optimizer states, adapter, reward models."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
-    states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0
+    _, states = state_bytes(shape, settings)
     kept = ADAPTER_BYTES * trained_numbers(shape, settings) if settings.keeps_reference else 0
     scorers = settings.reward_host_bytes
     return [PlanRow("host buffers", host=inputs + embedding + states + kept + scorers,

@@ -451,6 +451,21 @@ def test_a_share_of_the_card_is_what_may_be_filled() -> None:
         device("t4", 1.5)
 
 
+def test_only_states_of_large_tensors_are_planned_in_memory_that_the_driver_may_move_to_the_host() -> None:
+    """In bitsandbytes' source: states of fewer than 100,000 numbers and the scales of all are the card's."""
+    config = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
+              "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32_000}
+    shape = ModelShape.from_config(config)
+    small, large = 4 * 11 * 32 * 2048, 4 * 3 * 32 * 8192  # 11 sides of a layer's 7 linears, and 3 of its MLP
+    assert shape.lora_weights(32) == small + large
+    built = {optim: build(shape, settings_of(512, optim=optim), device("24GiB"))
+             for optim in ("adamw_8bit", "paged_adamw_8bit")}
+    held, paged = (next(row for row in plan.rows if row.name == "optimizer") for plan in built.values())
+    assert held.train == int(2.03125 * (small + large)) and "while there is room" not in held.note
+    assert paged.train == paged.rollout == 2 * small + (small + large) // 32 and "while there is room" in paged.note
+    assert built["paged_adamw_8bit"].host - built["adamw_8bit"].host == 2 * large
+
+
 def test_a_plan_says_which_phase_wants_more() -> None:
     shape = ModelShape.from_config(named_config("llama-3.1-8b"))
     found: MemoryPlan = build(shape, settings_of(20480), Device("x", GIB, GIB))
