@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.memory.cards import device
     from lowmem_grpo.memory.named_configs import named_config
-    from lowmem_grpo.memory.plan import RunSettings
+    from lowmem_grpo.memory.plan import RunSettings, Workload
     from lowmem_grpo.memory.planner import max_context, plan
-    from lowmem_grpo.memory.time_plan import Workload, plan_time
+    from lowmem_grpo.memory.time_plan import plan_time
 
 __all__ = ["RunSettings", "Workload", "device", "max_context", "named_config", "plan", "plan_time"]
 
-HOMES = {"RunSettings": "memory.plan", "Workload": "memory.time_plan", "device": "memory.cards",
+HOMES = {"RunSettings": "memory.plan", "Workload": "memory.plan", "device": "memory.cards",
          "max_context": "memory.planner", "named_config": "memory.named_configs", "plan": "memory.planner",
          "plan_time": "memory.time_plan"}
 

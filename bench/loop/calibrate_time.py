@@ -19,9 +19,9 @@ from bench.loop.inputs import loop_shape
 from bench.rollout.shapes import LORA_RANK
 from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.plan import RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.memory.time_plan import Workload, calibration, plan_time
+from lowmem_grpo.memory.time_plan import calibration, plan_time
 
 PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # a phase of the plan: the phases of a row
 

@@ -59,8 +59,8 @@ def plan(
         from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
         from lowmem_grpo.memory.families import planned_as
         from lowmem_grpo.memory.model_shape import ModelShape
-        from lowmem_grpo.memory.plan import RunSettings
-        from lowmem_grpo.memory.time_plan import PROMPTS, Workload, plan_time
+        from lowmem_grpo.memory.plan import PROMPTS, RunSettings, Workload
+        from lowmem_grpo.memory.time_plan import plan_time
         from lowmem_grpo.models.stored_model import config_of
 
         if settings["load_in_fp8"] and was_given("load_in_4bit"):

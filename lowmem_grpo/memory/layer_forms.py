@@ -1,5 +1,5 @@
-"""The weights of a decoder layer with their bytes in each form, and models whose layers differ: in head size, window
-and inner size, with keys shared by several layers, delta nets or experts."""
+"""The weights of a decoder layer: their bytes in each form, and what decode kernels compute for each. And models whose
+layers differ: in head size, window and inner size, with keys shared by several layers, delta nets or experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +11,14 @@ FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # how
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights per scale, and scales per nested scale
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's code table, that of the quantized scales, and their offset
 GLOBAL_HEAD = 512  # default head size of Gemma 4's layers without a window
+# Instructions per weight of the decode kernels, counted in their compiled loops: form -> least compute capability ->
+# {most rows: instructions} (no tensor cores before sm_80, no e4m3 type before sm_89).
+DECODE_INSTRUCTIONS = {
+    "nf4": {80: {8: 5.0, 32: 6.7, 64: 9.1}, 75: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4, 40: 88.0},
+            0: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4}},
+    "fp8": {89: {8: 5.3, 32: 6.0, 64: 8.6}, 80: {8: 12.7, 32: 13.3, 64: 15.8},
+            75: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1, 32: 98.8}, 0: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1}},
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,13 @@ class Linear:
             return self.weights + 4 * scales[form] if form in scales else 2 * self.weights
         blocks = -(-self.weights // BLOCK)
         return -(-self.weights // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + TABLES
+
+
+def block_outputs(outputs: int, rows: int, form: str) -> int:
+    """Return the outputs per block of the decode kernel, as in `few_rows.narrow_launch` and `decode_launch`."""
+    if form == NF4:
+        return 16 if rows <= 32 else 32
+    return 64 if outputs >= 8192 and rows <= 32 else 32
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,14 @@ class ModelShape:
         return sum(count * sum(linear.weights for linear in shape.linears() if linear.experts == 1)
                    for count, shape in self.each())
 
+    def has_form(self, form: str) -> bool:
+        """Return whether the model's weights can be held in this form: experts cannot in FP8."""
+        return self.experts is None or form not in (layer_forms.FP8, layer_forms.FP8_BLOCK)
+
     def weight_bytes(self, form: str) -> int:
         """Return the bytes of all layers and norms with linear weights in this form, without embeddings. ValueError for
         experts in FP8."""
-        if self.experts is not None and form in (layer_forms.FP8, layer_forms.FP8_BLOCK):
+        if not self.has_form(form):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
         angles = sum({shape.turned_size: 2 * 4 * (shape.turned_size // 2) for _, shape in self.each()}.values())
@@ -221,10 +225,11 @@ class ModelShape:
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 
-    def lora_weights(self, rank: int) -> int:
-        """Return the number of LoRA weights of this rank, on all linears that get it."""
-        return rank * sum(count * sum(linear.rows + linear.columns for linear in shape.linears() if linear.lora)
-                          for count, shape in self.each())
+    def lora_weights(self, rank: int, least: int = 0) -> int:
+        """Return the number of LoRA weights of this rank, on all linears that get it, in tensors of `least` or more."""
+        sizes = (count * rank * side for count, shape in self.each() for linear in shape.linears() if linear.lora
+                 for side in (linear.rows, linear.columns) if rank * side >= least)
+        return sum(sizes)
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Return the bytes of one sequence's keys and values, and of its states in layers without attention."""

@@ -1,4 +1,5 @@
-"""The parts of a memory plan: settings that determine memory, rows of bytes, and choices with the bytes they save."""
+"""The parts of a plan: settings that determine memory, the work of a step, rows of bytes, and choices with the bytes
+they save."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,6 +18,7 @@ KV_CACHE = "KV cache"
 ENGINES = ("vllm", "transformers")
 CHECKPOINTING = (True, False, "offload", "auto")
 SAMPLING_WEIGHTS = ("4bit", "16bit")
+PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # share of context and of longest completion, as in GSM8K
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,70 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """The work of a step: P prompts with G completions each. Lengths are in tokens; those of prompt and completion are
+    means.
+
+    Lengths of completions are assumed to follow a Beta(1, k) distribution scaled to the longest, L, with mean m:
+    k = L / m - 1.
+    """
+
+    prompts: int
+    generations: int
+    prompt_length: float
+    completion_length: float
+    longest: int  # tokens of the step's longest completion
+    iterations: int = 1  # passes of training over the completions
+    updates: int = 1  # optimizer steps
+    forward_only: int = 0  # passes for log-probabilities only: of the old policy, of the reference
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "generations", "prompt_length", "completion_length", "longest"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.completion_length > self.longest:
+            raise ValueError(f"completion_length is {self.completion_length:g}, the mean, and the longest completion "
+                             f"has {self.longest} tokens; give a mean of at most {self.longest}, or a larger "
+                             "max_completion_length")
+
+    @classmethod
+    def within(
+        cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
+        completion_length: int | None = None, longest: int | None = None,
+    ) -> "Workload":
+        """Return the work that fits a context; lengths left out are shares of it, as in GSM8K. ValueError if prompt and
+        completion do not fit."""
+        share = int(context * PROMPT_SHARE)
+        prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
+        limit = max(1, min(context - share, context - prompt)) if longest is None else longest
+        if not (prompt_length is None and longest is None) and prompt + limit > context:
+            raise ValueError(f"a prompt of {prompt} tokens and a completion of {limit} do not fit a context of "
+                             f"{context}; raise --context, or lower --prompt-length or --max-completion-length")
+        mean = max(1, round(COMPLETION_SHARE * limit)) if completion_length is None else completion_length
+        return cls(PROMPTS if prompts is None else prompts, generations, prompt, mean, limit)
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.generations
+
+    @property
+    def places(self) -> float:
+        """The packed tokens of all micro-batches: each prompt once, without its last token, and each completion."""
+        return self.prompts * (self.prompt_length - 1) + self.sequences * self.completion_length
+
+    def lengths(self, count: int) -> list[float]:
+        """Return the lengths of `count` completions, longest first: quantiles of the distribution."""
+        power = self.completion_length / max(self.longest - self.completion_length, 1e-9)  # 1 / k
+        return [self.longest * (1 - ((number + 0.5) / count) ** power) for number in range(count)]
+
+    @property
+    def squared_length(self) -> float:
+        """The mean of (prompt + completion)^2, to which attention's cost is proportional."""
+        mean, longest = self.completion_length, self.longest
+        return self.prompt_length**2 + 2 * self.prompt_length * mean + 2 * mean**2 * longest / (longest + mean)
+
+
+@dataclass(frozen=True)
 class PlanRow:
     """The bytes of one component at the peak of each phase. `note` describes it, and its bytes at other moments."""
 
@@ -145,6 +211,10 @@ class MemoryPlan:
     def fits(self) -> bool:
         return self.peak <= self.device.budget and self.concurrent_sequences > 0
 
+    def fits_with(self, share: float) -> bool:
+        """Return whether the plan fits, and training takes at most this share of the budget."""
+        return self.fits and self.train <= share * self.device.budget
+
     @property
     def limits(self) -> Limits:
         return Limits(self.settings.max_tokens, None, self.settings.spread or 0)
@@ -153,14 +223,18 @@ class MemoryPlan:
         """Return the number of micro-batches for groups of (tokens of the prompt, tokens of each completion)."""
         return len(cut(groups, self.limits))
 
-    def short_of(self) -> list[str]:
-        """Return which of "train", "rollout" and "host" lack memory; "rollout" also if the KV cache has no room for a
-        whole group."""
+    def short_of(self, share: float = 1.0) -> list[str]:
+        """Return which of "train", "rollout" and "host" lack memory; "train" with a share of the budget, and "rollout"
+        also if the KV cache has no room for a whole group."""
         wanted = min(self.concurrent_sequences, self.settings.num_generations) < self.settings.num_generations
         crowded = wanted or self.rollout > self.device.budget
-        short = {"train": self.train > self.device.budget, "rollout": crowded,
+        short = {"train": self.train > share * self.device.budget, "rollout": crowded,
                  "host": self.settings.host_bytes is not None and self.host > self.settings.host_bytes}
         return [name for name, wants in short.items() if wants]
+
+    def needed(self, phase: str) -> int:
+        """Return the bytes of "train", "rollout" or "host" without the KV cache, which takes the rest of the memory."""
+        return {"train": self.train, "rollout": self.rollout - self.kv_bytes, "host": self.host}[phase]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and sums as plain values."""

@@ -4,7 +4,7 @@ The sizes of weights and adapters are exact. Those of a training step follow the
 measured step. Those of the rollout engine and of the driver are estimates and marked as such.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,10 +54,7 @@ def plan(model_config: Any, run_config: RunSettings, device: Device, model: str 
 
 
 def max_context(model_config: Any, run_config: RunSettings, device: Device) -> int:
-    """Return the longest context, in steps of 128 tokens, with which a run fits the device; 0 if none does.
-
-    `run_config.context` is ignored.
-    """
+    """Return the longest context that fits, in steps of 128 tokens, whatever `run_config.context` is; 0 if none."""
     return longest(ModelShape.from_config(model_config), run_config.opened(), device)
 
 
@@ -67,8 +64,7 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
     if asked.spread is None:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # one sequence per micro-batch
         draft = widened(shape, max(draft, lowered(shape, alone, device), key=worth), device)
-    settings = draft.settings  # drop choices that widening has replaced
-    kept = [choice for choice in draft.choices if choice.value == getattr(settings, choice.name)]
+    kept = [choice for choice in draft.choices if choice.value == getattr(draft.settings, choice.name)]  # not replaced
     draft = replace(draft, choices=(*kept, *chosen_for_rollout(shape, draft, asked)))
     return lasting(shape, dequantized(shape, in_one_piece(shape, draft, asked)))
 
@@ -84,14 +80,15 @@ def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan
     """Return a plan with the fastest settings, then with slower ones, one by one, as long as they lower a peak that is
     too high."""
     draft = build(shape, generous(asked, device), device)
-    choices: list[Choice] = []
-    for steps, short_of in ((sizes(asked, device), short_of_ease), (steps_down(asked, device), MemoryPlan.short_of)):
+    choices: dict[str, Choice] = {}
+    for steps, share in ((sizes(asked, device), EASE), (steps_down(asked, device), 1.0)):
         for name, value, why in (step for step in steps if getattr(asked, step[0]) is None):
             then = build(shape, replace(draft.settings, **{name: value}), device)
-            saved = max((needed(draft, phase) - needed(then, phase) for phase in short_of(draft)), default=0)
+            saved = max((draft.needed(phase) - then.needed(phase) for phase in draft.short_of(share)), default=0)
             if saved > 0:
-                draft, choices = then, [*choices, Choice(name, value, saved, why)]
-    return replace(draft, choices=tuple(merged(choices)))
+                before = choices[name].saved if name in choices else 0
+                draft, choices[name] = then, Choice(name, value, before + saved, why)
+    return replace(draft, choices=tuple(choices.values()))
 
 
 def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
@@ -100,13 +97,12 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
     own = settings.engine != "vllm"
     if settings.sampling_weights is not None or settings.form == BITS_16 or (own and not recorded(shape)):
         return draft
-    wide = build(shape, replace(settings, sampling_weights="16bit"), draft.device)
+    wide = changed(shape, draft, "sampling_weights", "16bit", WIDE)
     if not wide.fits or wide.kv_bytes != draft.kv_bytes:
         return draft
     anew = lasting(shape, draft).settings.sleeps, lasting(shape, wide).settings.sleeps
-    if not faster_in_16_bit(shape, draft.device.name, rows, settings.context, settings.form, settings.engine, anew):
-        return draft
-    return replace(wide, choices=(*draft.choices, Choice("sampling_weights", "16bit", 0, WIDE)))
+    faster = faster_in_16_bit(shape, draft.device.name, rows, settings.context, settings.form, settings.engine, anew)
+    return wide if faster else draft
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
@@ -115,10 +111,8 @@ def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> Me
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
-    whole = build(shape, replace(settings, mlp_tile=settings.max_tokens), draft.device)
-    if not whole.fits or whole.train > PLENTY * draft.device.budget or whole.kv_bytes != draft.kv_bytes:
-        return draft
-    return replace(whole, choices=(*draft.choices, Choice("mlp_tile", settings.max_tokens, 0, WHOLE)))
+    whole = changed(shape, draft, "mlp_tile", settings.max_tokens, WHOLE)
+    return whole if whole.fits_with(PLENTY) and whole.kv_bytes == draft.kv_bytes else draft
 
 
 def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
@@ -126,10 +120,14 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
     while training, if there is room."""
     if draft.settings.engine == "vllm" or not recorded(shape):
         return draft
-    kept = build(shape, replace(draft.settings, sleeps=False), draft.device)
-    if not kept.fits or kept.train > EASE * draft.device.budget:
-        return draft
-    return replace(kept, choices=(*draft.choices, Choice("sleeps", False, 0, LASTING)))
+    kept = changed(shape, draft, "sleeps", False, LASTING)
+    return kept if kept.fits_with(EASE) else draft
+
+
+def changed(shape: ModelShape, draft: MemoryPlan, name: str, value: Any, why: str) -> MemoryPlan:
+    """Return the plan with another value of a setting, as one more choice."""
+    choices = (*draft.choices, Choice(name, value, 0, why))
+    return build(shape, replace(draft.settings, **{name: value}), draft.device, choices)
 
 
 def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
@@ -141,8 +139,9 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
     if asked.kept_layers is not None or not settings.checkpointing or settings.head_groups != 1 or not draft.fits:
         return fixed
     drafts = list(with_kept_layers(shape, draft, asked, known))
-    best = min(drafts, key=lambda kept: training_seconds(kept, shape)) if known else max(drafts, key=layers_of)
-    if (count := layers_of(best)) < KEPT_SHARE * shape.layers:
+    best = min(drafts, key=lambda kept: training_seconds(kept, shape)) if known else max(
+        drafts, key=lambda kept: kept.settings.kept_layers or 0)
+    if (count := best.settings.kept_layers or 0) < KEPT_SHARE * shape.layers:
         return fixed
     sizes = [Choice(name, value, 0, ROOM) for name in ("max_tokens", "spread")
              if (value := getattr(best.settings, name)) != getattr(settings, name)]
@@ -161,35 +160,25 @@ def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, k
         for spread in (wide, *(spread for spread in SPREADS if 1 <= spread < wide and asked.spread is None)):
             kept = most_kept(shape, replace(settings, max_tokens=size, spread=spread), draft.device)
             yield kept
-            if layers_of(kept) == shape.layers:
+            if kept.settings.kept_layers == shape.layers:
                 return
 
 
-def layers_of(plan: MemoryPlan) -> int:
-    """Return the number of layers that keep all they compute."""
-    return plan.settings.kept_layers or 0
-
-
 def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> MemoryPlan:
-    """Return the plan with the most layers kept, by binary search."""
-    low, high = 0, shape.layers
+    """Return the plan with the most layers kept."""
+    def keep(count: int) -> MemoryPlan:
+        return build(shape, replace(settings, kept_layers=count), device)
+
+    return keep(highest(shape.layers, lambda count: keep(count).fits_with(EASE)))
+
+
+def highest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the highest number of at most `most` that fits, by binary search; 0 if none does."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        trial = build(shape, replace(settings, kept_layers=middle), device)
-        fits = trial.fits and trial.train <= EASE * device.budget
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return build(shape, replace(settings, kept_layers=low), device)
-
-
-def short_of_ease(draft: MemoryPlan) -> list[str]:
-    """Return which of "train" and "host" lack memory, with only the share EASE of the budget for training."""
-    tight = draft.train > EASE * draft.device.budget
-    return [*(["train"] if tight else []), *(["host"] if "host" in draft.short_of() else [])]
-
-
-def needed(draft: MemoryPlan, phase: str) -> int:
-    """Return the bytes of a phase without the KV cache, which takes the rest of the memory."""
-    return {"train": draft.train, "rollout": draft.rollout - draft.kv_bytes, "host": draft.host}[phase]
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
@@ -226,9 +215,8 @@ def paid_spread(asked: RunSettings) -> float:
 
 def sizes(asked: RunSettings, device: Device) -> list[Step]:
     """Return steps to smaller micro-batches, down to the size that is worth slower settings elsewhere."""
-    most, least = together(asked, device), enough(asked, device)
+    most, least, paid = together(asked, device), enough(asked, device), paid_spread(asked)
     usual = min(most, max(least, MAX_PACKED // asked.context))
-    paid = paid_spread(asked)
     return [*fewer(most, usual, asked), *spreads(paid, 2.0), *fewer(usual, least, asked), *spreads(min(paid, 2.0), 1.0)]
 
 
@@ -250,8 +238,7 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
     """Return steps from `most` of the longest sequences in a micro-batch down to `least`, each by at most an eighth or
     by one."""
-    steps: list[Step] = []
-    count = most
+    steps, count = list[Step](), most
     while count > least:
         count = max(least, count - max(1, count // 8))
         steps.append(("max_tokens", count * asked.context, f"{count} of the longest sequences in a micro-batch"))
@@ -264,19 +251,11 @@ def spreads(most: float, least: float) -> list[Step]:
              "hold fewer") for spread in SPREADS if least <= spread < most]
 
 
-def merged(choices: list[Choice]) -> list[Choice]:
-    """Return one choice per setting: its last value, with the bytes saved by all its steps."""
-    last = {choice.name: choice for choice in choices}
-    return [replace(final, saved=sum(choice.saved for choice in choices if choice.name == name))
-            for name, final in last.items()]
-
-
 def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[Choice]:
     """Return the choice of the KV cache's size, unless the user set it."""
     if asked.kv_bytes is not None:
         return []
-    group = asked.num_generations
-    why = f"{draft.concurrent_sequences} of {group} sequences of the longest length at a time"
+    why = f"{draft.concurrent_sequences} of {asked.num_generations} sequences of the longest length at a time"
     if may_be_halved(draft):
         halved = build(shape, replace(draft.settings, kv_cache_dtype="fp8"), draft.device)
         why += f"; {halved.concurrent_sequences} with kv_cache_dtype=fp8"
@@ -297,11 +276,10 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
     fixed = sum(row.train for row in draft.rows if row.name in FIXED)
     alone = f"no context of it fits: weights and adapters alone take {size_text(fixed)} of {room}"
     known = f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1] if models else ''}"
-    halved = asked if not may_be_halved(draft) else replace(asked, kv_cache_dtype="fp8")
-    eight = [] if halved is asked or not choose(shape, halved, device).fits else [
-        "with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"]
+    eight = "with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"
+    halved = may_be_halved(draft) and choose(shape, replace(asked, kv_cache_dtype="fp8"), device).fits
     return [
-        *eight,
+        *([eight] if halved else []),
         f"the longest context of this model that fits {room} is {context:,} tokens" if context else alone,
         known if models else f"none of the known models fits {room} at {asked.context:,} tokens",
         f"a card with {size_text(draft.peak)} free would do",
@@ -309,18 +287,14 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
 
 
 def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
-    """Return the longest context that fits, in tokens, by binary search; 0 if none does."""
-    low, high = 0, (shape.context or FAR) // CONTEXT_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
-        trial = choose(shape, replace(asked, context=middle * CONTEXT_STEP), device)
-        low, high = (middle, high) if trial.fits else (low, middle - 1)
-    return low * CONTEXT_STEP
+    """Return the longest context that fits, in tokens; 0 if none does."""
+    return CONTEXT_STEP * highest((shape.context or FAR) // CONTEXT_STEP, lambda steps: choose(
+        shape, replace(asked, context=steps * CONTEXT_STEP), device).fits)
 
 
 def fitting_models(asked: RunSettings, device: Device) -> list[str]:
     """Return the known models that fit with these settings, smallest first."""
     shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
-    fitting = {name: shape for name, shape in shapes.items()
-               if asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
+    fitting = {name: shape for name, shape in shapes.items() if shape.has_form(asked.form)
+               and asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
     return sorted(fitting, key=lambda name: fitting[name].linear_weights)

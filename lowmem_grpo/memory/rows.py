@@ -14,10 +14,11 @@ from lowmem_grpo.memory.cards import (
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
-from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, EXPERTS, WORD, Moment, StepShape
+from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, WORD, Moment, StepShape
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
-PAGED = "paged_adamw_8bit"  # keeps its states on the host while they are not used
+PAGED = "paged_adamw_8bit"  # its states are in managed memory: on the card while there is room, else on the host
+PAGED_NUMBERS = 100_000  # least size of a tensor whose states bitsandbytes keeps there
 CUDA_CONTEXT = 512 * MIB  # the driver and its libraries
 GRAPHS = 384 * MIB  # CUDA graphs of vLLM or our engine
 RESERVE = 0.04  # fragmentation, as a share of the memory that is freed and allocated again
@@ -35,8 +36,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
         moments["scoring"] = {REWARD_MODEL: settings.reward_bytes}
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     working = [working_row(component, name, moments, settings.head_groups or 1) for component in NOTES
-               if (component != EXPERTS or shape.experts is not None)
-               and (component != REWARD_MODEL or settings.reward_bytes)]
+               if any(component in moment for moment in moments.values())]
     shown = (sum(size for part, size in moment.items() if part not in CARD_ONLY) for moment in moments.values())
     allocated = sum(row.train for row in fixed) + max(shown)
     graphs = GRAPHS if settings.engine == "vllm" or recorded(shape) else 0
@@ -50,15 +50,13 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     sampler = sampler_rows(shape, settings)
     taken = sum(row.rollout for row in (*fixed, *sampler, engine, *driver))
     first, each = cache_bytes(shape, settings)
-    sequences = settings.num_generations
-    if settings.engine != "vllm":
-        sequences = settings.sequences or sequences
+    together = None if settings.engine == "vllm" else settings.sequences
+    sequences = together or settings.num_generations
     wanted = first + (sequences - 1) * each
     kv_bytes = settings.kv_bytes or max(first, min(wanted, device.budget - taken))
-    stays = 0 if settings.sleeps else kv_bytes
-    after = "stays" if stays else "freed"
-    held_in = cache_text(settings.kv_cache_dtype)
-    cache = PlanRow(KV_CACHE, kv_bytes, stays, note=f"{held_in}{states(shape)}; {after} while training")
+    held_in, after = cache_text(settings.kv_cache_dtype), "freed" if settings.sleeps else "stays"
+    cache = PlanRow(KV_CACHE, kv_bytes, 0 if settings.sleeps else kv_bytes,
+                    note=f"{held_in}{states(shape)}; {after} while training")
     concurrent = min(sequences, max(0, 1 + (kv_bytes - first) // each))
     rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
@@ -87,7 +85,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     table, trained = shape.table_bytes, trained_numbers(shape, settings)
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
-    states = 0 if settings.optim == PAGED else int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained)
+    states, paged = state_bytes(shape, settings)
     where = "on the host" if settings.host_embedding and shape.host_bytes() else embedded(shape)
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
     kind, ranks = KINDS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
@@ -98,13 +96,25 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
         PlanRow("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
         PlanRow("gradients", 0, adapters * (1 + ranks),
                 note="of the adapters, float32" + ", and all ranks' sum" * ranks),
-        PlanRow("optimizer", states, states, note="AdamW's states" + (", paged to the host" if not states else "")),
+        PlanRow("optimizer", states, states, note="AdamW's states" + (
+            "; those of large tensors are here only while there is room" if paged else "")),
     ]
 
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
     """Return the number of weights in the adapter."""
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
+
+
+def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
+    """Return the bytes of AdamW's states that stay on the card, and of those that the driver may move to the host: one
+    byte each for two numbers per weight. Scales and the states of small tensors are never paged."""
+    whole, rank = int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained_numbers(shape, settings)), settings.lora_rank
+    if settings.optim != PAGED:
+        return whole, 0
+    share = shape.lora_weights(rank, PAGED_NUMBERS) / shape.lora_weights(rank)
+    paged = int(2 * share * trained_numbers(shape, settings))
+    return whole - paged, paged
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
@@ -123,11 +133,10 @@ def embedded(shape: ModelShape) -> str:
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the rows of the sampler's own copies of weights: vLLM keeps that of the adapters while training, and our
     own engine all of them if it does not sleep."""
-    copied, stays = WORD * trained_numbers(shape, settings), settings.engine != "vllm" and not settings.sleeps
-    rows = [PlanRow("adapter copy", copied, copied, note="what the sampler reads, 16 bits", card_only=True)]
-    if settings.engine != "vllm":
-        rows = [PlanRow("adapter copy", copied, 0 if settings.sleeps else copied,
-                        note="what the sampler reads, 16 bits" + (", while it samples" if settings.sleeps else ""))]
+    copied, vllm = WORD * trained_numbers(shape, settings), settings.engine == "vllm"
+    stays = not vllm and not settings.sleeps
+    rows = [PlanRow("adapter copy", copied, copied if vllm or stays else 0, card_only=vllm,
+                    note="what the sampler reads, 16 bits" + ("" if vllm or stays else ", while it samples"))]
     if settings.sampling_weights == "16bit":
         wide, held = WORD * shape.sampler_weights, "; they stay" if stays else " while sampling; freed"
         rows.append(PlanRow("sampling weights", wide, wide if stays else 0, card_only=True,
@@ -193,7 +202,7 @@ def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the row of host memory: offloaded layer inputs, embedding, optimizer states, adapter, reward models."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     embedding = shape.host_bytes() if settings.host_embedding else 0
-    states = int(OPTIMIZER_BYTES[PAGED] * trained_numbers(shape, settings)) if settings.optim == PAGED else 0
+    _, states = state_bytes(shape, settings)
     kept = ADAPTER_BYTES * trained_numbers(shape, settings) if settings.keeps_reference else 0
     scorers = settings.reward_host_bytes
     return [PlanRow("host buffers", host=inputs + embedding + states + kept + scorers,

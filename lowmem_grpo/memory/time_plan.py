@@ -14,11 +14,11 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil
 
-from lowmem_grpo.memory import cards
+from lowmem_grpo.memory import cards, families
 from lowmem_grpo.memory.cards import cache_itemsize
-from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, Linear
+from lowmem_grpo.memory.layer_forms import BITS_16, DECODE_INSTRUCTIONS, FP8, NF4, Linear, block_outputs
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
+from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, PROMPTS, MemoryPlan, RunSettings, Workload
 from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
 
 # Achieved rate per unit of the data sheet. The first two were measured on an H200, the others are assumptions.
@@ -54,87 +54,14 @@ DECODE_SHARE = 0.82  # the same for other decode kernels, as a share of their bo
 # Ratio of measured to planned seconds, by card and phase ("generate", "train"), from rows of bench/results measured on
 # that card. `bench/loop/calibrate_time.py` prints the ratios of the committed rows.
 CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 0.97, "train": 1.31}}
-PROMPTS, PROMPT_SHARE, COMPLETION_SHARE = 8, 1 / 5, 2 / 5  # share of context and of longest completion, as in GSM8K
 TAIL = 0.25  # decode steps belong to the tail while fewer than this share of the most sequences in a call still run
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
-ATTENTION_IN, MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-# Instructions per weight of the decode kernels, counted in their compiled loops: form -> least compute capability ->
-# {most rows: instructions} (no tensor cores before sm_80, no e4m3 type before sm_89).
-DECODE_INSTRUCTIONS = {
-    "nf4": {80: {8: 5.0, 32: 6.7, 64: 9.1}, 75: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4, 40: 88.0},
-            0: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4}},
-    "fp8": {89: {8: 5.3, 32: 6.0, 64: 8.6}, 80: {8: 12.7, 32: 13.3, 64: 15.8},
-            75: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1, 32: 98.8}, 0: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1}},
-}
+ATTENTION_IN, MLP = (*families.SPLIT, *families.FUSED), (*families.GATE_UP, *families.FUSED_GATE_UP, "down_proj")
 
 
 def calibration(card: str, phase: str) -> float:
     """Return the correction factor for a phase's planned time; 1 if this card has no measurement."""
     return CALIBRATION.get(card, {}).get(phase, 1.0)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The work of a step: P prompts with G completions each. Lengths are in tokens; those of prompt and completion are
-    means.
-
-    Lengths of completions are assumed to follow a Beta(1, k) distribution scaled to the longest, L, with mean m:
-    k = L / m - 1.
-    """
-
-    prompts: int
-    generations: int
-    prompt_length: float
-    completion_length: float
-    longest: int  # tokens of the step's longest completion
-    iterations: int = 1  # passes of training over the completions
-    updates: int = 1  # optimizer steps
-    forward_only: int = 0  # passes for log-probabilities only: of the old policy, of the reference
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "generations", "prompt_length", "completion_length", "longest"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.completion_length > self.longest:
-            raise ValueError(f"completion_length is {self.completion_length:g}, the mean, and the longest completion "
-                             f"has {self.longest} tokens; give a mean of at most {self.longest}, or a larger "
-                             "max_completion_length")
-
-    @classmethod
-    def within(
-        cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
-        completion_length: int | None = None, longest: int | None = None,
-    ) -> "Workload":
-        """Return the work that fits a context; lengths left out are shares of it, as in GSM8K. ValueError if prompt and
-        completion do not fit."""
-        share = int(context * PROMPT_SHARE)
-        prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
-        limit = max(1, min(context - share, context - prompt)) if longest is None else longest
-        if not (prompt_length is None and longest is None) and prompt + limit > context:
-            raise ValueError(f"a prompt of {prompt} tokens and a completion of {limit} do not fit a context of "
-                             f"{context}; raise --context, or lower --prompt-length or --max-completion-length")
-        mean = max(1, round(COMPLETION_SHARE * limit)) if completion_length is None else completion_length
-        return cls(PROMPTS if prompts is None else prompts, generations, prompt, mean, limit)
-
-    @property
-    def sequences(self) -> int:
-        return self.prompts * self.generations
-
-    @property
-    def places(self) -> float:
-        """The packed tokens of all micro-batches: each prompt once, without its last token, and each completion."""
-        return self.prompts * (self.prompt_length - 1) + self.sequences * self.completion_length
-
-    def lengths(self, count: int) -> list[float]:
-        """Return the lengths of `count` completions, longest first: quantiles of the distribution."""
-        power = self.completion_length / max(self.longest - self.completion_length, 1e-9)  # 1 / k
-        return [self.longest * (1 - ((number + 0.5) / count) ** power) for number in range(count)]
-
-    @property
-    def squared_length(self) -> float:
-        """The mean of (prompt + completion)^2, to which attention's cost is proportional."""
-        mean, longest = self.completion_length, self.longest
-        return self.prompt_length**2 + 2 * self.prompt_length * mean + 2 * mean**2 * longest / (longest + mean)
 
 
 Stretch = tuple[float, int, int, float]  # decode steps, running rows, computed rows, mean tokens of a row
@@ -169,15 +96,23 @@ class StepTime:
 
     @cached_property
     def few(self) -> int:
-        """The most rows for which the decode kernel on quantized codes is no slower than 16-bit products, and is used.
-        """
-        linears, rows = [(count, linear) for count, kind in self.kinds for linear in kind.linears
-                         if linear.experts == 1], 1
-        while (decode_instructions(rows, self.speed, self.settings.form) is not None
-               and sum(count * (self.by_codes(linear, rows) - self.multiply(linear.weights, rows))
-                       for count, linear in linears) <= 0):
-            rows += 1
-        return rows - 1
+        """The most rows for which decode steps read quantized codes: all that the kernel takes or, with weights in 16
+        bits beside them, those for which it is no slower."""
+        most = 0 if self.settings.form == BITS_16 else max(self.instructions)
+        if self.quantized:
+            return most
+        linears = [(count, linear) for count, kind in self.kinds for linear in kind.linears if linear.experts == 1]
+        for rows in range(1, most + 1):
+            if sum(count * (self.by_codes(linear, rows) - self.multiply(linear.weights, rows))
+                   for count, linear in linears) > 0:
+                return rows - 1
+        return most
+
+    @property
+    def instructions(self) -> dict[int, float]:
+        """The decode kernel's instructions per weight, by the most rows."""
+        tables = DECODE_INSTRUCTIONS[self.settings.form]
+        return next(table for least, table in tables.items() if self.speed.capability >= least)
 
     @property
     def recomputed(self) -> float:
@@ -223,13 +158,13 @@ class StepTime:
         """Return the seconds of all decode steps, including the CUDA graphs that our own engine records in each step if
         it frees them while training; otherwise only a run's first steps record any."""
         stretches = self.stretches()
-        graphs = 0 if self.settings.engine == "vllm" or self.eager else len(self.graphs(stretches))
-        return self.token_steps(stretches) + graphs * RECORD_SECONDS
+        return self.token_steps(stretches) + len(self.graphs(stretches)) * RECORD_SECONDS
 
     def graphs(self, stretches: Iterable[Stretch]) -> set[tuple[int, int]]:
         """Return the (rows, cache length) of the CUDA graphs that our own engine records anew in each step, if any."""
+        anew = self.settings.engine != "vllm" and self.settings.sleeps and not self.eager
         place, sizes = round(self.work.prompt_length), set[tuple[int, int]]()
-        for steps, _, rows, _ in stretches if self.settings.sleeps else ():
+        for steps, _, rows, _ in stretches if anew else ():
             sizes |= {(rows, cards.graph_width(width)) for width in range(place + 1, place + ceil(steps) + 1)}
             place += round(steps)
         return sizes
@@ -259,14 +194,13 @@ class StepTime:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
             moved = share * (self.move(2 * linear.weights) + again)
             return max(2 * rows * linear.passed / (self.speed.tflops * GEMM), moved)
-        codes = self.settings.form != BITS_16 and (self.quantized or rows <= self.few)
-        if codes and decode_instructions(rows, self.speed, self.settings.form) is not None:
+        if rows <= self.few:
             return self.by_codes(linear, rows)
         return self.multiply(linear.weights, rows) + again
 
     def by_codes(self, linear: Linear, rows: int) -> float:
         """Return the seconds of one matrix times M rows in the decode kernel on quantized codes."""
-        instructions = decode_instructions(rows, self.speed, self.settings.form) or 0.0
+        instructions = next(count for most, count in self.instructions.items() if rows <= most)
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         moved = max(self.move(reads * linear.bytes_in(self.settings.form)),
                     2 * rows * linear.weights / block_outputs(linear.rows, rows, self.settings.form) / (clocks * L2))
@@ -297,7 +231,7 @@ class StepTime:
         """Return the (card, host) seconds, which overlap, of one forward and one backward pass over all completions.
         Recomputation (with tiles, all but `down`) is part of the backward pass."""
         shape = self.shape
-        layers = [(count, kind.layer_passes(self.recomputed)) for count, kind in self.kinds]
+        layers = [(count, kind.layer_passes()) for count, kind in self.kinds]
         trained = self.work.sequences * self.work.completion_length
         head = 4 * trained * shape.vocabulary * shape.hidden / (self.speed.tflops * GEMM) * HEAD_FACTOR
         host = self.micro_batches * shape.layers * HOST_US_PER_LAUNCH * 1e-6
@@ -305,10 +239,10 @@ class StepTime:
         return {"forward": (sum(count * forward for count, (forward, _) in layers) + head, host * LAUNCHES_FORWARD),
                 "backward": (sum(count * backward for count, (_, backward) in layers), host * launches)}
 
-    def layer_passes(self, again: float) -> tuple[float, float]:
-        """Return the card's seconds of one layer in a forward and in a backward pass, which computes a share `again` of
-        it a second time."""
-        linears, elementwise = self.linears, self.elementwise()
+    def layer_passes(self) -> tuple[float, float]:
+        """Return the card's seconds of one layer in a forward and in a backward pass, on average over all layers, of
+        which the backward pass computes a share `again` a second time."""
+        linears, elementwise, again = self.linears, self.elementwise(), self.recomputed
         attention = self.attention(self.work.sequences * self.work.squared_length)
         backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
         backward += (BACKWARD_ATTENTION + again + self.grouped) * attention
@@ -355,19 +289,6 @@ class StepTime:
         return max(0.0, link - forward) + max(0.0, link - backward * (not self.grouped))  # head groups do not prefetch
 
 
-def decode_instructions(rows: int, speed: cards.CardSpeed, form: str = NF4) -> float | None:
-    """Return the instructions per weight in the decode kernel of this form; None if it does not support `rows`."""
-    table = next(table for least, table in DECODE_INSTRUCTIONS[form].items() if speed.capability >= least)
-    return next((count for most, count in table.items() if rows <= most), None)
-
-
-def block_outputs(outputs: int, rows: int, form: str) -> int:
-    """Return the outputs per block of the decode kernel, as in `few_rows.narrow_launch` and `decode_launch`."""
-    if form == NF4:
-        return 16 if rows <= 32 else 32
-    return 64 if outputs >= 8192 and rows <= 32 else 32
-
-
 def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm",
                      sleeps: tuple[bool, bool] = (True, True)) -> bool:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, with
@@ -386,19 +307,17 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
 def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
     """Return the most rows for which a decode step is faster on codes than in 16 bits; 0 without a data sheet."""
     name = cards.card_of(card)
-    settings = RunSettings(1, load_in_fp8=form == FP8)
+    settings = RunSettings(1, load_in_fp8=form == FP8, sampling_weights="16bit")
     return 0 if name is None else StepTime(shape, settings, cards.SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
 
 
 def training_seconds(plan: MemoryPlan, shape: ModelShape) -> float:
     """Return the seconds of a forward and a backward pass under a memory plan for a known card, over the completions of
     one step, with lengths as in GSM8K."""
-    settings, card = plan.settings, cards.card_of(plan.device.name)
-    assert card is not None
+    settings = plan.settings
     completions = settings.completions_per_step or PROMPTS * settings.num_generations
     work = Workload.within(settings.context, -(-completions // settings.num_generations), settings.num_generations)
-    step = StepTime(shape, settings, cards.SPEEDS[card], work, micro_batches=micro_batches(plan, work))
-    return sum(map(max, step.passes().values()))
+    return sum(map(max, step_of(plan, shape, work).passes().values()))
 
 
 @dataclass(frozen=True)
@@ -430,9 +349,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
                         f"t4, rtx4090 or h200 ({len(cards.SPEEDS)} are known, in lowmem_grpo/memory/cards.py)")
     if not plan.fits:
         return TimePlan(work, card, why=f"the plan does not fit {plan.device.name}")
-    rows = sampled_together(plan, shape, work)
-    reads = cards.prefill_tokens(plan.device.total, rows)
-    step = StepTime(shape, settings, cards.SPEEDS[card], work, rows, micro_batches(plan, work), reads)
+    step = step_of(plan, shape, work)
     passes = step.passes()
     forward, backward = map(max, passes.values())
     sampling, training = calibration(card, "generate"), calibration(card, "train")
@@ -457,6 +374,14 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
         bound={name: "card" if device >= host else "launches" for name, (device, host) in passes.items()},
         step_seconds=sum(seconds.values()), generate_seconds=generate, train_seconds=train,
     )
+
+
+def step_of(plan: MemoryPlan, shape: ModelShape, work: Workload) -> StepTime:
+    """Return a step under a memory plan for a known card."""
+    card, rows = cards.card_of(plan.device.name), sampled_together(plan, shape, work)
+    assert card is not None
+    reads = cards.prefill_tokens(plan.device.total, rows)
+    return StepTime(shape, plan.settings, cards.SPEEDS[card], work, rows, micro_batches(plan, work), reads)
 
 
 def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:

@@ -61,6 +61,12 @@ def paired_difference(before: Sequence[int], after: Sequence[int], samples: int)
     return sum(differences) / len(differences), (max(-1.0, center - half), min(1.0, center + half))
 
 
+def interval_text(interval: Sequence[float]) -> str:
+    """Return the 95% interval of a difference in words, in points."""
+    low, high = interval
+    return f"95% interval {100 * low:+.1f} to {100 * high:+.1f}"
+
+
 def powers_of_two(samples: int) -> list[int]:
     """Return 1, 2, 4 ... below `samples`, and `samples` itself."""
     powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]

@@ -125,10 +125,9 @@ class Ranks:
                 view.view_as(parameter).copy_(parameter.grad)
         self.finish("the gradients", group.allreduce([flat]))
         for parameter, view, count in zip(parameters, views, there.tolist(), strict=True):
-            if count and parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            if count and parameter.grad is not None:
-                parameter.grad.copy_(view.view_as(parameter))
+            if count:
+                gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = gradient.copy_(view.view_as(parameter))
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> tuple[Any, torch.device]:
         """Return the group that sums gradients and its device: NCCL if each process has its own GPU, else Gloo."""

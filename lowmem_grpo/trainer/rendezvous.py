@@ -82,10 +82,11 @@ class Pulse:
         """Send this rank's word to the others and receive theirs; in one round all ranks get the same words."""
         word, until = self.word, time.monotonic() + seconds
         heard, lost, moving = {self.rank: word}, dict[int, str](), dict[int, tuple[Tensor, Any, Any]]()
+        sent = torch.frombuffer(bytearray(json.dumps(word).encode().ljust(WIDTH)), dtype=torch.uint8)
         for other in self.others:
             with noted(lost, other):
                 space = torch.empty(WIDTH, dtype=torch.uint8)
-                moving[other] = space, self.group.send([packed(word)], other, 0), self.group.recv([space], other, 0)
+                moving[other] = space, self.group.send([sent], other, 0), self.group.recv([space], other, 0)
         for other, (space, sending, receiving) in moving.items():
             with noted(lost, other):
                 receiving.wait(until_then(until))
@@ -149,11 +150,6 @@ class Pulse:
             self.check()
         raise RankError(f"the connection between the ranks broke off at {what!r} ({error}): one of them has died, or "
                         f"cannot be reached. {GOOD}") from error
-
-
-def packed(word: Word) -> Tensor:
-    """Return a word as uint8, padded to WIDTH bytes."""
-    return torch.frombuffer(bytearray(json.dumps(word).encode().ljust(WIDTH)), dtype=torch.uint8)
 
 
 def until_then(moment: float) -> timedelta:

@@ -12,17 +12,15 @@ from tables import not_refused
 from bench.loop import calibrate_time
 from lowmem_grpo.kernels.few_rows import decode_launch, narrow_launch, taken_rows
 from lowmem_grpo.memory.cards import CARDS, SPEEDS, card_of, device
+from lowmem_grpo.memory.layer_forms import DECODE_INSTRUCTIONS, block_outputs
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config
-from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
+from lowmem_grpo.memory.plan import MemoryPlan, RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.time_plan import (
     CALIBRATION,
-    DECODE_INSTRUCTIONS,
     StepTime,
     TimePlan,
-    Workload,
-    block_outputs,
     calibration,
     faster_in_16_bit,
     micro_batches,

@@ -39,6 +39,18 @@ def each(ranks: list[Ranks], call: Callable[[Ranks], Any]) -> list[Any]:
         return list(pool.map(call, ranks))
 
 
+def outcomes(ranks: list[Ranks], call: Callable[[Ranks], Any]) -> list[Any]:
+    """What each rank returns, or the error that it raises, of which it tells the others."""
+    def outcome(one: Ranks) -> Any:
+        try:
+            with one.together():
+                return call(one)
+        except (RankError, KeyError, AttributeError, TypeError, pickle.PicklingError) as error:
+            return error
+
+    return each(ranks, outcome)
+
+
 def test_one_process_alone_does_everything_itself() -> None:
     alone = Ranks()
     assert alone.gather("x", 5) == [5] and alone.first("x", lambda: 7) == 7 and alone.leads
@@ -92,45 +104,20 @@ def test_gradients_are_summed_and_one_that_a_rank_lacks_counts_as_zero(
 
 
 def test_ranks_with_different_adapters_are_told_so(ranks: list[Ranks]) -> None:
-    def outcome(one: Ranks) -> str:
-        parameter = nn.Parameter(torch.zeros(3 + one.rank))
-        try:
-            one.sum_gradients([parameter])
-        except RankError as error:
-            return str(error)
-        return ""
-
-    assert all("different numbers of parameters" in told for told in each(ranks, outcome))
+    told = outcomes(ranks, lambda one: one.sum_gradients([nn.Parameter(torch.zeros(3 + one.rank))]))
+    assert all(isinstance(error, RankError) and "different numbers of parameters" in str(error) for error in told)
 
 
 def test_an_error_of_one_ends_what_the_others_wait_for(ranks: list[Ranks]) -> None:
-    def step(one: Ranks) -> str:
-        try:
-            with one.together():
-                if one.rank == 1:
-                    raise KeyError("a column")
-                one.gather("what was sampled", 1)
-        except (KeyError, RankError) as error:
-            return f"{type(error).__name__} {error}"
-        return ""
-
-    told = each(ranks, step)
-    assert told[1] == "KeyError 'a column'"
-    assert all("rank 1 has failed: KeyError: 'a column'" in one for one in told[:1] + told[2:])
+    told = outcomes(ranks, lambda one: one.gather("what was sampled", {}["a column"] if one.rank == 1 else 1))
+    assert repr(told[1]) == "KeyError('a column')"
+    assert all(isinstance(error, RankError) and "rank 1 has failed: KeyError: 'a column'" in str(error)
+               for error in told[:1] + told[2:])
 
 
 def test_what_cannot_be_sent_is_an_error_of_the_rank_that_has_it() -> None:
-    one, other = several(2)
-
-    def send(rank: Ranks) -> Any:
-        try:
-            with rank.together():
-                return rank.gather("it", (lambda: 1) if rank.rank else 2)
-        except (AttributeError, TypeError, pickle.PicklingError, RankError) as error:
-            return type(error)
-
-    told = each([one, other], send)
-    assert told[0] is RankError and told[1] is not RankError
+    one, other = outcomes(several(2), lambda rank: rank.gather("it", (lambda: 1) if rank.rank else 2))
+    assert isinstance(one, RankError) and isinstance(other, Exception) and not isinstance(other, RankError)
 
 
 def test_random_states_follow_from_seed_step_and_rank_only() -> None:
@@ -200,17 +187,23 @@ def test_gradients_are_summed_over_cards_where_each_rank_has_one_of_its_own(
     assert all(torch.equal(found, expected) for found in each(ranks, summed))
 
 
+def check_cards(cards: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each of two ranks does before a run, whose cards (id, local rank, bytes) are these."""
+    told = {"what the ranks are": [{}, {}], "their cards": cards}
+    monkeypatch.setattr(distributed, "described", lambda trainer: {})
+    monkeypatch.setattr(distributed, "describe_machine", lambda model, device: {"card_bytes": None})
+    for rank in range(2):
+        check_ranks_agree(SimpleNamespace(
+            model=None, policy=SimpleNamespace(device=torch.device("cpu")),
+            ranks=SimpleNamespace(count=2, place=Place(rank, 2, rank), gather=lambda what, own: told[what])))
+
+
 @pytest.mark.parametrize("second", [1, 0])
 def test_two_ranks_with_places_of_their_own_on_one_card_are_refused(
     second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"what the ranks are": [{}, {}], "their cards": [("GPU-a", 0, 8), ("GPU-a", second, 8)]}
-    monkeypatch.setattr(distributed, "described", lambda trainer: {})
-    monkeypatch.setattr(distributed, "describe_machine", lambda model, device: {"card_bytes": None})
-    trainer = SimpleNamespace(model=None, policy=SimpleNamespace(device=torch.device("cpu")), ranks=SimpleNamespace(
-        count=2, place=Place(0, 2), gather=lambda what, own: told[what]))
     with pytest.raises(ValueError, match=r"the ranks 0 and 1 are on one card \(GPU-a\)") if second else nullcontext():
-        check_ranks_agree(trainer)
+        check_cards([("GPU-a", 0, 8), ("GPU-a", second, 8)], monkeypatch)
 
 
 @pytest.mark.parametrize(("gib", "said"), [
@@ -219,11 +212,5 @@ def test_two_ranks_with_places_of_their_own_on_one_card_are_refused(
 def test_ranks_with_cards_of_different_size_are_told_once_what_that_costs(
     gib: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = {"what the ranks are": [{}, {}], "their cards": [("a", 0, gib[0] << 30), ("b", 1, gib[1] << 30)]}
-    monkeypatch.setattr(distributed, "described", lambda trainer: {})
-    monkeypatch.setattr(distributed, "describe_machine", lambda model, device: {"card_bytes": None})
-    policy = SimpleNamespace(device=torch.device("cpu"))
-    for rank in range(2):
-        check_ranks_agree(SimpleNamespace(model=None, policy=policy, ranks=SimpleNamespace(
-            count=2, place=Place(rank, 2, rank), gather=lambda what, own: told[what])))
+    check_cards([("a", 0, gib[0] << 30), ("b", 1, gib[1] << 30)], monkeypatch)
     assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)

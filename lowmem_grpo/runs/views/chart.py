@@ -105,11 +105,14 @@ def telling_places(points: Sequence[tuple[float, float]], most: int) -> list[int
     """Return at most `most` indices: each interval's lowest and highest point, so that spikes stay, and the last."""
     if len(points) <= most:
         return list(range(len(points)))
-    half = max(1, (most - 1) // 2)
-    edges = [place * len(points) // half for place in range(half + 1)]
     ends = {choose(range(start, end), key=lambda place: points[place][1])
-            for start, end in pairwise(edges) for choose in (min, max)}
+            for start, end in intervals(len(points), max(1, (most - 1) // 2)) for choose in (min, max)}
     return sorted(ends | {len(points) - 1})
+
+
+def intervals(length: int, count: int) -> list[tuple[int, int]]:
+    """Return (start, end) of `count` intervals of about the same size, which make up the indices 0 to `length` - 1."""
+    return list(pairwise(place * length // count for place in range(count + 1))) if count else []
 
 
 def window(steps: int) -> int:
@@ -146,5 +149,5 @@ def css() -> str:
     return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root:not(.paper){{{dark}}}}}\n"
 
 
-def sign(right: bool) -> str:
-    return RIGHT_SIGN if right else WRONG_SIGN
+def verdict_text(right: bool) -> str:
+    return f"{RIGHT_SIGN} right" if right else f"{WRONG_SIGN} wrong"

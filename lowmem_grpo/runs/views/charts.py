@@ -72,6 +72,12 @@ def is_drawn(name: str) -> bool:
     return name in DRAWN or name in TOLD or name.startswith(FAMILIES)
 
 
+def reward_name(key: str) -> str | None:
+    """Return NAME of the key `rewards/NAME/mean`; None for any other key."""
+    match = re.fullmatch(r"rewards/(.+)/mean", key)
+    return match[1] if match else None
+
+
 def taught(summary: Record) -> bool:
     """Return whether the run was supervised fine-tuning, which has no completions and no rewards."""
     return summary.get("method") == "sft"
@@ -79,7 +85,7 @@ def taught(summary: Record) -> bool:
 
 def figures(rows: list[Record], completions: list[Record] | None = None, summary: Record | None = None) -> list[Chart]:
     """Return the charts that have data. `completions` and `summary` are used for the accuracy chart."""
-    names = sorted({match[1] for row in rows for key in row if (match := re.fullmatch(r"rewards/(.+)/mean", key))})
+    names = sorted({name for row in rows for key in row if (name := reward_name(key))})
     functions = Chart("Reward functions", "mean of each", "reward", {f"rewards/{name}/mean": name for name in names})
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
     verdicts = Chart("Verified right", "by the verifier, whatever the reward", "share of completions",

@@ -11,9 +11,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.runs.accuracy import interval_text, wilson_interval
 from lowmem_grpo.runs.trajectory import speaker
-from lowmem_grpo.runs.views.chart import LINES, RIGHT, WRONG, sign
+from lowmem_grpo.runs.views.chart import LINES, RIGHT, WRONG, verdict_text
 from lowmem_grpo.runs.views.terminal import between_words
 
 IN_A_CELL = "<pre style='line-height:1.3;overflow-x:auto'>{code}</pre>"
@@ -112,7 +112,7 @@ def on_one_line(text: str) -> str:
 def verdict(right: bool | None) -> Text:
     if right is None:
         return Text()
-    return Text.assemble((f"{sign(right)} {'right' if right else 'wrong'}\n", f"bold {RIGHT if right else WRONG}"))
+    return Text.assemble((f"{verdict_text(right)}\n", f"bold {RIGHT if right else WRONG}"))
 
 
 def answers_table(
@@ -145,5 +145,5 @@ def print_accuracy(
         low, high = wilson_interval(accuracy, problems)
         interval = f"95% interval {low:.1%} to {high:.1%}"
         console.print(Text(f"accuracy {label:<6} {accuracy:6.1%}  ({interval})"), soft_wrap=True)
-    sure = "" if change is None else f" (95% interval {100 * change[0]:+.1f} to {100 * change[1]:+.1f})"
+    sure = "" if change is None else f" ({interval_text(change)})"
     console.print(Text(f"change {100 * (after - before):+.1f} points{sure} on {problems} problems"), soft_wrap=True)

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
+from lowmem_grpo.runs.accuracy import interval_text
 from lowmem_grpo.runs.alarms import ALARMS
-from lowmem_grpo.runs.views.charts import Measured, baselines, before_and_after, taught
+from lowmem_grpo.runs.views.charts import baselines, before_and_after, taught
 from lowmem_grpo.runs.views.samples import Record, clipped
 from lowmem_grpo.utils import count_text, size_text, time_text
 
@@ -69,16 +70,13 @@ def accuracy(summary: Record) -> list[str]:
     problems = summary.get("eval_problems")
     lines = ["right answers before \u2192 after training"
              + (f", n = {count_text(problems, 'held-out problem')}" if problems else "")]
-    if spans := [f"{span(test)} {when}" for test, when in ((before, "before"), (after, "after")) if span(test)]:
+    if spans := [f"{test.interval[0]:.1%} to {test.interval[1]:.1%} {when}" for test, when in (
+            (before, "before"), (after, "after")) if test is not None and test.interval is not None]:
         lines.append(f"95% interval{'s' * (len(spans) > 1)}: {', '.join(spans)}")
     lines += paired(summary)
     if others := baselines(summary):
         lines.append("baselines: " + ", ".join(f"{name} {share:.1%}" for name, share in others.items()))
     return [shown, *lines]
-
-
-def span(test: Measured | None) -> str:
-    return "" if test is None or test.interval is None else f"{test.interval[0]:.1%} to {test.interval[1]:.1%}"
 
 
 def paired(summary: Record) -> list[str]:
@@ -87,8 +85,8 @@ def paired(summary: Record) -> list[str]:
         return []
     low, high = change["interval"]
     sure = "more than chance" if low > 0 or high < 0 else "may be chance"
-    return [f"change {100 * change['accuracy']:+.1f} points, 95% interval {100 * low:+.1f} to {100 * high:+.1f} "
-            f"(paired on the same problems): {sure}"]
+    return [f"change {100 * change['accuracy']:+.1f} points, {interval_text(change['interval'])} (paired on the same "
+            f"problems): {sure}"]
 
 
 def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:

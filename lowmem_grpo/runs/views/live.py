@@ -6,7 +6,6 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,8 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lowmem_grpo.runs.listeners import numbers
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
-from lowmem_grpo.runs.views.chart import LINES
+from lowmem_grpo.runs.views.chart import LINES, intervals
+from lowmem_grpo.runs.views.charts import reward_name
 from lowmem_grpo.runs.views.console import Cell, any_console, episode_lines, plain, print_line, shortened
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.utils import size_text, time_text
@@ -98,7 +99,7 @@ class LiveView:
             self.live.update(self.panel(), refresh=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        logs = numbers(logs)
+        logs = {key: value for key, value in numbers(logs).items() if math.isfinite(value)}
         if "train_runtime" in logs:  # the summary of the whole run, which `train` returns
             return
         self.step, self.max_steps = state.global_step, state.max_steps
@@ -214,19 +215,6 @@ class SFTView(LiveView):
         return "  ".join([head, *losses, rest])
 
 
-def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
-    return {
-        key: value for key, value in (logs or {}).items()
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    }
-
-
-def reward_name(key: str) -> str | None:
-    """Return NAME of the key `rewards/NAME/mean`; None for any other key."""
-    match = re.fullmatch(r"rewards/(.+)/mean", key)
-    return match[1] if match else None
-
-
 def shown(key: str, value: float) -> str:
     if key == "memory/peak_bytes":
         return size_text(value)
@@ -260,8 +248,7 @@ def in_words(logs: dict[str, float]) -> dict[str, str]:
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """Return the whole history in at most `width` blocks, each a mean, scaled from lowest to highest."""
     count = min(len(values), width)
-    edges = [i * len(values) // count for i in range(count + 1)] if count else []
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    means = [sum(values[start:end]) / (end - start) for start, end in intervals(len(values), count)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     if high == low:
         return BLOCKS[0] * count

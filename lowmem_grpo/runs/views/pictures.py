@@ -11,7 +11,7 @@ from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.runs.accuracy import Answers, accuracy_interval, changed_first
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.runs.views import report
-from lowmem_grpo.runs.views.chart import LINES, MEMORY, RIGHT, WRONG, Chart, Line, how_smoothed, sign
+from lowmem_grpo.runs.views.chart import LINES, MEMORY, RIGHT, WRONG, Chart, Line, how_smoothed, verdict_text
 from lowmem_grpo.runs.views.charts import figures
 from lowmem_grpo.utils import GIB
 
@@ -144,8 +144,7 @@ class SampleTable:
         for prompt, answers in self.rows:
             lines.append(prompt)
             for name, (text, right) in zip(self.names, answers, strict=True):
-                word = "right" if right else "wrong"
-                lines.append(f"  {name}, {sign(right)} {word}: {' | '.join(text.split(chr(10)))}")
+                lines.append(f"  {name}, {verdict_text(right)}: {' | '.join(text.split(chr(10)))}")
         return "\n".join(lines)
 
 
@@ -164,8 +163,8 @@ def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: in
 
 
 def judged(text: str, right: bool) -> str:
-    colour, word = (RIGHT, "right") if right else (WRONG, "wrong")
-    return f"<td style='{CELL}'><b style='color:{colour}'>{sign(right)} {word}</b>\n{escape(text)}</td>"
+    colour = RIGHT if right else WRONG
+    return f"<td style='{CELL}'><b style='color:{colour}'>{verdict_text(right)}</b>\n{escape(text)}</td>"
 
 
 def cell(text: str) -> str:

@@ -5,6 +5,8 @@ import json
 from collections import defaultdict, deque
 from typing import Any
 
+from lowmem_grpo.runs.views.chart import even_places
+
 Record = dict[str, Any]
 
 LONGEST, SHORTEST = 4000, 80  # characters of a text; those of an episode are cut further, down to SHORTEST
@@ -101,7 +103,7 @@ def spread(samples: list[Record], limit: int) -> list[Record]:
     steps = sorted(by_step)
     per_step = min(limit, max(WHOLE_GROUP, limit // len(steps)))
     count = min(len(steps), limit // per_step)
-    kept = [steps[-1]] if count == 1 else [steps[i * (len(steps) - 1) // (count - 1)] for i in range(count)]
+    kept = steps[-1:] if count == 1 else [steps[place] for place in even_places(len(steps), count)]
     return [sample for step in kept for sample in by_step[step][:per_step]]
 
 

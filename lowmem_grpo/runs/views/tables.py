@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lowmem_grpo.memory.plan import Choice, MemoryPlan
 from lowmem_grpo.memory.time_plan import TimePlan
-from lowmem_grpo.runs.accuracy import changed_first
+from lowmem_grpo.runs.accuracy import changed_first, interval_text
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.runs.views.console import answers_table, any_console, print_line
 from lowmem_grpo.utils import GIB, size_text, time_text
@@ -78,9 +78,8 @@ def change_text(result: dict[str, Any]) -> str:
     change = result["difference"]
     low, high = change["interval"]
     sure = "more than chance" if low > 0 or high < 0 else "may be chance: take more prompts (--limit)"
-    interval = f"95% interval {100 * low:+.1f} to {100 * high:+.1f}, {sure}"
-    return (f"adapter - base: {100 * change['accuracy']:+.1f} points ({interval}); prompts: "
-            f"{change['better']} better, {change['worse']} worse, {change['same']} the same")
+    return (f"adapter - base: {100 * change['accuracy']:+.1f} points ({interval_text(change['interval'])}, {sure}); "
+            f"prompts: {change['better']} better, {change['worse']} worse, {change['same']} the same")
 
 
 def first_shown(rows: list[dict[str, Any]], named: list[str], shown: int) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.plan import MemoryPlan
-from lowmem_grpo.memory.time_plan import COMPLETION_SHARE, TimePlan, Workload, plan_time
+from lowmem_grpo.memory.plan import COMPLETION_SHARE, MemoryPlan, Workload
+from lowmem_grpo.memory.time_plan import TimePlan, plan_time
 from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.findings import warn
 from lowmem_grpo.runs.records import RunRecords

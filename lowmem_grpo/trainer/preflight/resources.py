@@ -46,7 +46,7 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
     """Find little host memory beside offloaded layer inputs and a paged optimizer, on a run with a card."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
-    needed = (0 if subject.plan is None else subject.plan.host) + paged
+    needed = paged if subject.plan is None else subject.plan.host  # in a plan, with the states that are paged
     available = available_host_bytes()
     if needed and available is not None and available - needed < SPARE:
         yield Finding("warning", "", f"the host has {size_text(available)} of free memory, and layer inputs and "

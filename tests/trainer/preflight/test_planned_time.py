@@ -11,9 +11,9 @@ from trainer_runs import TEXTS, make
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.named_configs import named_config
-from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.plan import RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.memory.time_plan import Workload, plan_time
+from lowmem_grpo.memory.time_plan import plan_time
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.views.charts import figures
 from lowmem_grpo.trainer.preflight.checks import before_training
