@@ -45,8 +45,8 @@ SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @functools.cache
 def shallow() -> Path:
-    """The embedded model with the first and the last of its six layers, in a folder of this process: most of what a trainer
-    does is the same with two layers, in half of the time. It talks nonsense."""
+    """The embedded model with the first and the last of its six layers, in a folder of this process: most of what a
+    trainer does is the same with two layers, in half of the time. It talks nonsense."""
     folder = Path(tempfile.mkdtemp(prefix="lowmem-grpo-shallow-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shutil.copytree(TINY, folder, dirs_exist_ok=True)
