@@ -30,6 +30,7 @@ from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge
 from lowmem_grpo.rewards.ready.formats import too_long
 from lowmem_grpo.rewards.texts import completion_texts
+from lowmem_grpo.trainer.lifecycle import update_summary
 
 SELF = "self"
 TOKENS_OF_A_REPLY = {True: 32, False: 768}  # for an embedded model, whose replies make no sense, and for others
@@ -234,7 +235,7 @@ def teach_judged(
         return [ruler(judges[0], rubric), *others]
 
     trainer = teach(setup, replace(lesson, rewards=rewards, facts=lesson.facts | {"judge": options.judge}))
-    trainer.finish({"judging": vars(judges[0].meter)})
+    update_summary(trainer, {"judging": vars(judges[0].meter)})
     print(judges[0].summary())
     meter = judges[0].meter
     if meter.failed == meter.calls > 0:

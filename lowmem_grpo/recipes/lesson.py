@@ -23,6 +23,7 @@ from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.saved_adapter import last_good
 from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_line, print_samples
 from lowmem_grpo.trainer.distributed import ranks
+from lowmem_grpo.trainer.lifecycle import update_summary
 from lowmem_grpo.trainer.play import Play, episode_settings
 from lowmem_grpo.trainer.preflight.checks import refuse_errors
 from lowmem_grpo.utils import count_text
@@ -145,7 +146,7 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
     if result.finished:
         after = measured(model, setup, lesson, model.current_lora())
         if before is not None and after is not None:
-            trainer.finish(compared(lesson, before, after, console))
+            update_summary(trainer, compared(lesson, before, after, console))
         made, seconds = count_text(result.global_step, "step"), trainer.state.elapsed
         last = f"{made} in {seconds:.0f} s; report: {trainer.run_dir}/report.html"
     print_line(console, last)

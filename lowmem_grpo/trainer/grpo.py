@@ -23,7 +23,7 @@ from lowmem_grpo.rollout.assessment import Evaluation
 from lowmem_grpo.rollout.collector import Collector, SharedCollector
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring, rollout_metrics
-from lowmem_grpo.trainer.lifecycle import OF_LOSS
+from lowmem_grpo.trainer.evaluation import OF_LOSS
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, lengths, make_policy_parts, tokens_of_row

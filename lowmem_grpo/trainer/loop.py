@@ -4,8 +4,7 @@ groups of an update, unless the caller passes them, and `measured` the metrics t
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,29 @@ from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.listeners import Callbacks, make_sinks
-from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree
+from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_rows, evaluation_sets, indexed_rows
 from lowmem_grpo.trainer.learner import members
-from lowmem_grpo.trainer.lifecycle import Lifecycle
+from lowmem_grpo.trainer.lifecycle import agree_to_stop, running, saved_before, signals_after_steps
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, preflight
 from lowmem_grpo.trainer.preflight.first_steps import FirstSteps
 from lowmem_grpo.trainer.saver import Saver
 from lowmem_grpo.trainer.step_accumulator import PartialGradient
+from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Lifecycle):
+class Trainer(TrlApi):
     """The base of all trainers of an adapter: each step gets groups, updates on them, and records a line of metrics."""
 
     view_class: type[LiveView] = LiveView
+    method: str | None = None  # the kind of training, in the summary
     samples = False  # True if groups are sampled, False if the rows hold the answers
 
     def __init__(
@@ -52,11 +53,16 @@ class Trainer(Lifecycle):
         self.records, self.run_dir = parts.records, parts.records.run_dir
         self.rewards = dict(rewards or {})
         self.control, self.interrupt = TrainerControl(), Interrupt()
-        self.told = {}
-        self.losses, self.samples_seen, self.began_at = [], 0, time.time()
+        self.told: dict[str, Any] = {}  # the caller's entries for the summary, written however the run ends
+        self.began, self.began_at = "", time.time()  # this trainer's run, as its summary has it; this `train` call
+        self.losses: list[float] = []  # one for each step of the current `train` call
+        self.samples_seen = 0  # in these steps
+        self.summary: dict[str, Any] = {}  # the last line of the log
+        self.stops = False  # True if all ranks have agreed to stop
         self.epoch_before = 0  # the epoch in which the step in progress began
         self.said_unrouted = False  # the warning that the sampler records no routes was logged
-        self.eval_sets = self.evaluation_sets(eval_dataset)
+        # as `evaluation_rows` returns them; a dict by name for several datasets
+        self.eval_sets: Any = evaluation_sets(eval_dataset, self.args, self.evaluation_rows)
         leads = self.ranks.leads
         self.view = None if self.args.disable_tqdm or not leads else self.view_class()
         views, say = ([self.view], self.view.say) if self.view else ([], None)
@@ -67,7 +73,7 @@ class Trainer(Lifecycle):
         self.journal = Journal(self.state, self.records, self.args, parts.alarms if leads else None, leads)
         self.saver = Saver(self.records, self.args, self.model, self.learner, self.source, self.state, self.memory,
                            replay, list(self.rewards))
-        self.check_best_metric()
+        check_best_metric(self.args.best_metric, self.eval_sets, self.evaluation_names(), self.may_measure)
         self.notify("on_init_end")
 
     # Methods that each trainer defines.
@@ -87,6 +93,26 @@ class Trainer(Lifecycle):
     @property
     def sampled(self) -> list[RolloutGroup]:
         return []
+
+    def weights_changed(self) -> None:
+        """Called after an optimizer step or a checkpoint has changed the adapter's weights: trainers that sample tell
+        their engine."""
+
+    def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
+        """Return the rows of one evaluation dataset, as `measure_evaluation` takes them."""
+        return indexed_rows(dataset, parameter)
+
+    def measure_evaluation(self, rows: Any) -> dict[str, float]:
+        """Return the metrics of one dataset."""
+        raise NotImplementedError
+
+    def evaluation_names(self) -> set[str]:
+        """Return the names of the metrics that every evaluation has."""
+        return set(OF_ALL)
+
+    def may_measure(self, name: str) -> bool:
+        """Return whether an evaluation may have a metric of this name."""
+        return name in self.evaluation_names()
 
     # The verbs; each can be called on its own.
 
@@ -127,6 +153,20 @@ class Trainer(Lifecycle):
             self.policy.move_reference(self.args.ref_model_mixup_alpha)
         return metrics
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Return the metrics of `eval_dataset`, by default the trainer's own, with the prefix before their names: that
+        of transformers, as in `eval_loss`, or `eval_NAME_loss` for several datasets."""
+        own = eval_dataset is None
+        rows = self.eval_sets if own else evaluation_sets(eval_dataset, self.args, self.evaluation_rows)
+        if rows is None:
+            raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
+        if not isinstance(rows, dict):
+            return evaluate_rows(self, rows, metric_key_prefix)
+        parts = [evaluate_rows(self, part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
+        return {name: value for metrics in parts for name, value in metrics.items()}
+
     def save_state(self) -> Path:
         """Write a checkpoint of everything that a later `train(resume_from_checkpoint=...)` needs."""
         folder = self.saver.save()
@@ -155,52 +195,26 @@ class Trainer(Lifecycle):
         """
         with self.ranks.together():
             self.check_before()
-            with self.running(resume_from_checkpoint), self.training():
+            with running(self, resume_from_checkpoint), signals_after_steps(self):
                 if self.args.eval_on_start:
                     self.records.metrics(self.evaluate())
-                self.agree()
+                agree_to_stop(self)
                 while not self.finished and not self.should_stop():
                     self.start_step()
-                    with self.saved_before(Exception):
+                    with saved_before(self, Exception):
                         groups = self.next_groups()
                     self.train_step(groups)
         self.interrupt.pass_on()
         return TrainOutput(self.state.global_step, self.summary, self.finished)
 
-    @contextmanager
-    def running(self, resume: bool | str | None) -> Iterator[None]:
-        """Own the run's folder, and begin or resume the run; on exit, end it."""
-        with owned(self.run_dir) if self.records.writes else nullcontext(), self.failure_recorded():
-            self.start_run(resume)
-            started, self.began_at, self.losses, self.samples_seen = time.monotonic(), time.time(), [], 0
-            self.notify("on_train_begin")
-            self.notify("on_epoch_begin")
-            try:
-                try:
-                    yield
-                finally:
-                    self.notify("on_epoch_end")
-                self.summarize(time.monotonic() - started)
-            finally:
-                self.notify("on_train_end")
-            self.end("finished" if self.finished else "interrupted")
-
     @property
     def finished(self) -> bool:
         return self.state.global_step >= self.state.max_steps
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Let signals end the run only after a step, and put to sleep an engine that this trainer does not use."""
-        engine = None if self.samples else self.model.loaded.keeper.kept
-        if engine is not None:
-            engine.sleep()
-        try:
-            with self.interrupt.watch():
-                yield
-        finally:
-            if engine is not None:
-                engine.on_policy_update(self.state.policy_version)
+    def should_stop(self) -> bool:
+        """Return whether the run ends before the next step; the same in all ranks."""
+        here = self.interrupt.requested or self.control.should_training_stop
+        return self.stops if self.ranks.count > 1 else here
 
     def start_step(self) -> None:
         """Begin a step, before its groups are sampled, and mark the state to go back to if the step fails."""
@@ -213,18 +227,18 @@ class Trainer(Lifecycle):
     def train_step(self, groups: list[RolloutGroup]) -> None:
         """Train on the groups of the step in progress, write its records, and evaluate and save when due."""
         before, epoch = self.state.global_step, self.epoch_before
-        with self.saved_before(MemoryExhaustedError, NonFiniteError, RankError):
+        with saved_before(self, MemoryExhaustedError, NonFiniteError, RankError):
             metrics = self.update(groups, self.state.max_steps - before)
         self.record(before, metrics, groups)
         self.saver.mark()
         self.notify("on_step_end", groups=self.sampled)
-        self.agree()
+        agree_to_stop(self)
         self.follow(epoch)
         asked = self.control.taken()
         if asked.should_log:
             self.log_line(self.journal.flush())
         if self.due(before, epoch, self.args.eval_steps, self.args.eval_strategy) or asked.should_evaluate:
-            with self.saved_before(MemoryExhaustedError):
+            with saved_before(self, MemoryExhaustedError):
                 metrics = self.evaluate()
                 self.records.metrics(metrics)
                 self.saver.note_evaluated(metrics)
@@ -246,18 +260,6 @@ class Trainer(Lifecycle):
         if strategy == "epoch":
             return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every
-
-    @contextmanager
-    def saved_before(self, *kinds: type[Exception]) -> Iterator[None]:
-        """On such an error, save the state from before this step, so that the run can be resumed."""
-        try:
-            yield
-        except kinds as error:
-            if self.state.global_step and self.records.writes:
-                self.saver.go_back()
-                folder = self.save_state()
-                error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
-            raise
 
     def notify(self, event: str, **details: Any) -> None:
         """Notify the listeners, with the arguments that transformers' Trainer passes."""

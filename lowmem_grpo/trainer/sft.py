@@ -30,7 +30,7 @@ from lowmem_grpo.data.shapes import Shapes, tokenised
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective, StepTotals
 from lowmem_grpo.runs.views.live import SFTView
-from lowmem_grpo.trainer.lifecycle import OF_LOSS
+from lowmem_grpo.trainer.evaluation import OF_LOSS, evaluation_sets
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.parts import bring_model, make_parts
 from lowmem_grpo.trainer.run_memory import plan_memory
@@ -160,7 +160,7 @@ class SFTTrainer(Trainer):
             encoder.inner = wrap(encoder.inner)
         else:
             self.source.encoder = wrap(encoder)
-        self.eval_sets = self.evaluation_sets(self.given_eval_rows)
+        self.eval_sets = evaluation_sets(self.given_eval_rows, self.args, self.evaluation_rows)
         self.shown.clear()
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:

@@ -30,6 +30,7 @@ from lowmem_grpo.rollout.scoring import rollout_metrics, waiting_share
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.views.live import TrajectoryView
 from lowmem_grpo.trainer.learner import members
+from lowmem_grpo.trainer.lifecycle import running, saved_before
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.optim import set_learning_rate
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, make_policy_parts, tokens_of_row
@@ -95,7 +96,7 @@ class TrajectoryTrainer(Trainer):
             self.check_before()
             kept = self.ranks.first("the checkpoints", lambda: bool(list_checkpoints(self.run_dir)))
             goes_on = kept if resume is None else resume
-            with super().running(goes_on):
+            with running(self, goes_on):
                 if not goes_on:
                     self.save_state()
                 self.ended = time.perf_counter()
@@ -116,7 +117,7 @@ class TrajectoryTrainer(Trainer):
             if self.finished:
                 raise ValueError(f"all {self.state.max_steps} steps (max_steps) are made; make a trainer with more")
             self.start_step()
-            with self.saved_before(Exception):
+            with saved_before(self, Exception):
                 self.taken, self.extra = self.take_in(together, groups), dict(metrics or {})
             self.train_step(together)
         self.ended = time.perf_counter()

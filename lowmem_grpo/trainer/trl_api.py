@@ -41,7 +41,7 @@ NEVER_CALLED = {
                      "_update_auto_batch_size", "_validate_args", "_wrap_model"), INSIDE),
     **dict.fromkeys(("training_step", "evaluation_loop", "prediction_loop", "get_batch_samples", "call_model_init",
                      "create_accelerator_and_postprocess", "set_initial_training_values", "store_flos",
-                     "floating_point_ops", "hyperparameter_search"), LOOP),
+                     "floating_point_ops", "hyperparameter_search", "end"), LOOP),
     **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples",
                      "_get_dataloader", "_get_train_sampler", "_get_eval_sampler", "_get_collator_with_removed_columns",
                      "_prepare_dataset", "_prepare_input", "_prepare_inputs", "_reject_skip_prepare_without_labels",
@@ -104,7 +104,7 @@ class Processes:
 
 
 class TrlApi:
-    """The names of TRL's and transformers' trainers; `evaluate` is in lifecycle.py."""
+    """The names of TRL's and transformers' trainers; `train` and `evaluate` are in loop.py."""
 
     model: FastPeftModel
     args: TrainSettings

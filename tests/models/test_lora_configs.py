@@ -3,6 +3,8 @@
 The settings are a table (tests/support/lora_settings.py); what is right is what plain peft does with them.
 """
 
+import copy
+import functools
 import json
 import logging
 import warnings
@@ -14,7 +16,7 @@ import torch
 from lora_settings import LOADED, REFUSED, SAMPLED
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
-from small_models import SPLIT, TINY, scatter
+from small_models import SPLIT, scatter, shallow
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -30,9 +32,14 @@ ALSO: dict[str, dict[str, Any]] = {"of the family": {"target_modules": None}, "o
 EQUAL = LOADED | ALSO
 
 
+@functools.cache
+def loaded(dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(shallow(), dtype=dtype)
+
+
 def base(dtype: torch.dtype = torch.float32) -> Any:
-    """The embedded model as transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(TINY, dtype=dtype)
+    """Two layers of the embedded model as transformers loads them, a copy for each caller."""
+    return copy.deepcopy(loaded(dtype))
 
 
 def settings_of(case: str) -> LoraConfig:
@@ -171,7 +178,7 @@ def test_what_is_more_than_lora_is_refused_by_name_before_anything_changes(case:
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"target_modules": ["q_proj"], "layers_to_transform": [9]}, "names layer 9; the model has the layers 0 to 5"),
+    ({"target_modules": ["q_proj"], "layers_to_transform": [9]}, "names layer 9; the model has the layers 0 to 1"),
     ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, "leave no layer of this model"),
     ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "blocks"}, "layers_pattern='blocks'"),
     ({"target_modules": ["q_proj"], "rank_pattern": {"q_proj": 0}},
@@ -224,7 +231,7 @@ def test_an_empty_setting_does_what_it_does_in_peft_or_is_refused(
     def adapt() -> Any:
         if kind == "peft_config":
             return brought(base(), LoraConfig(**settings))
-        bare, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
+        bare, _ = FastLanguageModel.from_pretrained(str(shallow()), load_in_4bit=False)
         return FastLanguageModel.get_peft_model(bare, **settings)
 
     if message:
@@ -238,13 +245,13 @@ def test_an_empty_setting_does_what_it_does_in_peft_or_is_refused(
 @pytest.mark.parametrize("name", ["finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"])
 def test_a_part_of_the_model_is_trained_or_not_and_nothing_else(name: str) -> None:
     options: dict[str, Any] = {name: None}
-    bare, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), load_in_4bit=False)
     with pytest.raises(ValueError, match=f"{name} is None; it must be True or False"):
         FastLanguageModel.get_peft_model(bare, **options)
 
 
 def test_an_orthogonal_start_on_4_bits_is_refused_as_in_peft() -> None:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128)
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=128)
     with pytest.raises(ValueError, match="needs a base in 16 or 32 bits, in PEFT too"):
         FastLanguageModel.get_peft_model(bare, init_lora_weights="orthogonal")
 
@@ -293,9 +300,9 @@ def test_other_kinds_of_adapters_are_refused_by_name() -> None:
 
 def test_get_peft_model_takes_the_same_settings() -> None:
     options: dict[str, Any] = EQUAL["ranks and alphas"] | {
-        "exclude_modules": ["k_proj"], "layers_to_transform": [0, 2], "layers_pattern": "layers",
+        "exclude_modules": ["k_proj"], "layers_to_transform": [0, 1], "layers_pattern": "layers",
         "init_lora_weights": "gaussian", "target_modules": SPLIT, "r": 4}
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=128, load_in_4bit=False)
     ours = FastLanguageModel.get_peft_model(bare, **options, random_state=SEED)
     theirs = peft_model(base(), LoraConfig(**options, lora_alpha=16, task_type="CAUSAL_LM"))
     assert adapted(ours) == adapted(theirs)
@@ -304,7 +311,7 @@ def test_get_peft_model_takes_the_same_settings() -> None:
 
 def test_a_model_in_4_bits_that_peft_adapted_is_taken() -> None:
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    quantized = AutoModelForCausalLM.from_pretrained(TINY, quantization_config=four_bit)
+    quantized = AutoModelForCausalLM.from_pretrained(shallow(), quantization_config=four_bit)
     theirs = scatter(peft_model(quantized, settings_of("ranks")))
     wanted, layers = logits(theirs), adapted(theirs)
     ours = brought(theirs)
@@ -316,8 +323,8 @@ def test_a_model_in_4_bits_that_peft_adapted_is_taken() -> None:
 def test_without_settings_a_lora_of_the_usual_shape_is_trained_and_one_line_says_so(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = {"name": lambda: str(TINY), "model": base,
-             "ours": lambda: FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)[0]}[kind]()
+    model = {"name": lambda: str(shallow()), "model": base,
+             "ours": lambda: FastLanguageModel.from_pretrained(str(shallow()), load_in_4bit=False)[0]}[kind]()
     with caplog.at_level(logging.WARNING):
         ours = brought(model)
     config = LoraConfig(r=16, lora_alpha=16, target_modules=SPLIT)
@@ -329,6 +336,6 @@ def test_without_settings_a_lora_of_the_usual_shape_is_trained_and_one_line_says
 
 def test_full_training_by_name_is_refused() -> None:
     with pytest.raises(ValueError, match="full_finetuning=True is not supported"):
-        FastLanguageModel.from_pretrained("tiny", full_finetuning=True)
+        FastLanguageModel.from_pretrained(str(shallow()), full_finetuning=True)
     with pytest.raises(ValueError, match="model_init_kwargs: full_finetuning=True is not supported"):
-        brought(str(TINY), model_init_kwargs={"full_finetuning": True})
+        brought(str(shallow()), model_init_kwargs={"full_finetuning": True})

@@ -1,4 +1,4 @@
-"""Settings of LoRA as people give them to PEFT: which are done here, which only sampled with, and which refused."""
+"""Settings of LoRA as people give them to PEFT, for a model of two layers: done, only sampled with, or refused."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ UNSLOTH = (  # what its FastModel gives PEFT
 LOADED: dict[str, dict[str, Any]] = {
     "usual": {}, "one": {"target_modules": ["q_proj"]}, "paths": {"target_modules": ["layers.1.mlp.up_proj"]},
     "all-linear": {"target_modules": "all-linear"}, "pattern": {"target_modules": ATTENTION},
-    "pattern of unsloth": {"target_modules": UNSLOTH}, "pattern of one": {"target_modules": r".*\.3\..*down_proj"},
-    "without": {"exclude_modules": ["k_proj"]}, "without a pattern": {"exclude_modules": r".*\.[01]\..*"},
+    "pattern of unsloth": {"target_modules": UNSLOTH}, "pattern of one": {"target_modules": r".*\.1\..*down_proj"},
+    "without": {"exclude_modules": ["k_proj"]}, "without a pattern": {"exclude_modules": r".*\.0\..*"},
     "all-linear without": {"target_modules": "all-linear", "exclude_modules": ["mlp.up_proj"]},
-    "a layer": {"layers_to_transform": 2}, "layers": {"layers_to_transform": [0, 5]},
+    "a layer": {"layers_to_transform": 1}, "layers": {"layers_to_transform": [0, 1]},
     "layers by pattern": {"layers_to_transform": [1], "layers_pattern": "layers"},
     "rslora": {"use_rslora": True, "lora_alpha": 3}, "large alpha": {"lora_alpha": 64}, "rank 1": {"r": 1},
     "dropout": {"lora_dropout": 0.5}, "gaussian": {"init_lora_weights": "gaussian"},
@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "LoRA on the embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, r"holds .*embed_tokens"),
     "norms": ({"modules_to_save": ["norm"]}, "modules_to_save"),
     "tokens": ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
-    "copied layers": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+    "copied layers": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
     "parameters": ({"target_parameters": ["self_attn.q_proj.weight"], "target_modules": []}, "target_parameters"),
     "activated": ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
 }

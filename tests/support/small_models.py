@@ -1,11 +1,17 @@
 """The embedded model, and small random models of other families."""
 
+import atexit
+import functools
+import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
 import peft
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, family_of
@@ -35,6 +41,24 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@functools.cache
+def shallow() -> Path:
+    """The embedded model with the first and the last of its six layers, in a folder of this process: most of what a
+    trainer does is the same with two layers, in half of the time. It talks nonsense."""
+    folder = Path(tempfile.mkdtemp(prefix="lowmem-grpo-shallow-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(TINY, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"] - 1
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name.replace(f"layers.{last}.", "layers.1."): weight
+               for name, weight in load_file(TINY / "model.safetensors").items()
+               if ".layers." not in name or f".layers.{last}." in name or ".layers.0." in name}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def random_model(family: str, **sizes: Any) -> transformers.PreTrainedModel:
