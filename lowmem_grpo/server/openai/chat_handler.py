@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.messages import turn_named
 from lowmem_grpo.server.openai.pending import (
     PendingChat,
     PendingCompletions,
@@ -120,6 +119,12 @@ class ChatHandler:
                             "model_not_found")
         return {"worker": self.worker, "texts": self.texts, "adapter": names[asked.model],
                 "most": self.max_turn_tokens}
+
+
+def turn_named(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the turn name in the key `turn` of the last assistant message; empty if it has none."""
+    last: Mapping[str, Any] = next((message for message in reversed(messages) if message["role"] == "assistant"), {})
+    return str(last.get("turn") or "")
 
 
 def model_entry(name: str, created: int = 0) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache, PromptState
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.messages import message_of
-from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest
+from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, message_of
 from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
@@ -157,7 +157,7 @@ class PendingChat(PendingCompletions):
     def __init__(self, histories: ConversationCache, opening: PromptState, asked: ChatRequest, **options: Any) -> None:
         """`opening` is the prompt that `histories` opened for `asked`; `options` are those of PendingCompletions."""
         self.histories, self.opening, self.kept = histories, opening, False
-        keys = [opening.key, *(histories.next_key() for _ in range(asked.n - 1))]
+        keys = [opening.key, *islice(histories.keys, asked.n - 1)]
         super().__init__(asked, [opening.ids], keys, **options)
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
