@@ -31,11 +31,9 @@ class ChatHandler:
     upper bound: an answer that reaches the context's end stops with "length". If the caller leaves (the coroutine is
     cancelled), no turn is kept."""
 
-    def __init__(
-        self, worker: EngineWorker, names: Names, histories: ConversationCache, max_turn_tokens: int | None = None,
-    ) -> None:
-        """`names` is called at each request. `max_turn_tokens` bounds the completion tokens of every answer."""
-        self.worker, self.names, self.histories, self.max_turn_tokens = worker, names, histories, max_turn_tokens
+    def __init__(self, worker: EngineWorker, names: Names, histories: ConversationCache) -> None:
+        """`names` is called at each request."""
+        self.worker, self.names, self.histories = worker, names, histories
         self.texts = TokenTexts(copy.deepcopy(worker.tokenizer))
 
     def models(self) -> list[str]:
@@ -44,10 +42,6 @@ class ChatHandler:
     def turn(self, name: str) -> Turn | None:
         """Return a turn by name, as the engine returned it; None if it is unknown or evicted."""
         return self.histories.turn(name)
-
-    def parent(self, name: str) -> str | None:
-        """Return the name of the turn that a turn continues; None if there is none."""
-        return self.histories.parent(name)
 
     async def create(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
@@ -117,8 +111,7 @@ class ChatHandler:
         if asked.model not in names:
             raise ChatError(404, f"the model {asked.model!r} is not served here; there are {', '.join(names)}", "model",
                             "model_not_found")
-        return {"worker": self.worker, "texts": self.texts, "adapter": names[asked.model],
-                "most": self.max_turn_tokens}
+        return {"worker": self.worker, "texts": self.texts, "adapter": names[asked.model]}
 
 
 def turn_named(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -170,7 +170,8 @@ class Promise:
         response = wire.SampleResponse()
         for turn in (future.result() for future in self.turns):
             reason = wire.STOP if turn.finish_reason == "stop" else wire.LENGTH
-            response.sequences.add(stop_reason=reason, tokens=int32(turn.completion_ids),
+            response.sequences.add(stop_reason=reason,
+                                   tokens=as_bytes(torch.tensor(turn.completion_ids, dtype=torch.int32)),
                                    logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
         if self.prompt is not None:
             add_scores(response, self.prompt.result(), self.asked)
@@ -197,10 +198,6 @@ def failed(error: BaseException, adapter: Path | None) -> ModelReply:
         return ModelReply.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
     logger.error("a sample failed", exc_info=error)
     return ModelReply.failed("the sample failed in the server, whose log says more", "server")
-
-
-def int32(ids: list[int]) -> bytes:
-    return as_bytes(torch.tensor(ids, dtype=torch.int32))
 
 
 class SampleService:
