@@ -76,7 +76,7 @@ def test_rollouts_that_say_the_same_keep_apart(model: art.TrainableModel[Any], b
 
     for one in asyncio.run(main()):
         first, second = one.messages_and_choices[1], one.messages_and_choices[3]
-        assert backend.chat.histories.parent(second.turn) == first.turn  # type: ignore[union-attr]
+        assert backend.chat.parent(second.turn) == first.turn  # type: ignore[union-attr]
 
 
 def test_training_passes_groups_and_options_on(model: art.TrainableModel[Any], backend: ScriptedBackend) -> None:

@@ -10,12 +10,10 @@ from starlette.types import ASGIApp
 
 from lowmem_grpo.server.jobs.keeper import LOG
 from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
-from lowmem_grpo.server.page.page import Page
 from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, one_run, so_far
-from lowmem_grpo.server.page.watching import CardUse
 from lowmem_grpo.server.requests import ChatError, Limits
 from lowmem_grpo.server.server import make_server_app
-from lowmem_grpo.server.users import JOBS, SignIn, User, Users
+from lowmem_grpo.server.users import JOBS, User, Users
 
 PIECE = 256 * 1024  # most bytes of a log in one reply
 MOST_LISTED = 500
@@ -109,10 +107,6 @@ def make_jobs_app(
 ) -> ASGIApp:
     """Return the application of the queue at /jobs and of `others` by prefix."""
     return make_server_app({"/jobs": jobs_router(queue, check), **(others or {})}, users, Limits(), everywhere)
-
-
-def make_jobs_page(queue: JobQueue, users: Users, title: str) -> Page:
-    return Page(JobsSource(queue, title), SignIn(users), CardUse())
 
 
 class JobsSource:

@@ -43,6 +43,10 @@ class ChatHandler:
         """Return a turn by name, as the engine returned it; None if it is unknown or evicted."""
         return self.histories.turn(name)
 
+    def parent(self, name: str) -> str | None:
+        """Return the name of the turn that a turn continues; None if there is none."""
+        return self.histories.parent(name)
+
     async def create(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
     ) -> dict[str, Any]:

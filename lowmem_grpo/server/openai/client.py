@@ -56,7 +56,7 @@ class ChatTransport(httpx.AsyncBaseTransport):
 
         async def record(choices: list[dict[str, Any]]) -> None:
             if recorder is not None:
-                recorder.record(body, choices, self.chat.histories.parent)
+                recorder.record(body, choices, self.chat.parent)
 
         if not body.get("stream"):
             return as_json(await self.chat.create(body, session, record))

@@ -171,7 +171,6 @@ class ConversationCache:
             return held.turn()
 
     def parent(self, name: str) -> str | None:
-        """Return the name of the turn that a turn continues; None if there is none."""
         with self.lock:
             held = self.held.get(name)
             return held.parent.name if held is not None and held.parent is not None else None

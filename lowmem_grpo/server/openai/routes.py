@@ -48,7 +48,7 @@ class Completions:
                 await anyio.sleep(0)  # lets the server notice a connection that was just closed
                 if await request.is_disconnected():
                     raise client_left()
-                session.record(body, choices, chat.histories.parent)
+                session.record(body, choices, chat.parent)
 
         asked = (body, session.name if session else "", record, texts)
         if body.get("stream") is True:

@@ -46,9 +46,9 @@ KINDS = {"js": "text/javascript", "css": "text/css"}
 class Page:
     """The handlers of the page's routes, which show the runs of a source."""
 
-    def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse) -> None:
+    def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse | None = None) -> None:
         self.source, self.sign_in = source, sign_in
-        self.watching = Watching(source, card)
+        self.watching = Watching(source, card or CardUse())
         self.closing: Callable[[], bool] = lambda: False  # whether the server is closing
         self.open = 0
 
