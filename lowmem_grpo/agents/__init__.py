@@ -51,4 +51,5 @@ def __getattr__(name: str) -> Any:
             raise
         raise ModuleNotFoundError(f"agents need the package {error.name}: pip install lowmem-grpo[agents]",
                                   name=error.name) from error
-    return home if name in MODULES else getattr(home, name)
+    globals()[name] = value = home if name in MODULES else getattr(home, name)  # asked for only once
+    return value

@@ -13,7 +13,7 @@ from openai.types.chat.chat_completion import Choice
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.rollout.rollout_func import group_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
-from lowmem_grpo.server.openai.messages import plain
+from lowmem_grpo.server.openai.request import plain
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Message, RolloutGroup, Turn
 

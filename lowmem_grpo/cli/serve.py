@@ -54,15 +54,15 @@ def serve(
             from lowmem_grpo.models.card_check import driver_version
             from lowmem_grpo.server.jobs.dispatcher import Dispatcher
             from lowmem_grpo.server.jobs.queue import JobQueue
-            from lowmem_grpo.server.jobs.routes import make_jobs_app, make_jobs_page
-            from lowmem_grpo.server.page.page import Beside, page_app
+            from lowmem_grpo.server.jobs.routes import JobsSource, make_jobs_app
+            from lowmem_grpo.server.page.page import Beside, Page, page_app
             from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, open_socket
 
             if model is not None:  # imports torch, which a queue alone does not need
                 from lowmem_grpo.server.tinker.serving import serve_model
         except ImportError as error:
             raise ImportError(f"{LACKING.format('serve')} ({error})") from error
-        from lowmem_grpo.server.users import OWNER, Allowance, User, Users, read_users
+        from lowmem_grpo.server.users import OWNER, Allowance, SignIn, User, Users, read_users
 
         usual = Allowance().but(limits.split())
         others = [] if key_file is None else read_users(key_file, usual)
@@ -83,7 +83,7 @@ def serve(
             users, everywhere = Users(address.key, others), not is_loopback(host)
             app = make_jobs_app(queue, users, partial(checked, recipes), everywhere,
                                 None if served is None else served.routers())
-            page = make_jobs_page(queue, users, visible_name(host))
+            page = Page(JobsSource(queue, visible_name(host)), SignIn(users))
             server = made_for(Beside(page_app(page, everywhere), app))
             page.closing = lambda: server.should_exit
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
@@ -168,7 +168,6 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
         try:
             from lowmem_grpo.server.page.page import Page, page_app
             from lowmem_grpo.server.page.sources import RunsSource
-            from lowmem_grpo.server.page.watching import CardUse
             from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, open_socket
             from lowmem_grpo.server.users import SignIn
         except ImportError as error:
@@ -181,7 +180,7 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
                              "may look has a key, and put a proxy with TLS before the page")
         key = new_key()
         sign_in = SignIn(Users(key, others))
-        page = Page(RunsSource(runs_dir), sign_in, CardUse())
+        page = Page(RunsSource(runs_dir), sign_in)
         with ended_by_signals(), open_socket(host, port) as listening:
             url = address_of(host, listening)
             click.echo(f"watching {runs_dir}\nopen {url}{sign_in.link(User(OWNER))} (works once)\n"

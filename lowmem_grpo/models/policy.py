@@ -54,16 +54,16 @@ class OutputHead:
         """Return a model's head; ValueError unless it is a plain linear layer."""
         linear = model.get_output_embeddings()
         if type(linear) is not nn.Linear:
-            raise ValueError(
-                f"the output head is a {type(linear).__name__}; a plain, frozen torch.nn.Linear is needed. "
-                "Leave lm_head out of target_modules and modules_to_save, and out of quantization"
-            )
+            raise ValueError(f"the output head is a {type(linear).__name__}; a plain, frozen torch.nn.Linear is "
+                             "needed. Leave lm_head out of target_modules and modules_to_save, and out of quantization")
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(linear.weight.detach(), bias, **logit_shape(model.config))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits (N, V) for hidden states (N, D)."""
         rows = matmul_fp32(hidden.to(self.weight.dtype), self.weight.T)
+        if self.bias is None and self.logit_scale == 1.0 and not self.softcap:
+            return rows
         return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, self.bias)
 
     def logits_of(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:

@@ -1,48 +1,38 @@
 """The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`; the jobs on the page."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.types import ASGIApp
 
 from lowmem_grpo.server.jobs.keeper import LOG
 from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
-from lowmem_grpo.server.page.page import Page
 from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, one_run, so_far
-from lowmem_grpo.server.page.watching import CardUse
 from lowmem_grpo.server.requests import ChatError, Limits
 from lowmem_grpo.server.server import make_server_app
-from lowmem_grpo.server.users import JOBS, SignIn, User, Users
+from lowmem_grpo.server.users import JOBS, User, Users
 
 PIECE = 256 * 1024  # most bytes of a log in one reply
 MOST_LISTED = 500
 Check = Callable[[str, list[str]], None]
 
 
-class JobRoute(APIRoute):
-    """A route that answers NoSuchJobError with 404, and ValueError and OSError with 400."""
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        answer = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await answer(request)
-            except NoSuchJobError as error:
-                raise ChatError(404, str(error), None, "no_such_job") from None
-            except (ValueError, OSError) as error:
-                raise ChatError(400, str(error), None, "invalid") from error
-
-        return handle
+async def as_chat_errors() -> AsyncIterator[None]:
+    """Answer NoSuchJobError in a route that depends on this with 404, and ValueError and OSError with 400."""
+    try:
+        yield
+    except NoSuchJobError as error:
+        raise ChatError(404, str(error), None, "no_such_job") from None
+    except (ValueError, OSError) as error:
+        raise ChatError(400, str(error), None, "invalid") from error
 
 
 def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
     """Return the routes of a queue. `check` raises ValueError for an invalid recipe or option."""
-    router = APIRouter(redirect_slashes=False, route_class=JobRoute)
+    router = APIRouter(redirect_slashes=False, dependencies=[Depends(as_chat_errors)])
 
     @router.post("")
     async def submit(request: Request) -> Job:
@@ -119,10 +109,6 @@ def make_jobs_app(
     return make_server_app({"/jobs": jobs_router(queue, check), **(others or {})}, users, Limits(), everywhere)
 
 
-def make_jobs_page(queue: JobQueue, users: Users, title: str) -> Page:
-    return Page(JobsSource(queue, title), SignIn(users), CardUse())
-
-
 class JobsSource:
     """The jobs as a `RunSource` for the page: the owner sees all jobs, a user with the right to jobs their own."""
 
@@ -137,7 +123,8 @@ class JobsSource:
     def one(self, user: User, name: str) -> Listed | None:
         if (job := self.job(user, name)) is None:
             return None
-        path, listed = self.queue.run_of(job), self.listed(job, user)
+        listed = self.listed(job, user)
+        path = listed.place[0]
         run = one_run(path.parent, path.name)
         said = "" if run is None or run.state == "running" else run.state
         return replace(listed, actions=listed.actions + (("export",) if has_adapter(path) else ()),
@@ -151,10 +138,6 @@ class JobsSource:
             return self.queue.one(int(name), whose(user))
         except NoSuchJobError:
             return None
-
-    def folder(self, user: User, name: str) -> tuple[Path, Path | None] | None:
-        job = self.job(user, name)
-        return None if job is None else (self.queue.run_of(job), self.queue.folder_of(job) / LOG)
 
     def act(self, user: User, name: str, action: str) -> None:
         job = self.job(user, name)
@@ -170,6 +153,7 @@ class JobsSource:
     def listed(self, job: Job, user: User) -> Listed:
         actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
         asked_by = "" if job.owner == user.name else job.owner
-        told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(self.queue.run_of(job)), job.why)))
-        return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, job.state, told,
-                      job.ended or job.began or job.came, actions, can_show=is_run(self.queue.run_of(job)))
+        run = self.queue.run_of(job)
+        told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(run), job.why)))
+        return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, job.state, (run, run.parent / LOG), told,
+                      job.ended or job.began or job.came, actions, can_show=is_run(run))

@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.messages import turn_named
 from lowmem_grpo.server.openai.pending import (
     PendingChat,
     PendingCompletions,
@@ -32,11 +31,9 @@ class ChatHandler:
     upper bound: an answer that reaches the context's end stops with "length". If the caller leaves (the coroutine is
     cancelled), no turn is kept."""
 
-    def __init__(
-        self, worker: EngineWorker, names: Names, histories: ConversationCache, max_turn_tokens: int | None = None,
-    ) -> None:
-        """`names` is called at each request. `max_turn_tokens` bounds the completion tokens of every answer."""
-        self.worker, self.names, self.histories, self.max_turn_tokens = worker, names, histories, max_turn_tokens
+    def __init__(self, worker: EngineWorker, names: Names, histories: ConversationCache) -> None:
+        """`names` is called at each request."""
+        self.worker, self.names, self.histories = worker, names, histories
         self.texts = TokenTexts(copy.deepcopy(worker.tokenizer))
 
     def models(self) -> list[str]:
@@ -118,8 +115,13 @@ class ChatHandler:
         if asked.model not in names:
             raise ChatError(404, f"the model {asked.model!r} is not served here; there are {', '.join(names)}", "model",
                             "model_not_found")
-        return {"worker": self.worker, "texts": self.texts, "adapter": names[asked.model],
-                "most": self.max_turn_tokens}
+        return {"worker": self.worker, "texts": self.texts, "adapter": names[asked.model]}
+
+
+def turn_named(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the turn name in the key `turn` of the last assistant message; empty if it has none."""
+    last: Mapping[str, Any] = next((message for message in reversed(messages) if message["role"] == "assistant"), {})
+    return str(last.get("turn") or "")
 
 
 def model_entry(name: str, created: int = 0) -> dict[str, Any]:

@@ -4,7 +4,9 @@ A conversation is defined by the tokens that the engine read and sampled. If a r
 turn, the next prompt is that turn's tokens and a bridge of new tokens: sampled text is never tokenized again."""
 
 import copy
+import hashlib
 import itertools
+import json
 import logging
 import secrets
 import threading
@@ -20,7 +22,6 @@ from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
-from lowmem_grpo.server.openai.messages import canonical, digests, longer
 from lowmem_grpo.types import Message, Turn
 
 logger = logging.getLogger(__name__)
@@ -40,35 +41,6 @@ class Dialect:
         if self.parser is None:
             return Reading(text)
         return custom(self.parser, text) if callable(self.parser) else self.parser.read(completion_ids, text)
-
-
-class Dialects:
-    """The dialects made so far, with a private copy of the tokenizer, which keeps the options of its last call."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None,
-        parse: Callable[..., Any] | str | None = None,
-    ) -> None:
-        """`template_kwargs` are defaults that a request may override; `parse` is as in `Toolbox`."""
-        self.tokenizer = copy.deepcopy(tokenizer)
-        self.template_kwargs, self.parse = dict(template_kwargs or {}), parse
-        self.made: OrderedDict[bytes, Dialect] = OrderedDict()
-
-    def dialect_for(
-        self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
-    ) -> Dialect:
-        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it has no calls."""
-        kwargs = self.template_kwargs | dict(template_kwargs or {})
-        key = canonical([tools or None, kwargs])
-        if key not in self.made:
-            parser: Any = self.parse if tools and callable(self.parse) else None
-            if tools and parser is None:
-                parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
-            self.made[key] = Dialect(key, Renderer(self.tokenizer, tools, kwargs), parser)
-        self.made.move_to_end(key)
-        while len(self.made) > DIALECTS:
-            self.made.popitem(last=False)
-        return self.made[key]
 
 
 @dataclass(eq=False)
@@ -130,9 +102,12 @@ class ConversationCache:
         template_kwargs: Mapping[str, Any] | None = None, parse: Callable[..., Any] | str | None = None,
         keys: Iterator[int] | None = None,
     ) -> None:
-        """`keys` number the conversations of all caches of a worker; the other options are those of `Dialects`."""
+        """`template_kwargs` are defaults that a request may override; `parse` is as in `Toolbox`. `keys` number the
+        conversations of all caches of a worker."""
         self.max_tokens, self.max_turns = max_tokens, max_turns
-        self.dialects = Dialects(tokenizer, template_kwargs, parse)
+        self.tokenizer = copy.deepcopy(tokenizer)  # it keeps the options of its last call
+        self.template_kwargs, self.parse = dict(template_kwargs or {}), parse
+        self.dialects: OrderedDict[bytes, Dialect] = OrderedDict()
         self.lock, self.numbers = threading.RLock(), itertools.count()
         self.keys = itertools.count() if keys is None else keys
         self.mark = secrets.token_hex(3)  # in each name, so that names of another process are unknown here
@@ -145,13 +120,13 @@ class ConversationCache:
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, session: str = "",
         model: str = "", template_kwargs: Mapping[str, Any] | None = None, turn: str = "",
     ) -> PromptState:
-        """Return the prompt of messages in plain form (see messages.py); `close_prompt` must follow.
+        """Return the prompt of messages in plain form (see request.py); `close_prompt` must follow.
 
         If the last assistant message matches a cached turn of this `model`, the prompt extends that turn's tokens. Of
         several matches, it prefers the one named `turn`, then one of the same session, then one not yet continued, then
         the newest. RendererError if the chat template refuses the messages."""
         with self.lock:
-            dialect = self.dialects.dialect_for(tools, template_kwargs)
+            dialect = self.dialect_for(tools, template_kwargs)
             said = digests([model, dialect.key.decode()], messages)
             parent, ids = self.prompt(dialect, messages, said, session, turn)
             fresh = parent is None or parent.continued > 0
@@ -186,11 +161,6 @@ class ConversationCache:
         with self.lock:
             return opening.dialect.read(turn.completion_ids, turn.text)
 
-    def next_key(self) -> int:
-        """Return a key for a new conversation of the engine."""
-        with self.lock:
-            return next(self.keys)
-
     def turn(self, name: str) -> Turn | None:
         """Return a turn as the engine returned it; None if it is unknown or evicted."""
         with self.lock:
@@ -212,7 +182,7 @@ class ConversationCache:
         """Return, for each message in plain form, the name of the cached turn that it matches, or None. `models` are
         the model names to search. Of several matches, it prefers turns that are not `taken`, then the newest."""
         with self.lock:
-            key = self.dialects.dialect_for(tools).key.decode()
+            key = self.dialect_for(tools).key.decode()
             chains = [digests([model, key], messages) for model in models]
             candidates = [[turn for chain in chains for turn in self.ends.get(chain[at + 1], [])]
                           if message["role"] == "assistant" else [] for at, message in enumerate(messages)]
@@ -223,6 +193,22 @@ class ConversationCache:
             return [None if turn is None else line.get(turn.digest, turn).name for turn in best]
 
     # Prompts
+
+    def dialect_for(
+        self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> Dialect:
+        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it has no calls."""
+        kwargs = self.template_kwargs | dict(template_kwargs or {})
+        key = canonical([tools or None, kwargs])
+        if key not in self.dialects:
+            parser: Any = self.parse if tools and callable(self.parse) else None
+            if tools and parser is None:
+                parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
+            self.dialects[key] = Dialect(key, Renderer(self.tokenizer, tools, kwargs), parser)
+        self.dialects.move_to_end(key)
+        while len(self.dialects) > DIALECTS:
+            self.dialects.popitem(last=False)
+        return self.dialects[key]
 
     def prompt(
         self, dialect: Dialect, messages: Sequence[Message], said: list[bytes], session: str, turn: str
@@ -276,3 +262,23 @@ class ConversationCache:
                 logger.warning("a conversation alone is longer than the %s tokens or %s turns that are held, so %s "
                                "cannot be trained; hold more: max_tokens, max_turns of the ConversationCache",
                                self.max_tokens, self.max_turns, name)
+
+
+def digests(root: Any, messages: Sequence[Message]) -> list[bytes]:
+    """Return the digests of all prefixes of a conversation, from the empty one to all N messages: N + 1 digests."""
+    chain = [hashlib.blake2b(canonical(root), digest_size=16).digest()]
+    for message in messages:
+        chain.append(longer(chain[-1], message))
+    return chain
+
+
+def longer(before: bytes, message: Message) -> bytes:
+    """Return the digest of a conversation plus one message, from the message's role, text, and tool calls."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
+    name = message.get("name") if message["role"] == "tool" else None
+    said = canonical([message["role"], name, message["content"], calls])
+    return hashlib.blake2b(said, key=before, digest_size=16).digest()
+
+
+def canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

@@ -142,8 +142,7 @@ class EngineWorker:
         """Run one engine session for calls with the `batch_key` of `call`. An error fails the calls that were in it."""
         engine_session = EngineSession(self.waiting, call.batch_key, self.keys, max(self.rounds, default=NO_ROUND))
         try:
-            engine = self.awake()
-            engine_session.meet(engine)
+            engine = engine_session.engine = self.awake()
             with self.computing_with(call.adapter):
                 converse(engine, engine_session, replace(call.params, n=1, seed=None), self.tokenizer)
             engine_session.check_done()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache, PromptState
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.messages import message_of
-from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest
+from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, message_of
 from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
@@ -78,14 +78,13 @@ class PendingCompletions:
 
     def __init__(
         self, asked: CompletionRequest, prompts: list[list[int]], keys: Sequence[int | None] = (), *,
-        worker: EngineWorker, texts: TokenTexts, adapter: Path | str | None, most: int | None,
+        worker: EngineWorker, texts: TokenTexts, adapter: Path | str | None,
     ) -> None:
-        """`keys` are the conversation keys, one per completion; `most` bounds the tokens of every completion. ChatError
-        if a prompt leaves no room for an answer."""
+        """`keys` are the conversation keys, one per completion. ChatError if a prompt leaves no room for an answer."""
         step = asked.model.rpartition("@")[2]  # the policy version in a name such as RUN@12
         version = int(step) if step.isdecimal() else None
         self.worker, self.texts, self.asked, self.turns = worker, texts, asked, list[Turn]()
-        self.calls = [Call(ids, params_of(asked, len(ids), place, worker.context, most), adapter, key, version)
+        self.calls = [Call(ids, params_of(asked, len(ids), place, worker.context), adapter, key, version)
                       for ids in prompts for place, key in enumerate(keys or [None] * asked.n)]
         for call in self.calls:
             worker.submit(call)
@@ -157,7 +156,7 @@ class PendingChat(PendingCompletions):
     def __init__(self, histories: ConversationCache, opening: PromptState, asked: ChatRequest, **options: Any) -> None:
         """`opening` is the prompt that `histories` opened for `asked`; `options` are those of PendingCompletions."""
         self.histories, self.opening, self.kept = histories, opening, False
-        keys = [opening.key, *(histories.next_key() for _ in range(asked.n - 1))]
+        keys = [opening.key, *islice(histories.keys, asked.n - 1)]
         super().__init__(asked, [opening.ids], keys, **options)
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
@@ -242,7 +241,7 @@ async def unrecorded(choices: list[Choice]) -> None:
     """Record nothing; the default of `record`."""
 
 
-def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, most: int | None) -> SamplingParams:
+def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -> SamplingParams:
     """Return the sampling params of completion `place` of a prompt of `prompt` tokens. ChatError if no room is left."""
     room, field = context - prompt, asked.field
     if room < 1:
@@ -250,9 +249,8 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int, m
             400, f"This model's maximum context length is {context} tokens. However, your {field} resulted in {prompt} "
             f"tokens. Please reduce the length of the {field}, or load the model with a larger max_seq_length", field,
             "context_length_exceeded")
-    bounds = (room, asked.bound, most)
     seed = None if asked.seed is None else random.Random(f"{asked.seed}-{place}").getrandbits(62)
-    return SamplingParams(max_tokens=min(bound for bound in bounds if bound is not None), seed=seed, **asked.sampling)
+    return SamplingParams(max_tokens=min(room, asked.bound or room), seed=seed, **asked.sampling)
 
 
 def event(data: dict[str, Any]) -> bytes:

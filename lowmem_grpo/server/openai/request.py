@@ -1,20 +1,27 @@
-"""`ChatRequest` and `TextRequest`: the checked bodies of completion requests."""
+"""`ChatRequest` and `TextRequest`: the checked bodies of completion requests, with messages in a plain form."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from lowmem_grpo.config.sampling import FORMAT, PENALTY
 from lowmem_grpo.config.unsupported import Table, only
-from lowmem_grpo.server.openai.messages import plain
+from lowmem_grpo.engines.prompt_inputs import plain_message
 from lowmem_grpo.server.requests import Body, ChatError, shown, words_of
+from lowmem_grpo.types import Message
 
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+KEPT = ("name", "reasoning_content", "thinking")  # text fields that a chat template may read
+OWN = ("role", "content", "tool_calls", "tool_call_id", "turn")
+EMPTY: tuple[Any, ...] = (None, [], {}, "")  # values of fields that are unset, as in replies
 MOST_COMPLETIONS, MOST_TEXTS = 128, 4096
 TEMPLATES_OWN = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
                  "return_tensors", "padding", "truncation", "max_length", "documents")
 DRAWN = {"temperature", "top_p", "top_k", "min_p", "stop"}
-NO_SOUND = "Only text is made here; leave it out."
 OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # ignored
 REFUSED: Table = {
     **only(PENALTY, presence_penalty=(None, 0), frequency_penalty=(None, 0), repetition_penalty=(None, 1)),
@@ -22,7 +29,7 @@ REFUSED: Table = {
            structured_outputs=None, response_format=(None, {"type": "text"})),
     **only("The model is not forced to call a tool; reward the call instead.", tool_choice=(None, "none", "auto")),
     **only("Use tools and tool_choice.", functions=(None, []), function_call=None),
-    **only(NO_SOUND, audio=None, modalities=(None, ["text"])),
+    **only("Only text is made here; leave it out.", audio=None, modalities=(None, ["text"])),
     **only("The model has one way of thinking; say more with chat_template_kwargs.", reasoning_effort=None,
            verbosity=None),
     **only("Put what should be searched into a tool.", web_search_options=None),
@@ -45,6 +52,92 @@ REFUSED_OF_TEXT: Table = {
 CODES = {"extra_forbidden": "unknown_parameter", "missing": None}  # by pydantic's error type
 Count = Annotated[int, Field(ge=1)]
 Likeliest = Annotated[int, Field(ge=0, le=20)]
+
+
+def plain(messages: Any) -> list[Message]:
+    """Return a request's messages in the plain form for chat templates: content as text, arguments as objects, tool
+    results in the order of the calls and with their tools' names. ChatError for invalid messages."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ChatError(400, f"messages is {shown(messages)}; it must be a list of at least one message such as "
+                        "{'role': 'user', 'content': 'Hello'}", "messages")
+    checked = [message_of(plain_message(message), f"messages[{at}]") for at, message in enumerate(messages)]
+    return list(in_order(checked))
+
+
+def message_of(message: Any, place: str) -> Message:
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        role = message.get("role") if isinstance(message, Mapping) else message
+        raise ChatError(400, f"{place}.role is {shown(role)}; allowed are {', '.join(ROLES)}", f"{place}.role")
+    role = ROLES[message["role"]]
+    calls = calls_of(message.get("tool_calls") or [], f"{place}.tool_calls")
+    if calls and role != "assistant":
+        raise ChatError(400, f"{place} is of the role {role} and has tool_calls; only the assistant calls tools",
+                        f"{place}.tool_calls")
+    if other := [key for key, value in message.items() if key not in (*OWN, *KEPT) and value not in EMPTY]:
+        raise ChatError(400, f"{place} has {other[0]}, which is not supported; leave it out. A message has role, "
+                        "content, tool_calls, tool_call_id and name", f"{place}.{other[0]}")
+    unsaid = role == "assistant" and message.get("content") is None
+    content = text_of("" if unsaid else message.get("content"), f"{place}.content")
+    kept = {key: str(message[key]) for key in KEPT if message.get(key)}
+    answers = {"tool_call_id": str(message["tool_call_id"])} if role == "tool" and message.get("tool_call_id") else {}
+    return {"role": role, **kept, "content": content, **({"tool_calls": calls} if calls else {}), **answers}
+
+
+def text_of(content: Any, place: str) -> str:
+    """Return the text of a message's content: a string, or a list of text parts to join."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ChatError(400, f"{place} is {shown(content)}; it must be a text or a list of parts of the type text",
+                        place)
+    for at, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise ChatError(400, f"{place}[{at}] is a part of the type {shown(kind)}; only text is supported, as in "
+                            "{'type': 'text', 'text': 'Hello'}", f"{place}[{at}].type")
+    return "".join(part["text"] for part in content)
+
+
+def calls_of(tool_calls: Any, place: str) -> list[dict[str, Any]]:
+    """Return the tool calls of an assistant message, with arguments parsed to objects if they are valid JSON."""
+    calls = []
+    for at, call in enumerate(tool_calls if isinstance(tool_calls, Sequence) else [tool_calls]):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ChatError(400, f"{place}[{at}] is {shown(call)}; it must be {{'id': ..., 'type': 'function', "
+                            "'function': {'name': ..., 'arguments': '{...}'}}", f"{place}[{at}]")
+        calls.append({"id": str(call.get("id") or ""), "type": "function", "function": {
+            "name": function["name"], "arguments": read_arguments(function.get("arguments"))}})
+    return calls
+
+
+def read_arguments(arguments: Any) -> Any:
+    """Parse arguments to an object; a string that is not a JSON object stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        value = json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def in_order(messages: list[Message]) -> Iterator[Message]:
+    """Yield messages without call ids: tool results are ordered as the calls before them, and named by their tool."""
+    names: dict[str, tuple[int, str]] = {}  # by the ids of the last message's calls: the call's place and its tool
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            placed = [(*names.get(result.get("tool_call_id", ""), (len(names), result.get("name"))), result)
+                      for result in group]
+            for _, name, result in sorted(placed, key=itemgetter(0)):
+                rest = {key: value for key, value in result.items() if key not in ("role", "tool_call_id", "name")}
+                yield {"role": "tool", **({"name": name} if name else {}), **rest}
+            continue
+        for message in group:
+            calls = message.get("tool_calls") or []
+            names = {call["id"]: (place, call["function"]["name"]) for place, call in enumerate(calls)}
+            unnumbered = [{key: call[key] for key in ("type", "function")} for call in calls]
+            yield message | ({"tool_calls": unnumbered} if calls else {})
 
 
 def stop_of(stop: Any) -> Any:
@@ -173,25 +266,17 @@ class ChatRequest(CompletionRequest):
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
     """Return the prompts as a list, each a text or token ids. ChatError for anything else."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt and is_ids(prompt):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise wrong("prompt", prompt)
-    for place, part in enumerate(prompt):
-        if not isinstance(part, str) and not is_ids(part):
-            raise wrong(f"prompt[{place}]", part)
-    return prompt
+    prompts = [prompt] if isinstance(prompt, str) or (prompt and is_ids(prompt)) else prompt
+    parts = {f"prompt[{at}]": part for at, part in enumerate(prompts)} if isinstance(prompts, list) else {}
+    for place, part in (parts or {"prompt": prompt}).items():
+        if not parts or not (isinstance(part, str) or is_ids(part)):
+            raise ChatError(400, f"{place} is {shown(part)}; a prompt is a text or a list of token ids, and several "
+                                 "are a list of these", "prompt", "invalid_value")
+    return list(prompts)
 
 
 def is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
-
-
-def wrong(place: str, value: Any) -> ChatError:
-    return ChatError(400, f"{place} is {shown(value)}; a prompt is a text or a list of token ids, and several are a "
-                          "list of these", "prompt", "invalid_value")
 
 
 class TextRequest(CompletionRequest):

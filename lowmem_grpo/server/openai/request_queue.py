@@ -177,13 +177,9 @@ class EngineSession:
         self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
         self.open: dict[int, Call] = {}
-        self.engine: Engine | None = None
+        self.engine: Engine | None = None  # once it is awake; its free slots bound the calls that are taken
         self.begun = False
         self.back, self.since = 0, time.monotonic()  # calls finished since the engine took calls, and when
-
-    def meet(self, engine: Engine) -> None:
-        """Set the engine, whose free slots bound the calls that are taken."""
-        self.engine = engine
 
     def next_requests(self, busy: bool) -> list[Request]:
         """Return the next requests for the engine, without cancelled calls; see `Conversation`."""

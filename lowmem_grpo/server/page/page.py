@@ -46,9 +46,9 @@ KINDS = {"js": "text/javascript", "css": "text/css"}
 class Page:
     """The handlers of the page's routes, which show the runs of a source."""
 
-    def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse) -> None:
-        self.source, self.sign_in, self.card = source, sign_in, card
-        self.watching = Watching(source, card)
+    def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse | None = None) -> None:
+        self.source, self.sign_in = source, sign_in
+        self.watching = Watching(source, card or CardUse())
         self.closing: Callable[[], bool] = lambda: False  # whether the server is closing
         self.open = 0
 
@@ -139,24 +139,18 @@ class Page:
         """Do the action of a button: export, or one of the source's. ChatError if that fails."""
         user, fields = self.user(request), await form_fields(request)
         name = fields.get("run", "")
-        if await asyncio.to_thread(self.source.one, user, name) is None:
+        run = await asyncio.to_thread(self.source.one, user, name)
+        if run is None:
             raise ChatError(404, f"there is no run {name!r}", "run", "no_such_run")
         try:
             if action == "export":
-                return await asyncio.to_thread(self.export, user, name)
+                return await asyncio.to_thread(zipped_adapter, run.place[0], name)
             await asyncio.to_thread(self.source.act, user, name, action)
         except LookupError as error:
             raise ChatError(404, str(error), "run", "no_such_run") from error
         except (ValueError, RuntimeError, OSError) as error:
             raise ChatError(409, str(error), "run", "refused") from error
         return RedirectResponse(f"/{query_of(name)}", 303)
-
-    def export(self, user: User, name: str) -> Response:
-        """Return a run's adapter as a zip. LookupError if the run has not begun."""
-        place = self.source.folder(user, name)
-        if place is None:
-            raise LookupError(f"the run {name!r} has not begun")
-        return zipped_adapter(place[0], name)
 
 
 def sign_in_page(why: str = "") -> Response:

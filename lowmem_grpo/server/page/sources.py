@@ -30,12 +30,9 @@ MOST_FOLDERS, MOST_RUNS = 20_000, 500  # most run folders that are examined, and
 LAST_BYTES = 64 * 1024  # at the end of metrics.jsonl, searched for the last step
 SILENT = 3600.0  # seconds without writes until a run of another machine no longer counts as running
 LOCKS = Path("/proc/locks")
-WORDS = {state: state for state in ("running", "finished", "failed", "interrupted", "killed", "silent")} | {
-    "nothing": "not begun"}
 ENDED = ("finished", "failed", "interrupted")  # as in a summary
 KEEP = 1.0  # seconds for which the list of runs is cached
 SHARE = 0.1  # most of the time that may be spent searching for runs, if there are many
-COLOURS = {"nothing": "waiting"}
 SAVED = (".json", ".safetensors", ".txt", ".jinja", ".model", ".md")  # suffixes that an export includes
 STATES = ("optimizer", "scheduler", "rng", "trainer", "manifest")  # prefixes of files that an export leaves out
 PIECE = 1024 * 1024  # bytes
@@ -43,7 +40,7 @@ PIECE = 1024 * 1024  # bytes
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its name below the watched folder, its state (a key of `WORDS`), and the process that owns its lock."""
+    """A run: its name below the watched folder, its state, and the process that owns its lock."""
 
     name: str
     path: Path
@@ -54,6 +51,10 @@ class Run:
     @property
     def can_stop(self) -> bool:
         return self.state == "running" and holds_lock(self.path / FILE, self.owner)
+
+    @property
+    def words(self) -> str:
+        return "not begun" if self.state == "nothing" else self.state
 
     @property
     def where(self) -> str:
@@ -160,7 +161,7 @@ def so_far(path: Path) -> str:
 def stop(run: Run) -> None:
     """Send SIGTERM to a run, which then stops after its step and saves. ValueError if its process is not reachable."""
     if not run.can_stop:
-        why = f"{run.where} is not one of this machine that holds it" if run.where else f"it is {WORDS[run.state]}"
+        why = f"{run.where} is not one of this machine that holds it" if run.where else f"it is {run.words}"
         raise ValueError(f"{run.name} cannot be stopped from here: {why}")
     os.kill(int(run.owner["pid"]), signal.SIGTERM)
 
@@ -173,6 +174,7 @@ class Listed:
     title: str
     state: str  # sets its colour: running, finished, failed and so on
     words: str  # its state in a word
+    place: tuple[Path, Path]  # its folder and its log, which may not exist yet
     why: str = ""  # its progress, why it waits or ended, and its process
     written: float = 0.0  # seconds since 1970: time of submission or of the newest record; 0.0 is unknown
     actions: tuple[str, ...] = ()  # what can be done with it: stop, resume, export
@@ -194,9 +196,6 @@ class RunSource(Protocol):
     def act(self, user: User, name: str, action: str) -> None:
         """Do the action of a button. ValueError if it is not possible, LookupError for an unknown run."""
 
-    def folder(self, user: User, name: str) -> tuple[Path, Path | None] | None:
-        """Return a run's folder and its log file; None if there is no such run, or it has not begun."""
-
 
 class RunsSource:
     """The runs below a folder. Every signed-in user sees all of them; the owner can stop those on this machine."""
@@ -212,11 +211,11 @@ class RunsSource:
                 self.runs = runs_below(self.runs_dir)
                 ended = time.monotonic()
                 self.until = ended + max(KEEP, (ended - began) / SHARE)
-            return [listed(run, user) for run in self.runs]
+            return [self.listed(run, user) for run in self.runs]
 
     def one(self, user: User, name: str) -> Listed | None:
         run = one_run(self.runs_dir, name)
-        return None if run is None else listed(run, user)
+        return None if run is None else self.listed(run, user)
 
     def act(self, user: User, name: str, action: str) -> None:
         run = one_run(self.runs_dir, name)
@@ -226,24 +225,19 @@ class RunsSource:
             raise ValueError(f"{action} is not for {'this page' if user.is_owner else user.name}")
         stop(run)
 
-    def folder(self, user: User, name: str) -> tuple[Path, Path | None] | None:
-        run = one_run(self.runs_dir, name)
-        return None if run is None else (run.path, self.log_of(run.path))
+    def listed(self, run: Run, user: User) -> Listed:
+        """Return a run's list entry for a user."""
+        can = {"stop": user.is_owner and run.can_stop, "export": has_adapter(run.path)}
+        title = run.path.resolve().name if run.name == "." else run.name
+        told = " \u00b7 ".join(filter(None, (so_far(run.path), run.where)))
+        return Listed(run.name, title, "waiting" if run.state == "nothing" else run.state, run.words,
+                      (run.path, self.log_of(run.path)), told, run.written, tuple(name for name in can if can[name]),
+                      run.state)
 
     def log_of(self, path: Path) -> Path:
         """Return the path of a run's log: in its folder, or beside the folder `run` of a server's job."""
         beside = path.parent / LOG
         return beside if path.name == "run" and path != self.runs_dir and beside.is_file() else path / LOG
-
-
-def listed(run: Run, user: User) -> Listed:
-    """Return a run's list entry for a user."""
-    stops = ("stop",) if user.is_owner and run.can_stop else ()
-    exports = ("export",) if has_adapter(run.path) else ()
-    title = run.path.resolve().name if run.name == "." else run.name
-    told = " \u00b7 ".join(filter(None, (so_far(run.path), run.where)))
-    return Listed(run.name, title, COLOURS.get(run.state, run.state), WORDS[run.state], told, run.written,
-                  stops + exports, run.state)
 
 
 def has_adapter(path: Path) -> bool:

@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import time
-from pathlib import Path
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 from urllib.parse import urlencode
@@ -61,26 +61,18 @@ class Watching:
 
     def __init__(self, source: RunSource, card: CardUse) -> None:
         self.source, self.card, self.lock = source, card, Lock()
-        self.followers: dict[tuple[Path, Path | None], RunFollower] = {}
+        self.followers = lru_cache(MOST_FOLLOWED)(RunFollower)
 
-    def follow(self, user: User, name: str) -> RunFollower | None:
-        """Return the follower of this run; None if this user sees no such run, or it has not begun."""
-        place = self.source.folder(user, name)
-        if place is None:
-            return None
+    def follow(self, run: Listed) -> RunFollower:
+        """Return the follower of a run, after it has read its new records."""
         with self.lock:
-            follower = self.followers.pop(place, None) or RunFollower(*place)
-            self.followers[place] = follower
-            while len(self.followers) > MOST_FOLLOWED:
-                del self.followers[next(iter(self.followers))]
+            follower = self.followers(*run.place)
+        follower.read_news()
         return follower
 
     def follow_all(self, user: User, names: list[str]) -> dict[str, RunFollower]:
-        """Return the followers of the named runs that exist, after each has read its new records."""
-        runs = {name: run for name in names if (run := self.follow(user, name)) is not None}
-        for run in runs.values():
-            run.read_news()
-        return runs
+        """Return the followers of the named runs that exist."""
+        return {name: self.follow(run) for name in names if (run := self.source.one(user, name)) is not None}
 
     def version(self, user: User, names: list[str]) -> tuple[tuple[Any, ...], bool]:
         """Return a value that changes whenever the page of these runs does, and whether unread records remain."""
@@ -109,10 +101,9 @@ class Watching:
         if run is None:
             words = "There is no such run." if name else "No runs yet. What begins appears here by itself."
             return {"top": {"title": self.source.title, "ending": {"said": words}}}
-        follower = self.follow_all(user, [run.name]).get(run.name)
-        shown = {"title": run.title, "actions": [(run.name, action) for action in run.actions],
-                 "log": follower.log() if follower else ""}
-        if follower is None or not run.can_show:
+        follower = self.follow(run)
+        shown = {"title": run.title, "actions": [(run.name, action) for action in run.actions], "log": follower.log()}
+        if not run.can_show:
             return shown | {"top": {"title": run.title, "status": run.state, "words": run.words,
                                     "ending": {"said": run.why or "It has written nothing yet."}}}
         return follower.content(run.run_state) | shown

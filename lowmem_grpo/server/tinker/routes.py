@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from lowmem_grpo.server.requests import ChatError, json_of
@@ -19,7 +18,6 @@ from lowmem_grpo.server.tinker.sampling import SampleService
 from lowmem_grpo.server.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, SNAPSHOT, Training
 from lowmem_grpo.server.tinker.usage import SOON, UNLOAD
 
-MISSING = "no such folder"  # below the folder of the models
 FEW = 16  # the most parts of a promise whose answer is built without a thread
 POLL = 35.0  # seconds that a poll is held open: each further poll costs a request; clients give up after 45
 MOST = 1000  # entries of a list
@@ -232,8 +230,8 @@ class PromiseRoutes:
 
     async def adapter_of(self, sampler: str, owner: str) -> Path | None:
         """Return the adapter folder of a sampling session, usually cached; None is the base model."""
-        known = self.sampling.adapters.get((sampler, owner), self.training.folder / MISSING)
-        if known is None or known.is_dir():
+        known = self.sampling.adapters.get((sampler, owner), Path())  # without a name: not cached
+        if known is None or (known.name and known.is_dir()):
             return known
         return await checked(lambda: self.sampling.remember(sampler, owner, self.folder_of(sampler, owner)))
 
@@ -252,8 +250,7 @@ class PromiseRoutes:
         promise = str((await checked(lambda: json_of(asked.body), len(asked.body) <= SMALL)).get("request_id"))
         answer = await self.answer(promise, asked.owner)
         if answer is None:
-            return Response(f'{{"type": "try_again", "request_id": "{promise}", "queue_state": "active"}}',
-                            media_type=JSON)
+            return JSONResponse({"type": "try_again", "request_id": promise, "queue_state": "active"})
         if calls.wants_json(asked.headers.get("accept", "")):
             answer = calls.in_json(answer, ":sample:" in promise)
         return Response(answer.body, media_type=answer.media)
@@ -286,7 +283,7 @@ class PromiseRoutes:
         _, left = await asyncio.wait({asyncio.wrap_future(part) for part in promise.parts}, timeout=POLL)
         if left:
             return None
-        return promise.answer() if len(promise.parts) <= FEW else await run_in_threadpool(promise.answer)
+        return await checked(promise.answer, len(promise.parts) <= FEW)
 
 
 def path_in(asked: ApiRequest) -> str:

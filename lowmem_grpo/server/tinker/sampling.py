@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.kernels.logits import LogitShape
-from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
@@ -140,10 +138,8 @@ class PromptScoring:
         head = self.worker.policy.head
         if count == 0:
             return torch.empty(len(batch.trained), 0), torch.empty(len(batch.trained), 0)
-        hidden = batch.at_trained(self.worker.policy.hidden(batch)).to(head.weight.dtype)
-        shape = LogitShape(scale=head.logit_scale, softcap=head.softcap)
-        tops = [shape.apply_(matmul_fp32(rows, head.weight.T), head.bias).log_softmax(-1).topk(count, -1)
-                for rows in hidden.split(ROWS)]
+        hidden = batch.at_trained(self.worker.policy.hidden(batch))
+        tops = [head.logits(rows).log_softmax(-1).topk(count, -1) for rows in hidden.split(ROWS)]
         return torch.cat([top.indices for top in tops]), torch.cat([top.values.float() for top in tops])
 
 
@@ -174,7 +170,8 @@ class Promise:
         response = wire.SampleResponse()
         for turn in (future.result() for future in self.turns):
             reason = wire.STOP if turn.finish_reason == "stop" else wire.LENGTH
-            response.sequences.add(stop_reason=reason, tokens=int32(turn.completion_ids),
+            response.sequences.add(stop_reason=reason,
+                                   tokens=as_bytes(torch.tensor(turn.completion_ids, dtype=torch.int32)),
                                    logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
         if self.prompt is not None:
             add_scores(response, self.prompt.result(), self.asked)
@@ -201,10 +198,6 @@ def failed(error: BaseException, adapter: Path | None) -> ModelReply:
         return ModelReply.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
     logger.error("a sample failed", exc_info=error)
     return ModelReply.failed("the sample failed in the server, whose log says more", "server")
-
-
-def int32(ids: list[int]) -> bytes:
-    return as_bytes(torch.tensor(ids, dtype=torch.int32))
 
 
 class SampleService:

@@ -2,11 +2,10 @@
 
 import asyncio
 import itertools
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +71,16 @@ class SavedModels(Mapping[str, Path | str | None]):
         return sum(1 for _ in self)
 
 
-class Chats:
-    """A ChatHandler for each user, over one worker: users share no cached conversations."""
+def chats_over(worker: EngineWorker, shelf: CheckpointStore, base: str) -> Callable[[User], ChatHandler]:
+    """Return a ChatHandler for each user, over one worker: users share no cached conversations."""
+    keys = itertools.count()  # one for each conversation in the engine
 
-    def __init__(self, worker: EngineWorker, shelf: CheckpointStore, base: str) -> None:
-        self.worker, self.shelf, self.base = worker, shelf, base
-        self.lock, self.keys = threading.Lock(), itertools.count()  # a key for each conversation in the engine
-        self.made: dict[str, ChatHandler] = {}
+    @cache
+    def chat_of(user: User) -> ChatHandler:
+        return ChatHandler(worker, lambda: SavedModels(base, shelf, user.name),
+                           ConversationCache(worker.tokenizer, keys=keys))
 
-    def __call__(self, user: User) -> ChatHandler:
-        with self.lock:
-            if user.name not in self.made:
-                self.made[user.name] = ChatHandler(
-                    self.worker, lambda: SavedModels(self.base, self.shelf, user.name),
-                    ConversationCache(self.worker.tokenizer, keys=self.keys))
-            return self.made[user.name]
+    return chat_of
 
 
 def path_of(name: str, kind: str) -> str:
@@ -132,7 +126,7 @@ def serve_model(
     served = Served(public_name(name), name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
     router = tinker_router(training, SampleService(worker, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)
-    completions = Completions(Chats(worker, training.shelf, name), OpenSessions(limits), limits, asyncio.Event(),
+    completions = Completions(chats_over(worker, training.shelf, name), OpenSessions(limits), limits, asyncio.Event(),
                               partial(counted, training.usage))
     return ServedModel(worker, training, router, completions)
 

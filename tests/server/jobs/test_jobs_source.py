@@ -44,7 +44,7 @@ def test_a_user_sees_their_own_jobs_and_the_owner_all(queue: JobQueue, source: J
     assert [each.name for each in source.all(ROOT)] == [bobs, anns]
     assert "ann" in source.all(ROOT)[1].why and "ann" not in source.all(ANN)[0].why
     for user, name in ((BOB, anns), (NOBODY, anns), (ANN, bobs)):
-        assert source.one(user, name) is None and source.folder(user, name) is None
+        assert source.one(user, name) is None
         for action in ("stop", "resume"):
             with pytest.raises(NoSuchJobError):
                 source.act(user, name, action)
@@ -54,7 +54,7 @@ def test_a_user_sees_their_own_jobs_and_the_owner_all(queue: JobQueue, source: J
 @pytest.mark.parametrize("name", ["", "0", "99", "-1", "1.0", "../1", "1/run", "٣", "9" * 40, "1 ", "x"])
 def test_a_name_that_is_no_job_finds_nothing(queue: JobQueue, source: JobsSource, name: str) -> None:
     submit(queue)
-    assert source.one(ROOT, name) is None and source.folder(ROOT, name) is None
+    assert source.one(ROOT, name) is None
 
 
 def test_buttons_fit_the_state_and_do_what_the_commands_do(queue: JobQueue, source: JobsSource) -> None:
@@ -102,7 +102,7 @@ def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
     queue: JobQueue, source: JobsSource
 ) -> None:
     users = Users("tml-root-root-root-root-root", [(ANN, KEYS["ann"]), (NOBODY, KEYS["eve"])])
-    page = Page(source, SignIn(users), page_of(source).card)
+    page = Page(source, SignIn(users), page_of(source).watching.card)
     app = Beside(page_app(page), make_jobs_app(queue, users, lambda recipe, options: None))
     anns, roots = submit(queue), submit(queue, OWNER)
     api, browser = (TestClient(app, base_url=HERE, follow_redirects=False) for _ in range(2))

@@ -73,9 +73,6 @@ def test_what_a_request_leaves_out_is_drawn_as_in_training_with_all_the_room(cha
         assert engine(chat).requests[-1].max_tokens == expected
         assert reply["choices"][0]["finish_reason"] == ("length" if most == 5 else "stop")
     assert {temperature for temperature, _ in engine(chat).rounds} == {1.0}
-    short = chat_over(chat.worker, max_turn_tokens=7)
-    asked(short, max_tokens=50)
-    assert engine(chat).requests[-1].max_tokens == 7
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_the_figures(chat: ChatHandler) -> None:

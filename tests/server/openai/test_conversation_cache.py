@@ -11,7 +11,7 @@ from template_tokenizers import NAMES, tokenizer_of
 
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
-from lowmem_grpo.server.openai.messages import plain
+from lowmem_grpo.server.openai.request import plain
 from lowmem_grpo.types import Message, Turn
 
 USER: Message = {"role": "user", "content": "Guess."}

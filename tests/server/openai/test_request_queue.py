@@ -107,7 +107,7 @@ def test_those_who_were_just_served_are_decoded_together_again_where_decoding_go
     for _ in range(7):
         line.call()
     engine_session: Any = EngineSession(line.waiting, CALL.batch_key, Keys())
-    engine_session.meet(served_by)
+    engine_session.engine = served_by
     first = engine_session.next_requests(busy=False)
     now[0] += 0.8
     for request in first:

@@ -192,7 +192,7 @@ def event(page: Page, cookie: str, name: str, looks: int) -> list[bytes]:
         async for one in news:
             found.append(one)
             if len(found) == 2:
-                append(page.source.folder(User(OWNER), name)[0] / "completions.jsonl", [completion(31)])  # type: ignore
+                append(page.source.one(User(OWNER), name).place[0] / "completions.jsonl", [completion(31)])  # type: ignore
             if len(found) == looks:
                 await news.aclose()
                 return found

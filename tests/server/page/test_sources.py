@@ -136,12 +136,12 @@ def test_a_log_is_looked_for_in_the_run_and_beside_a_job_and_nowhere_else(tmp_pa
     (runs / "log.txt").write_text("of the folder")
     (tmp_path / "log.txt").write_text("outside")
     source = RunsSource(runs)
-    assert {name: source.folder(ROOT, name) for name in ("one", "7/run")} == {
+    assert {name: source.one(ROOT, name).place for name in ("one", "7/run")} == {
         "one": (runs / "one", runs / "one/log.txt"), "7/run": (runs / "7/run", runs / "7/log.txt")}
-    assert source.folder(ROOT, "none") is None
+    assert source.one(ROOT, "none") is None
     alone = RunsSource(runs / "run")
     write_run(runs / "run", 1)
-    assert alone.folder(ROOT, ".") == (runs / "run", runs / "run/log.txt")
+    assert alone.one(ROOT, ".").place == (runs / "run", runs / "run/log.txt")
 
 
 def test_an_adapter_can_be_downloaded_where_there_is_one(tmp_path: Path) -> None:
