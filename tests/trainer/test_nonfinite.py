@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trainer_runs import moved, same
+from trainer_runs import load, moved, same
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
@@ -61,10 +61,8 @@ class Adapters:
 
 def make(folder: Path, reward: Any = None, callbacks: Any = (), **settings: Any) -> GRPOTrainer:
     """A trainer of the embedded model, with dropout and an adapter that matters."""
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    model = FastLanguageModel.get_peft_model(bare, r=4, lora_dropout=0.1, use_gradient_checkpointing=False)
     config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
-    return GRPOTrainer(moved(model), reward or DigitSum(), config, ROWS, callbacks=list(callbacks))
+    return GRPOTrainer(moved(load(lora_dropout=0.1)), reward or DigitSum(), config, ROWS, callbacks=list(callbacks))
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from checkpointed_stack import LateCopies
 from memory import Failing
-from trainer_runs import Gradients, adapter, digit_sum, same
+from trainer_runs import Gradients, adapter, digit_sum, load, moved, same
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import MemoryExhaustedError, OutOfMemory, RunMemory
 from lowmem_grpo.models.packing import pack
@@ -32,14 +32,7 @@ def make(
     folder: Path, dropout: float = 0.1, checkpointing: bool | str = False, **settings: Any
 ) -> GRPOTrainer:
     """A trainer of the embedded model, with an adapter that matters."""
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    model = FastLanguageModel.get_peft_model(
-        bare, r=4, lora_dropout=dropout, use_gradient_checkpointing=checkpointing
-    )
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
+    model = moved(load(lora_dropout=dropout, checkpointing=checkpointing))
     config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
     return GRPOTrainer(model, digit_sum, config, ROWS)
 
