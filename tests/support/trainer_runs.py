@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.models.policy import Policy
@@ -33,6 +33,7 @@ SMALL: dict[str, Any] = {
     "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "max_steps": 2,
     "learning_rate": 1e-2, "save_strategy": "no",
 }
+ENDS = {"vllm_sampling_params": SamplingParams(stop_token_ids=[23, 26, 27])}  # "5", "8", "9": so nonsense ends too
 Gradients = dict[str, torch.Tensor]
 
 

@@ -98,7 +98,7 @@ def test_a_completion_longer_than_the_context_is_refused_by_the_constructor(tmp_
     with pytest.raises(ValueError, match=r"max_completion_length \(128\).*context of 128"):
         make(tmp_path, max_completion_length=128)
     with pytest.raises(ValueError, match=r"prompt of 120 tokens.*max_seq_length"):
-        make(tmp_path, max_prompt_length=120)
+        make(tmp_path, max_prompt_length=120, max_completion_length=24)
 
 
 # Reward functions that misbehave

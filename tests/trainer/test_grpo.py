@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from trainer_runs import (
+    ENDS,
     SMALL,
     Gradients,
     adapter,
@@ -80,7 +81,7 @@ def naive_gradients(
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[GRPOTrainer, peft.PeftModel, list[RolloutGroup]]:
     """A trainer with a moved adapter, its twin in plain peft, and one generation: finished and truncated ones."""
     folder = tmp_path_factory.mktemp("sampled")
-    trainer = make(folder / "run", model=moved(load()), seed=2)
+    trainer = make(folder / "run", model=moved(load()), seed=2, **ENDS)
     groups = trainer.rollout()
     assert {r.finish_reason for g in groups for r in g.rollouts} == {"stop", "length"}
     assert all(r.advantage for g in groups for r in g.rollouts)
@@ -260,7 +261,7 @@ def test_old_logprobs_are_filled_once_before_the_first_step_and_later_steps_are_
 def test_dapo_counts_the_tokens_of_the_generation_and_others_those_of_the_optimizer_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str, of_generation: bool
 ) -> None:
-    trainer = make(tmp_path, steps_per_generation=2, max_steps=2, loss_type=loss_type)
+    trainer = make(tmp_path, steps_per_generation=2, max_steps=2, loss_type=loss_type, **ENDS)
     groups = trainer.rollout()
     given: list[float] = []
     loss = objective.grpo_loss
