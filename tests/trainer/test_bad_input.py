@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import (
-    QUESTIONS,
-    adapter,
-    digit_sum,
-    load,
-    make,
-    same,
-)
+from trainer_runs import QUESTIONS, adapter, digit_sum, load, make, same
 
 from lowmem_grpo import GRPOTrainer, RLOOTrainer, SFTTrainer
 from lowmem_grpo.data.prompts import DataError

@@ -12,19 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from trainer_runs import (
-    ENDS,
-    SMALL,
-    Gradients,
-    adapter,
-    load,
-    make,
-    moved,
-    naive_logprobs,
-    plain_peft,
-    relative,
-    same,
-)
+from trainer_runs import ENDS, SMALL, Gradients, adapter, load, make, moved, naive_logprobs, plain_peft, relative, same
 
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.losses import loss_types
@@ -178,9 +166,7 @@ def test_groups_without_signal_cost_no_forward_pass_and_leave_the_gradient(
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_an_unjudged_group_trains_nothing_and_the_others_count_as_before(
-    sampled: Any, loss_type: str
-) -> None:
+def test_an_unjudged_group_trains_nothing_and_the_others_count_as_before(sampled: Any, loss_type: str) -> None:
     trainer, _, groups = sampled
     first, second = (replace(group, unjudged=True) for group in groups)
     with settings_of(trainer, loss_type=loss_type, beta=0.1):
@@ -310,9 +296,7 @@ def test_rollout_and_update_train_what_train_does(tmp_path: Path) -> None:
     assert same(adapter(visible), adapter(whole))
 
 
-def test_the_four_verbs_train_what_train_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_four_verbs_train_what_train_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, verbs = make(tmp_path / "whole"), make(tmp_path / "verbs")
     drawn: list[Any] = []
     generate = whole.engine.generate

@@ -13,18 +13,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import shallow
-from trainer_runs import (
-    QUESTIONS,
-    ROWS,
-    SMALL,
-    Gradients,
-    adapter,
-    digit_sum,
-    load,
-    make,
-    moved,
-    same,
-)
+from trainer_runs import QUESTIONS, ROWS, SMALL, Gradients, adapter, digit_sum, load, make, moved, same
 from transformers import TrainerCallback
 
 from lowmem_grpo import GRPOTrainer

@@ -243,9 +243,7 @@ def test_a_gradient_that_is_no_number_is_named_and_not_applied(
     assert all(line["parameters"] == [name] for line in written(tmp_path))
 
 
-def test_a_rollout_is_written_once_where_memory_ran_out_in_between(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
+def test_a_rollout_is_written_once_where_memory_ran_out_in_between(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer, groups, calls = started(tmp_path, sampled), broken(sampled, "rollout_logprobs"), []
 
     def fail_once(*args: Any) -> None:
@@ -292,9 +290,7 @@ def test_a_bad_group_leaves_the_other_optimizer_steps_of_its_update(
         (2, "rollout_logprobs"), (4, "reward digit_sum")]
 
 
-def test_a_nan_in_a_group_that_is_not_trained_skips_only_its_step(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
+def test_a_nan_in_a_group_that_is_not_trained_skips_only_its_step(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer, groups = make(tmp_path), broken(sampled, "reward")
     for rollout in groups[1].rollouts:
         rollout.advantage = 0.0

@@ -28,9 +28,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make(
-    folder: Path, dropout: float = 0.1, checkpointing: bool | str = False, **settings: Any
-) -> GRPOTrainer:
+def make(folder: Path, dropout: float = 0.1, checkpointing: bool | str = False, **settings: Any) -> GRPOTrainer:
     """A trainer of the embedded model, with an adapter that matters."""
     model = moved(load(lora_dropout=dropout, checkpointing=checkpointing))
     config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
@@ -134,9 +132,7 @@ def test_out_of_memory_twice_in_a_row_does_not_change_what_is_trained(
     assert same(found, expected)
 
 
-def test_a_run_without_a_bound_halves_the_micro_batch_that_failed(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
+def test_a_run_without_a_bound_halves_the_micro_batch_that_failed(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer = make(tmp_path)
     trained = [RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in sampled]
     (batch,) = pack(trained, None, SETTINGS["per_device_train_batch_size"])
@@ -159,9 +155,7 @@ def test_out_of_memory_on_the_host_is_answered_too(tmp_path: Path, sampled: list
 @pytest.mark.parametrize("error", [RuntimeError("the reward model is out of memory"), KeyboardInterrupt(),
                                    RuntimeError("CUDA Error: invalid argument at /csrc/cumem_allocator.cpp:139"),
                                    ValueError("CUDA out of memory"), RuntimeError("CUDA error: illegal memory access")])
-def test_other_errors_are_raised(
-    tmp_path: Path, sampled: list[RolloutGroup], error: BaseException
-) -> None:
+def test_other_errors_are_raised(tmp_path: Path, sampled: list[RolloutGroup], error: BaseException) -> None:
     trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS)
     with pytest.raises(type(error)) as caught:
         updated(trainer, sampled, fail_forward(trainer, Failing(1, error=lambda: error)))

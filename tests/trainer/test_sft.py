@@ -4,7 +4,7 @@ import json
 import math
 import re
 import signal
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,7 @@ FORMAT = [
     {"prompt": question(f"Start with {n}. Add {n}. What is the result?"),
      "completion": f"{n} + {n} = {2 * n}\nAnswer = {2 * n}"} for n in range(1, 25)
 ]
-
-
-def load(**lora: Any) -> FastPeftModel:
-    return load_shallow(**({"r": 8, "lora_alpha": 16} | lora))
+load = partial(load_shallow, r=8, lora_alpha=16)
 
 
 def load_another(name: Any = "tiny", four_bit: bool = False, dtype: Any = None, checkpointing: Any = False,

@@ -34,12 +34,8 @@ def loaded() -> Any:
     return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
 
 
-def load() -> Any:
-    return deepcopy(loaded())
-
-
 def make(folder: Path, **settings: Any) -> TrajectoryTrainer:
-    return TrajectoryTrainer(load(), GRPOConfig(output_dir=str(folder), **SETTINGS | settings))
+    return TrajectoryTrainer(deepcopy(loaded()), GRPOConfig(output_dir=str(folder), **SETTINGS | settings))
 
 
 def by_hand(groups: list[RolloutGroup]) -> list[RolloutGroup]:
@@ -59,7 +55,7 @@ class Games:
     """Groups of games that the policy plays, with seeds of their own for each step."""
 
     def __init__(self, folder: Path) -> None:
-        self.player = GRPOTrainer(load(), None, GRPOConfig(output_dir=str(folder), **PLAYED), None,
+        self.player = GRPOTrainer(deepcopy(loaded()), None, GRPOConfig(output_dir=str(folder), **PLAYED), None,
                                   environment_factory=Guess)
 
     def of(self, trainer: TrajectoryTrainer) -> list[RolloutGroup]:
@@ -87,7 +83,7 @@ def first(games: Games, tmp_path_factory: pytest.TempPathFactory) -> list[Rollou
 
 
 def test_rollouts_of_ones_own_code_have_the_gradient_of_the_same_rollouts_of_an_environment(tmp_path: Path) -> None:
-    played = GRPOTrainer(load(), None, GRPOConfig(output_dir=str(tmp_path / "played"), **PLAYED), None,
+    played = GRPOTrainer(deepcopy(loaded()), None, GRPOConfig(output_dir=str(tmp_path / "played"), **PLAYED), None,
                          environment_factory=Guess)
     groups = played.rollout()
     given = by_hand(groups)
