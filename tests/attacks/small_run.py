@@ -28,18 +28,18 @@ def digit_sum(completions: list[str], **kwargs: Any) -> list[float]:
 
 def make(
     folder: str | Path, reward: Any = digit_sum, rows: Any = ROWS, callbacks: Any = (), eval_dataset: Any = None,
-    **settings: Any,
+    model: Any = None, **settings: Any,
 ) -> GRPOTrainer:
-    """A trainer of the embedded model, with dropout."""
+    """A trainer of the embedded model, or another, with dropout."""
     config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
-    return GRPOTrainer(adapted(), reward, config, rows, eval_dataset, callbacks=list(callbacks))
+    return GRPOTrainer(model or adapted(), reward, config, rows, eval_dataset, callbacks=list(callbacks))
 
 
-def make_sft(folder: str | Path, callbacks: Any = (), **settings: Any) -> SFTTrainer:
+def make_sft(folder: str | Path, callbacks: Any = (), model: Any = None, **settings: Any) -> SFTTrainer:
     """A fine-tuning trainer of the embedded model, with dropout, on seven rows, two in a step."""
     rows = [row | {"completion": f"Answer = {index}"} for index, row in enumerate(ROWS)]
     config = SFTConfig(output_dir=str(folder), **(TAUGHT | settings))
-    return SFTTrainer(adapted(), rows, config, eval_dataset=rows[:2], callbacks=list(callbacks))
+    return SFTTrainer(model or adapted(), rows, config, eval_dataset=rows[:2], callbacks=list(callbacks))
 
 
 def adapted() -> FastPeftModel:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import TINY
+from small_models import shallow
 from trainer_runs import make
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +21,7 @@ def test_sampled_ids_that_pad_the_vocabulary_are_said_once_and_have_plain_transf
     group, rollout = drawn[0]
     ids = torch.tensor([[*group.prompt_ids, *rollout.completion_ids]])
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(TINY)(ids).logits[0, len(group.prompt_ids) - 1 : -1] / 20.0
+        logits = AutoModelForCausalLM.from_pretrained(shallow())(ids).logits[0, len(group.prompt_ids) - 1 : -1] / 20.0
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
     assert rollout.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_runs import make as make_plain
+from trainer_runs import make_dropping as make
 from trainer_runs import naive_logprobs, plain_peft, relative
 
 from lowmem_grpo.rollout.collector import Collector
-from tests.attacks.small_run import StopAt, digit_sum, make, records
+from tests.attacks.small_run import StopAt, digit_sum, records
 
 REMAX: dict[str, Any] = {"advantage_estimator": "remax"}
 ALL: dict[str, Any] = {  # all strategies at once, in two optimizer steps for each rollout

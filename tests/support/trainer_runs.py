@@ -1,24 +1,27 @@
 """Short runs of GRPOTrainer on the embedded model, the same computed plainly, and gradients in float64, to compare what
 must not depend on packing, order or splits."""
 
+import copy
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from small_models import TINY, random_model, scatter, with_adapter
+from small_models import TINY, random_model, scatter, shallow, with_adapter
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.types import RolloutGroup
+from tests.attacks import small_run
 
 QUESTIONS = (
     "Start with 3. Add 4. Multiply by 2. What is the result?", "Start with 52. Subtract 20. Add 4. What is the result?",
@@ -27,9 +30,10 @@ QUESTIONS = (
 ROWS = [{"prompt": [{"role": "user", "content": question}], "answer": "14"} for question in QUESTIONS]
 TEXTS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
 SMALL: dict[str, Any] = {
-    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 24, "max_steps": 2,
+    "num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8, "max_steps": 2,
     "learning_rate": 1e-2, "save_strategy": "no",
 }
+ENDS = {"vllm_sampling_params": SamplingParams(stop_token_ids=[23, 26, 27])}  # "5", "8", "9": so nonsense ends too
 Gradients = dict[str, torch.Tensor]
 
 
@@ -39,9 +43,17 @@ def digit_sum(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(sum(int(c) for c in text if c in "0123456789")) for text in texts]
 
 
-def load(max_seq_length: int = 128, **lora: Any) -> FastPeftModel:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=max_seq_length, load_in_4bit=False)
-    return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False, **lora)
+@cache
+def loaded(name: str, max_seq_length: int, checkpointing: bool | str, **lora: Any) -> FastPeftModel:
+    """One that no test gets: `load` copies it, which takes a quarter of the time."""
+    bare, _ = FastLanguageModel.from_pretrained(
+        name or str(shallow()), max_seq_length=max_seq_length, load_in_4bit=False)
+    return FastLanguageModel.get_peft_model(bare, use_gradient_checkpointing=checkpointing, **({"r": 4} | lora))
+
+
+def load(max_seq_length: int = 128, name: str = "", checkpointing: bool | str = False, **lora: Any) -> FastPeftModel:
+    """The shallow model, or "tiny" where completions must end or be right."""
+    return copy.deepcopy(loaded(name, max_seq_length, checkpointing, **lora))
 
 
 def moved(model: FastPeftModel) -> FastPeftModel:
@@ -53,6 +65,11 @@ def make(folder: Path, reward: Any = digit_sum, rows: Any = ROWS, model: Any = N
     parts = {name: settings.pop(name) for name in ("callbacks", "eval_dataset", "processing_class") if name in settings}
     config = GRPOConfig(output_dir=str(folder), **(SMALL | settings))
     return GRPOTrainer(model or load(), reward, config, rows, **parts)
+
+
+def make_dropping(folder: Path, *given: Any, **settings: Any) -> GRPOTrainer:
+    """The small run of tests/attacks, six steps with dropout, on the shallow model and with short completions."""
+    return small_run.make(folder, *given, model=load(lora_dropout=0.1), **{"max_completion_length": 8} | settings)
 
 
 def adapter_of(model: Any) -> Gradients:
@@ -80,7 +97,8 @@ def relative(first: Gradients, second: Gradients) -> float:
 def plain_peft(model: FastPeftModel, folder: Path) -> peft.PeftModel:
     """The same weights in plain transformers and peft, which know nothing of this package."""
     model.save_lora(folder)
-    plain = AutoModelForCausalLM.from_pretrained(TINY, attn_implementation="eager")
+    layers = model.config.num_hidden_layers
+    plain = AutoModelForCausalLM.from_pretrained(shallow() if layers == 2 else TINY, attn_implementation="eager")
     return peft.PeftModel.from_pretrained(plain, folder, is_trainable=True).eval()
 
 

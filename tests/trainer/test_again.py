@@ -12,13 +12,14 @@ import pytest
 import torch
 from programs import owner_of
 from safetensors.torch import load_file
+from trainer_runs import make_dropping as make
 
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs import lock
 from lowmem_grpo.runs.records import RecordError
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.state import Interrupt
-from tests.attacks.small_run import StopAt, digit_sum, make, records
+from tests.attacks.small_run import StopAt, digit_sum, records
 
 SHORT: dict[str, Any] = {"max_steps": 2, "save_steps": 1}
 

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import (
-    QUESTIONS,
-    adapter,
-    digit_sum,
-    load,
-    make,
-    same,
-)
+from trainer_runs import QUESTIONS, adapter, digit_sum, load, make, same
 
 from lowmem_grpo import GRPOTrainer, RLOOTrainer, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
@@ -98,7 +91,7 @@ def test_a_completion_longer_than_the_context_is_refused_by_the_constructor(tmp_
     with pytest.raises(ValueError, match=r"max_completion_length \(128\).*context of 128"):
         make(tmp_path, max_completion_length=128)
     with pytest.raises(ValueError, match=r"prompt of 120 tokens.*max_seq_length"):
-        make(tmp_path, max_prompt_length=120)
+        make(tmp_path, max_prompt_length=120, max_completion_length=24)
 
 
 # Reward functions that misbehave

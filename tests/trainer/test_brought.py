@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from small_models import TINY
+from small_models import shallow
 from trainer_runs import ROWS, SMALL, adapter, digit_sum, load, make, same
 from transformers import (
     AutoModelForCausalLM,
@@ -35,25 +35,26 @@ from lowmem_grpo.engines.base import NEEDED
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.parts import first_engine, lengths
 
+SHALLOW = shallow()
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 TEXTS = [{"text": f"Question: {number} + 1? Answer: {number + 1}"} for number in range(8)]
 
 
-def brought(folder: Path, model: Any = TINY, rows: Any = ROWS, **parts: Any) -> GRPOTrainer:
+def brought(folder: Path, model: Any = SHALLOW, rows: Any = ROWS, **parts: Any) -> GRPOTrainer:
     config = GRPOConfig(output_dir=str(folder), **(SMALL | parts.pop("settings", {})))
     return GRPOTrainer(model, digit_sum, config, rows, **({"peft_config": LORA} | parts))
 
 
-def taught(folder: Path, rows: Any = TEXTS, **parts: Any) -> SFTTrainer:
+def taught(folder: Path, rows: Any = TEXTS, model: Any = SHALLOW, **parts: Any) -> SFTTrainer:
     known = {"max_steps": 2, "per_device_train_batch_size": 4, "disable_tqdm": True} | parts.pop("settings", {})
-    return SFTTrainer(TINY, rows, SFTConfig(output_dir=str(folder), **known), **({"peft_config": LORA} | parts))
+    return SFTTrainer(model, rows, SFTConfig(output_dir=str(folder), **known), **({"peft_config": LORA} | parts))
 
 
 # Models
 
 
 @pytest.mark.parametrize("load_it", [
-    lambda: AutoModelForCausalLM.from_pretrained(TINY), lambda: FastLanguageModel.from_pretrained("tiny")[0],
+    lambda: AutoModelForCausalLM.from_pretrained(SHALLOW), lambda: FastLanguageModel.from_pretrained(str(SHALLOW))[0],
 ], ids=["plain", "ours"])
 @pytest.mark.parametrize("lora", [None, LORA], ids=["standard", "given"])
 def test_a_cell_that_makes_a_trainer_may_be_run_twice(
@@ -69,14 +70,14 @@ def test_a_cell_that_makes_a_trainer_may_be_run_twice(
 
 
 def test_a_name_and_a_plain_model_train_as_the_loaders_own_does(tmp_path: Path) -> None:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
+    bare, _ = FastLanguageModel.from_pretrained(str(SHALLOW), max_seq_length=2048, load_in_4bit=False)
     own = FastLanguageModel.get_peft_model(bare, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
                                            random_state=42)
     torch.manual_seed(42)
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), LORA)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(SHALLOW), LORA)
     ends = []
     for name, parts in (("own", {"model": own, "peft_config": None}), ("name", {}), (
-        "plain", {"model": AutoModelForCausalLM.from_pretrained(TINY)}
+        "plain", {"model": AutoModelForCausalLM.from_pretrained(SHALLOW)}
     ), ("peft", {"model": theirs, "peft_config": None})):
         trainer = brought(tmp_path / name, **parts)
         trainer.train()
@@ -92,7 +93,7 @@ def test_without_peft_config_a_run_trains_a_lora_that_plain_peft_loads(tmp_path:
     trainer = taught(tmp_path / "run", peft_config=None)
     assert trainer.train().global_step == 2
     trainer.save_model(str(tmp_path / "saved"))
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(tmp_path / "saved"))
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(SHALLOW), str(tmp_path / "saved"))
     ids = torch.tensor([[5, 9, 11, 200, 31]])
     with torch.no_grad():
         wanted, got = (model.eval()(input_ids=ids).logits for model in (trainer.model, plain))
@@ -114,7 +115,7 @@ def test_a_model_by_name_is_loaded_with_the_settings_of_vllm(tmp_path: Path) -> 
 def test_a_bound_of_prompt_and_completion_leaves_out_longer_prompts_and_one_above_the_context_is_refused(
     tmp_path: Path
 ) -> None:
-    assert lengths(make(tmp_path, vllm_max_model_length=80).args, 128) == (56, 80)
+    assert lengths(make(tmp_path, vllm_max_model_length=80).args, 128) == (72, 80)
     with pytest.raises(ValueError, match="is 256, and the model was loaded with a context of 128"):
         make(tmp_path, vllm_max_model_length=256)
 
@@ -156,7 +157,7 @@ def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> Non
 def test_what_cannot_be_trained_is_refused_with_what_to_do(
     parts: dict[str, Any], error: type, message: str, tmp_path: Path
 ) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(TINY) if parts.get("model") in ("plain", "peft") else None
+    plain = AutoModelForCausalLM.from_pretrained(SHALLOW) if parts.get("model") in ("plain", "peft") else None
     if plain is not None:
         parts = parts | {"model": plain if parts["model"] == "plain" else get_peft_model(plain, LORA)}
     with pytest.raises(error, match=message):
@@ -178,7 +179,7 @@ def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> No
     trainer.train()
     assert trainer.optimizer is optimizer and trainer.lr_scheduler is schedule
     assert same(adapter(trainer), before)
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), LORA)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(SHALLOW), LORA)
     own = torch.optim.SGD([p for p in theirs.parameters() if p.requires_grad], lr=0.5)
     assert brought(tmp_path / "peft", model=theirs, peft_config=None, optimizers=(own, None)).optimizer is own
     with pytest.raises(ValueError, match="of another optimizer"):
@@ -262,10 +263,11 @@ def test_long_prompts_are_cut_from_the_left_where_that_is_asked_for(tmp_path: Pa
 
 
 def test_a_notebook_of_older_trl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = AutoTokenizer.from_pretrained(SHALLOW)
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(TINY), tokenizer=tokenizer, train_dataset=Dataset.from_list(TEXTS),
-        dataset_text_field="text", max_seq_length=64, data_collator=DataCollatorForSeq2Seq(tokenizer=tokenizer),
+        model=AutoModelForCausalLM.from_pretrained(SHALLOW), tokenizer=tokenizer,
+        train_dataset=Dataset.from_list(TEXTS), dataset_text_field="text", max_seq_length=64,
+        data_collator=DataCollatorForSeq2Seq(tokenizer=tokenizer),
         dataset_num_proc=2, packing=False, peft_config=LORA, args=TrainingArguments(
             per_device_train_batch_size=2, gradient_accumulation_steps=4, warmup_steps=1, max_steps=2, fp16=False,
             learning_rate=2e-4, bf16=False, logging_steps=1, optim="adamw_8bit", weight_decay=0.01, seed=3407,
@@ -371,7 +373,8 @@ def test_what_a_callback_asks_for_is_done_at_the_end_of_the_step(
 
 
 def test_early_stopping_ends_the_run_and_the_best_adapter_is_loaded(tmp_path: Path) -> None:
-    trainer = taught(tmp_path, eval_dataset=TEXTS[:2], callbacks=[EarlyStoppingCallback(2), PrinterCallback], settings={
+    callbacks = [EarlyStoppingCallback(2), PrinterCallback]
+    trainer = taught(tmp_path, model="tiny", eval_dataset=TEXTS[:2], callbacks=callbacks, settings={
         "max_steps": 9, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.3,
         "metric_for_best_model": "loss", "load_best_model_at_end": True, "lr_scheduler_type": "constant",
     })

@@ -79,9 +79,7 @@ def test_what_the_first_one_makes_all_have_and_the_others_make_nothing(ranks: li
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_are_summed_and_one_that_a_rank_lacks_counts_as_zero(
-    ranks: list[Ranks], dtype: torch.dtype
-) -> None:
+def test_gradients_are_summed_and_one_that_a_rank_lacks_counts_as_zero(ranks: list[Ranks], dtype: torch.dtype) -> None:
     def parameters(rank: int) -> list[nn.Parameter]:
         torch.manual_seed(rank)
         made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 5), (7,), (2, 2))]

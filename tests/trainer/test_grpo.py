@@ -12,18 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from trainer_runs import (
-    SMALL,
-    Gradients,
-    adapter,
-    load,
-    make,
-    moved,
-    naive_logprobs,
-    plain_peft,
-    relative,
-    same,
-)
+from trainer_runs import ENDS, SMALL, Gradients, adapter, load, make, moved, naive_logprobs, plain_peft, relative, same
 
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.losses import loss_types
@@ -80,7 +69,7 @@ def naive_gradients(
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[GRPOTrainer, peft.PeftModel, list[RolloutGroup]]:
     """A trainer with a moved adapter, its twin in plain peft, and one generation: finished and truncated ones."""
     folder = tmp_path_factory.mktemp("sampled")
-    trainer = make(folder / "run", model=moved(load()), seed=2)
+    trainer = make(folder / "run", model=moved(load()), seed=2, **ENDS)
     groups = trainer.rollout()
     assert {r.finish_reason for g in groups for r in g.rollouts} == {"stop", "length"}
     assert all(r.advantage for g in groups for r in g.rollouts)
@@ -177,9 +166,7 @@ def test_groups_without_signal_cost_no_forward_pass_and_leave_the_gradient(
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_an_unjudged_group_trains_nothing_and_the_others_count_as_before(
-    sampled: Any, loss_type: str
-) -> None:
+def test_an_unjudged_group_trains_nothing_and_the_others_count_as_before(sampled: Any, loss_type: str) -> None:
     trainer, _, groups = sampled
     first, second = (replace(group, unjudged=True) for group in groups)
     with settings_of(trainer, loss_type=loss_type, beta=0.1):
@@ -260,7 +247,7 @@ def test_old_logprobs_are_filled_once_before_the_first_step_and_later_steps_are_
 def test_dapo_counts_the_tokens_of_the_generation_and_others_those_of_the_optimizer_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str, of_generation: bool
 ) -> None:
-    trainer = make(tmp_path, steps_per_generation=2, max_steps=2, loss_type=loss_type)
+    trainer = make(tmp_path, steps_per_generation=2, max_steps=2, loss_type=loss_type, **ENDS)
     groups = trainer.rollout()
     given: list[float] = []
     loss = objective.grpo_loss
@@ -309,9 +296,7 @@ def test_rollout_and_update_train_what_train_does(tmp_path: Path) -> None:
     assert same(adapter(visible), adapter(whole))
 
 
-def test_the_four_verbs_train_what_train_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_four_verbs_train_what_train_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, verbs = make(tmp_path / "whole"), make(tmp_path / "verbs")
     drawn: list[Any] = []
     generate = whole.engine.generate

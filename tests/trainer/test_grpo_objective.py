@@ -80,7 +80,6 @@ def test_what_was_measured_is_kept_when_a_run_is_resumed() -> None:
     assert resumed.correct_mismatch
 
 
-
 def test_a_kl_term_in_the_reward_leaves_no_place_for_states_which_is_said_with_the_fix() -> None:
     turn = Turn([1], [1, 2], [-1.0, -1.0], "stop", state="start")
     played = Rollout([1, 2], [-1.0, -1.0], "stop", reward=1.0, turns=[turn], ref_logprobs=torch.zeros(2))

@@ -12,18 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import (
-    QUESTIONS,
-    ROWS,
-    SMALL,
-    Gradients,
-    adapter,
-    digit_sum,
-    load,
-    make,
-    moved,
-    same,
-)
+from small_models import shallow
+from trainer_runs import QUESTIONS, ROWS, SMALL, Gradients, adapter, digit_sum, load, make, moved, same
 from transformers import TrainerCallback
 
 from lowmem_grpo import GRPOTrainer
@@ -127,7 +117,7 @@ def test_summary_and_report_are_written(finished: Any) -> None:
     summary = json.loads((trainer.run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["steps"] == 3
-    assert summary["model"] == "tiny"
+    assert summary["model"] == str(shallow())
     assert summary["config"]["num_generations"] == 4
     assert (trainer.run_dir / "report.html").stat().st_size > 10_000
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trainer_runs import moved, same
+from trainer_runs import load, moved, same
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
@@ -61,10 +61,8 @@ class Adapters:
 
 def make(folder: Path, reward: Any = None, callbacks: Any = (), **settings: Any) -> GRPOTrainer:
     """A trainer of the embedded model, with dropout and an adapter that matters."""
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    model = FastLanguageModel.get_peft_model(bare, r=4, lora_dropout=0.1, use_gradient_checkpointing=False)
     config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
-    return GRPOTrainer(moved(model), reward or DigitSum(), config, ROWS, callbacks=list(callbacks))
+    return GRPOTrainer(moved(load(lora_dropout=0.1)), reward or DigitSum(), config, ROWS, callbacks=list(callbacks))
 
 
 @pytest.fixture(scope="module")
@@ -245,9 +243,7 @@ def test_a_gradient_that_is_no_number_is_named_and_not_applied(
     assert all(line["parameters"] == [name] for line in written(tmp_path))
 
 
-def test_a_rollout_is_written_once_where_memory_ran_out_in_between(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
+def test_a_rollout_is_written_once_where_memory_ran_out_in_between(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer, groups, calls = started(tmp_path, sampled), broken(sampled, "rollout_logprobs"), []
 
     def fail_once(*args: Any) -> None:
@@ -294,9 +290,7 @@ def test_a_bad_group_leaves_the_other_optimizer_steps_of_its_update(
         (2, "rollout_logprobs"), (4, "reward digit_sum")]
 
 
-def test_a_nan_in_a_group_that_is_not_trained_skips_only_its_step(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
+def test_a_nan_in_a_group_that_is_not_trained_skips_only_its_step(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer, groups = make(tmp_path), broken(sampled, "reward")
     for rollout in groups[1].rollouts:
         rollout.advantage = 0.0

@@ -10,9 +10,9 @@ import pytest
 import torch
 from checkpointed_stack import LateCopies
 from memory import Failing
-from trainer_runs import Gradients, adapter, digit_sum, same
+from trainer_runs import Gradients, adapter, digit_sum, load, moved, same
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import MemoryExhaustedError, OutOfMemory, RunMemory
 from lowmem_grpo.models.packing import pack
@@ -28,18 +28,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make(
-    folder: Path, dropout: float = 0.1, checkpointing: bool | str = False, **settings: Any
-) -> GRPOTrainer:
+def make(folder: Path, dropout: float = 0.1, checkpointing: bool | str = False, **settings: Any) -> GRPOTrainer:
     """A trainer of the embedded model, with an adapter that matters."""
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    model = FastLanguageModel.get_peft_model(
-        bare, r=4, lora_dropout=dropout, use_gradient_checkpointing=checkpointing
-    )
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=generator)
+    model = moved(load(lora_dropout=dropout, checkpointing=checkpointing))
     config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
     return GRPOTrainer(model, digit_sum, config, ROWS)
 
@@ -141,9 +132,7 @@ def test_out_of_memory_twice_in_a_row_does_not_change_what_is_trained(
     assert same(found, expected)
 
 
-def test_a_run_without_a_bound_halves_the_micro_batch_that_failed(
-    tmp_path: Path, sampled: list[RolloutGroup]
-) -> None:
+def test_a_run_without_a_bound_halves_the_micro_batch_that_failed(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer = make(tmp_path)
     trained = [RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in sampled]
     (batch,) = pack(trained, None, SETTINGS["per_device_train_batch_size"])
@@ -166,9 +155,7 @@ def test_out_of_memory_on_the_host_is_answered_too(tmp_path: Path, sampled: list
 @pytest.mark.parametrize("error", [RuntimeError("the reward model is out of memory"), KeyboardInterrupt(),
                                    RuntimeError("CUDA Error: invalid argument at /csrc/cumem_allocator.cpp:139"),
                                    ValueError("CUDA out of memory"), RuntimeError("CUDA error: illegal memory access")])
-def test_other_errors_are_raised(
-    tmp_path: Path, sampled: list[RolloutGroup], error: BaseException
-) -> None:
+def test_other_errors_are_raised(tmp_path: Path, sampled: list[RolloutGroup], error: BaseException) -> None:
     trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS)
     with pytest.raises(type(error)) as caught:
         updated(trainer, sampled, fail_forward(trainer, Failing(1, error=lambda: error)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tables import every_row
-from trainer_runs import adapter, digit_sum, load, make, moved, relative, same
+from trainer_runs import ENDS, adapter, digit_sum, load, make, moved, relative, same
 from vllm_models import KV_BYTES, NEEDS_VLLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
@@ -25,8 +25,8 @@ ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the res
 MODES = [True, "parallel"]
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "num_generations": 4, "temperature": 1.5,
-    "max_completion_length": 40, "score_while_sampling": True, "max_steps": 2, "seed": 3, "shuffle_dataset": False,
-}
+    "max_completion_length": 16, "score_while_sampling": True, "max_steps": 2, "seed": 3, "shuffle_dataset": False,
+} | ENDS
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import TINY
+from small_models import shallow
 from torch import Tensor
 from trainer_runs import Gradients, adapter, adapter_of, load, make, moved, naive_logprobs, plain_peft, same
 from transformers import AutoModelForCausalLM
@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_from_an_adapter_begins_with_a_kl_of_0_against_it(tmp
 def test_the_base_model_is_the_reference_where_the_settings_say_so(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", model=moved(load()), beta=0.1, kl_reference="base")
     plain, groups = plain_peft(trainer.model, tmp_path / "begun"), trainer.rollout()
-    wanted = k3(groups, plain, AutoModelForCausalLM.from_pretrained(TINY))
+    wanted = k3(groups, plain, AutoModelForCausalLM.from_pretrained(shallow()))
     assert wanted > 1e-3 and trainer.update(groups)["kl"] == pytest.approx(wanted, rel=1e-3)
 
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from programs import program
+from trainer_runs import load
+from trainer_runs import make_dropping as make
 
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.prompts import DataError
@@ -23,7 +25,7 @@ from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.saved_adapter import CheckpointError
 from lowmem_grpo.runs.state import Interrupt
-from tests.attacks.small_run import ROWS, StopAt, differences, digit_sum, make, make_sft, records
+from tests.attacks.small_run import ROWS, StopAt, differences, digit_sum, make_sft, records
 
 
 def check_same_run(folder: Path, expected: Path) -> None:
@@ -121,11 +123,11 @@ def test_another_number_of_threads_than_the_run_had_is_said_on_resume(
 
 def test_resumed_fine_tuning_is_the_undisturbed_one(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    make_sft(whole).train()
-    make_sft(parts, [StopAt(3)]).train()
+    make_sft(whole, model=load(lora_dropout=0.1)).train()
+    make_sft(parts, [StopAt(3)], load(lora_dropout=0.1)).train()
     assert [path.name for path in checkpoint.list_checkpoints(parts)] == ["checkpoint-2", "checkpoint-3"]
     shutil.rmtree(parts / "checkpoint-3")  # so step 3 is made again
-    assert make_sft(parts).train(resume_from_checkpoint=True).global_step == 6
+    assert make_sft(parts, model=load(lora_dropout=0.1)).train(resume_from_checkpoint=True).global_step == 6
     check_same_run(parts, whole)
     assert [path.name for path in checkpoint.list_checkpoints(parts)] == ["checkpoint-4", "checkpoint-6"]
 

@@ -172,7 +172,7 @@ def bad_reward(completions: list[str], prompts: list[str], **kwargs: Any) -> lis
 
 
 def test_an_error_of_a_reward_in_one_rank_is_told_by_all_and_what_was_trained_is_saved(tmp_path: Path) -> None:
-    first, second = Ranked(tmp_path, 2, train, reward=bad_reward, max_steps=5).wait()
+    first, second = Ranked(tmp_path, 2, train, reward=bad_reward, max_steps=5, max_completion_length=4).wait()
     assert "no digits" in second and "RankError" not in second
     assert first.startswith("RankError: rank 1 has failed") and "no digits" in first
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
@@ -188,7 +188,7 @@ def nan_reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def test_a_step_with_a_reward_of_nan_in_one_rank_is_skipped_in_all(tmp_path: Path) -> None:
-    ranks = Ranked(tmp_path, 2, train, reward=nan_reward, max_steps=3).wait()
+    ranks = Ranked(tmp_path, 2, train, reward=nan_reward, max_steps=3, max_completion_length=4).wait()
     assert [line["optimizer/skipped"] for line in ranks[0][1]] == [0.0, 1.0, 0.0]
     assert all(torch.equal(ranks[0][0][name], ranks[1][0][name]) for name in ranks[0][0])
     assert len(read_lines(tmp_path / "nonfinite.jsonl")) == 1

@@ -4,7 +4,7 @@ import json
 import math
 import re
 import signal
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import torch
 from datasets import Dataset
 from memory import LiveStorage
 from run_pages import Page, texts_of
-from small_models import SHAPE, TINY
+from small_models import SHAPE, TINY, shallow
 from tables import every_row
 from trainer_runs import Gradients, adapter_of, moved, relative
+from trainer_runs import load as load_shallow
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from vllm_models import NEEDS_VLLM
 
@@ -51,15 +52,15 @@ FORMAT = [
     {"prompt": question(f"Start with {n}. Add {n}. What is the result?"),
      "completion": f"{n} + {n} = {2 * n}\nAnswer = {2 * n}"} for n in range(1, 25)
 ]
+load = partial(load_shallow, r=8, lora_alpha=16)
 
 
-def load(name: Any = "tiny", four_bit: bool = False, dtype: Any = None, checkpointing: Any = False,
-         engine: Any = "transformers", **lora: Any) -> FastPeftModel:
+def load_another(name: Any = "tiny", four_bit: bool = False, dtype: Any = None, checkpointing: Any = False,
+                 engine: Any = "transformers") -> FastPeftModel:
     bare, _ = FastLanguageModel.from_pretrained(
         str(name), max_seq_length=128, load_in_4bit=four_bit, dtype=dtype, fast_inference=engine
     )
-    options = {"r": 8, "lora_alpha": 16} | lora
-    return FastLanguageModel.get_peft_model(bare, use_gradient_checkpointing=checkpointing, **options)
+    return FastLanguageModel.get_peft_model(bare, use_gradient_checkpointing=checkpointing, r=8, lora_alpha=16)
 
 
 MODEL = cache(load)  # one that no test trains
@@ -102,7 +103,7 @@ def plain_gradients(
     each token's is multiplied by its probability, which has no gradient."""
     model.save_lora(folder)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    bare = AutoModelForCausalLM.from_pretrained(TINY, attn_implementation="eager")
+    bare = AutoModelForCausalLM.from_pretrained(shallow(), attn_implementation="eager")
     plain = peft.PeftModel.from_pretrained(bare, folder, is_trainable=True).train().to(dtype)
     prompts = [f"<|im_start|>user\n{row['prompt'][0]['content']}{END}\n<|im_start|>assistant\n" for row in rows]
     completions = [row["completion"] + END for row in rows]
@@ -226,7 +227,7 @@ def test_logits_of_all_tokens_never_exist(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**(SHAPE | {"vocab_size": vocabulary}))).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "model")
-    model = load(tmp_path / "model")
+    model = load_another(tmp_path / "model")
     trainer = make(tmp_path, model=model, logits_chunk=8)
     groups = groups_of(trainer, ROWS)
     tokens = sum(len(group.rollouts[0].completion_ids) for group in groups)
@@ -247,8 +248,8 @@ def test_logits_of_all_tokens_never_exist(tmp_path: Path) -> None:
     {}, {"four_bit": True}, {"four_bit": True, "dtype": torch.bfloat16, "checkpointing": "offload"},
 ], ids=str)
 def test_the_loss_falls_whatever_the_weights_are(parts: dict[str, Any], tmp_path: Path) -> None:
-    trainer = make(tmp_path, FORMAT[:6], load(**parts), max_steps=12, learning_rate=1e-2, per_device_train_batch_size=6,
-                   lr_scheduler_type="constant")
+    trainer = make(tmp_path, FORMAT[:6], load_another(**parts), max_steps=12, learning_rate=1e-2,
+                   per_device_train_batch_size=6, lr_scheduler_type="constant")
     output = trainer.train()
     losses = [line["loss"] for line in read_lines(tmp_path / "metrics.jsonl")]
     assert output.finished and len(losses) == 12
@@ -352,7 +353,7 @@ def test_ctrl_c_ends_the_step_and_saves_the_adapter_and_a_checkpoint(tmp_path: P
     assert (output.finished, output.global_step, stop.logs) == (False, 2, [1, 2, 2])
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
-    plain = AutoModelForCausalLM.from_pretrained(TINY)
+    plain = AutoModelForCausalLM.from_pretrained(shallow())
     saved = adapter_of(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True))
     assert all(torch.equal(value, saved[name]) for name, value in adapter_of(trainer.model).items())
 
@@ -495,13 +496,13 @@ def hand_over(model: FastPeftModel, folder: Path) -> None:
 
 
 def test_the_first_rollouts_of_grpo_have_the_taught_format_and_the_reference_keeps_it(tmp_path: Path) -> None:
-    hand_over(load(), tmp_path)
+    hand_over(load_another(), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM)])
 def test_an_engine_that_sampled_before_sees_what_was_taught(engine: str, tmp_path: Path) -> None:
-    model = load(engine=engine)
+    model = load_another(engine=engine)
     try:
         hand_over(model, tmp_path)
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from export_tools import export_command
 from peft import LoraConfig
-from small_models import TINY, random_model
+from small_models import random_model, shallow
 from trainer_runs import ROWS, SMALL, digit_sum, make
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -20,6 +20,7 @@ from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.rewards import SelfJudge
 from lowmem_grpo.trainer.preflight.checks import PreflightError
 
+SHALLOW = shallow()
 TEMPLATE = ("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
             "{% if add_generation_prompt %}{{ 'answer: <extra>' }}{% endif %}")
 CHAT = [{"role": "user", "content": "Start with 3. Add 4."}]
@@ -29,7 +30,7 @@ Loaded = Callable[[Path], Any]
 
 def changed() -> Any:
     """The embedded tokenizer with another template, another end token and a token of its own."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = AutoTokenizer.from_pretrained(SHALLOW)
     tokenizer.add_tokens(["<extra>"])
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, "?"
     return tokenizer
@@ -48,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ends() -> list[int]:
     """The base's end token, the tokenizer's, and the run's own."""
-    return sorted([2, *AutoTokenizer.from_pretrained(TINY).convert_tokens_to_ids(["?", "!"])])
+    return sorted([2, *AutoTokenizer.from_pretrained(SHALLOW).convert_tokens_to_ids(["?", "!"])])
 
 
 def prompt_ids() -> list[int]:
@@ -70,7 +71,7 @@ def from_pretrained(folder: Path) -> Any:
 
 
 def generate(folder: Path) -> Any:
-    return playing.load("tiny", playing.adapter_and_base(folder)[0], 128, **FORM)[0]
+    return playing.load(str(SHALLOW), playing.adapter_and_base(folder)[0], 128, **FORM)[0]
 
 
 def evaluate(folder: Path) -> Any:
@@ -96,7 +97,7 @@ def test_an_adapter_without_a_tokenizer_has_the_bases_and_a_broken_one_is_refuse
         load(copy)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (copy / name).unlink()
-    assert load(copy).loaded.tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY).chat_template
+    assert load(copy).loaded.tokenizer.chat_template == AutoTokenizer.from_pretrained(SHALLOW).chat_template
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b'{"added_tokens": [], "model": {"type": "BPE"}}'])
@@ -141,11 +142,11 @@ def test_a_judge_keeps_the_base_models_tokenizer_when_a_training_brings_another(
     judge = SelfJudge(trainer.model)
     make(tmp_path / "other", model=trainer.model, processing_class=changed())
     assert trainer.model.loaded.tokenizer.chat_template == TEMPLATE
-    assert judge.tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY).chat_template
+    assert judge.tokenizer.chat_template == AutoTokenizer.from_pretrained(SHALLOW).chat_template
 
 
 def test_a_base_without_a_generation_config_gets_one_with_the_end_tokens(tmp_path: Path) -> None:
-    base = Path(shutil.copytree(TINY, tmp_path / "base"))
+    base = Path(shutil.copytree(SHALLOW, tmp_path / "base"))
     (base / "generation_config.json").unlink()
     model, _ = FastLanguageModel.from_pretrained(str(base), max_seq_length=64, load_in_4bit=False)
     FastLanguageModel.get_peft_model(model, r=1).save_lora(tmp_path / "adapter")
@@ -158,20 +159,20 @@ def test_a_base_without_a_generation_config_gets_one_with_the_end_tokens(tmp_pat
 
 
 def resized_first(tokenizer: Any) -> Any:
-    model, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    model, _ = FastLanguageModel.from_pretrained(str(SHALLOW), max_seq_length=128, load_in_4bit=False)
     model.resize_token_embeddings(len(tokenizer))
     return FastLanguageModel.get_peft_model(model, r=2)
 
 
 def resized_last(tokenizer: Any) -> Any:
-    model, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    model, _ = FastLanguageModel.from_pretrained(str(SHALLOW), max_seq_length=128, load_in_4bit=False)
     adapted = FastLanguageModel.get_peft_model(model, r=2)
     adapted.get_base_model().resize_token_embeddings(len(tokenizer))
     return adapted
 
 
 def brought(tokenizer: Any) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(SHALLOW)
     model.resize_token_embeddings(len(tokenizer))
     return model
 
@@ -217,7 +218,7 @@ def test_an_answer_with_an_id_that_the_model_lacks_is_refused_before_training(tm
     tokenizer.add_tokens([f"<new {number}>" for number in range(99)])
     rows = [{"prompt": "a", "completion": "<new 98>"}] * 8
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    trainer = SFTTrainer(TINY, rows, SFTConfig(output_dir=str(tmp_path / "run"), max_steps=1), peft_config=lora,
+    trainer = SFTTrainer(SHALLOW, rows, SFTConfig(output_dir=str(tmp_path / "run"), max_steps=1), peft_config=lora,
                          processing_class=tokenizer)
     with pytest.raises(PreflightError, match=r"a row contains the token 421 \('<new 98>'\)"):
         trainer.train()

@@ -19,7 +19,7 @@ def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def shared() -> Any:
     """A model for trainers that only look; what they change of it, they change back."""
-    return load()
+    return load(name="tiny")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from preflight_runs import ROWS, found, make, nothing_right, reads_answer
-from trainer_runs import load
+from trainer_runs import ENDS, load
 
 from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.trainer.preflight.checks import PreflightError
@@ -19,7 +19,8 @@ def test_a_healthy_run_prints_two_lines(
 ) -> None:
     dataset = [{"prompt": [{"role": "user", "content": f"Start with {n}. Add 4. What is the result?"}]}
                for n in range(1000)]
-    trainer = make(tmp_path, dataset, max_steps=3, save_strategy="steps", save_steps=3, max_completion_length=64)
+    trainer = make(tmp_path, dataset, max_steps=3, save_strategy="steps", save_steps=3, max_completion_length=32,
+                   **ENDS)
     trainer.train()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" ")[0] for line in lines[1:3]] == ["step", "step"] and len(lines) == 5

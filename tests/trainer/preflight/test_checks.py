@@ -420,7 +420,7 @@ def test_stop_strings_and_stop_tokens_count_as_ends(
     tmp_path: Path, shared: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found_with(**stops: Any) -> list[str]:
-        params = SamplingParams(max_tokens=24, n=4, **stops)
+        params = SamplingParams(max_tokens=8, n=4, **stops)
         return [line.partition(":")[0] for line in found(make(tmp_path, model=shared, vllm_sampling_params=params))]
 
     assert found_with(ignore_eos=True, stop="<|im_end|>") == []
