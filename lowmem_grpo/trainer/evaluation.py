@@ -12,7 +12,7 @@ from lowmem_grpo.losses.loss_metrics import FIRST_WORDS
 from lowmem_grpo.runs.state import speed
 
 LONGEST = 100_000  # the most rows of a stream to evaluate on
-OF_ALL = frozenset(name.removeprefix("_") for name in ("num_tokens", *speed("", 1.0, 1, 1)))  # every evaluation has them
+OF_ALL = frozenset(name.removeprefix("_") for name in ("num_tokens", *speed("", 1.0, 1, 1)))  # in every one
 OF_LOSS = ("loss", "policy_loss", "kl", "entropy", *FIRST_WORDS, "sampling",
            "mean_token_accuracy")  # the learner's metrics that evaluations have, as in TRL
 
