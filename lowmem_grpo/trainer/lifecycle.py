@@ -108,16 +108,6 @@ class Lifecycle(TrlApi):
             logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
                            "begins%s", self.run_dir, earlier, TRAINED if self.policy.is_trained() else "")
 
-    def agree(self) -> None:
-        """Share each rank's signals and its listeners' requests with all; later signals wait for the next call."""
-        asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
-        signals = [got for got, _ in asked if got is not None]
-        if signals:
-            self.interrupt.got = signals[0]
-        for name in vars(self.control):
-            setattr(self.control, name, any(getattr(control, name) for _, control in asked))
-        self.stops = bool(signals) or self.control.should_training_stop
-
     def should_stop(self) -> bool:
         """Return whether the run ends before the next step; the same in all ranks."""
         here = self.interrupt.requested or self.control.should_training_stop

@@ -231,6 +231,16 @@ class Trainer(Lifecycle):
         if self.due(before, epoch, self.args.save_steps, self.args.save_strategy) or asked.should_save:
             self.save_state()
 
+    def agree(self) -> None:
+        """Share each rank's signals and its listeners' requests with all; later signals wait for the next call."""
+        asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
+        signals = [got for got, _ in asked if got is not None]
+        if signals:
+            self.interrupt.got = signals[0]
+        for name in vars(self.control):
+            setattr(self.control, name, any(getattr(control, name) for _, control in asked))
+        self.stops = bool(signals) or self.control.should_training_stop
+
     def follow(self, epoch: int) -> None:
         """Notify the listeners if an epoch ended in this step; a listener may end the epoch, too."""
         if self.control.should_epoch_stop:

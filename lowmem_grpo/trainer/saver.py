@@ -150,8 +150,8 @@ class Saver:
     def snapshot(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
         return {"trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
-                "config": self.settings, "memory": self.memory.state(),
-                "objective": self.learner.objective.state(), "replay": self.replay.state(),
+                "config": self.settings, "memory": self.memory.state(), "objective": self.learner.objective.state(),
+                "replay": self.replay.state() if self.replay.entries else [],
                 "records": dict(self.records.lines), "threads": torch.get_num_threads(),
                 "keeps_reference": self.learner.policy.reference_adapter is not None}
 
