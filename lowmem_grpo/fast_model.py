@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +184,18 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         """Write the adapter to a folder, in PEFT format."""
         self.save_pretrained(str(path))
 
+    @cached_property
+    def quantized(self) -> tuple[Any, bool | str]:
+        """A module with 4-bit weights, or None; and the form of FP8 weights, or False. Both are as they were loaded."""
+        base = self.get_base_model()
+        return next(linears_in_4bit(base), None), form_in_fp8(base)
+
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Save as PEFT does, and also write the tokenizer, the end tokens of sampling, and a record of the base model,
         from which an export learns how the weights were stored."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
-        held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
+        held, in_fp8 = self.quantized
         dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
         BaseRecord(
             self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8

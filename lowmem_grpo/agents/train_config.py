@@ -107,8 +107,8 @@ def settings_of(options: Mapping[str, Any], usual: str, known: tuple[str, ...]) 
     """Return the settings of a step. `usual` is the run's loss type, and `known` are this package's settings, taken as
     they are; with a `loss_type` in the options, `epsilon` and `epsilon_high` have this package's meaning. TypeError for
     an unknown option; ValueError, with the fix, for one that is not supported."""
-    others = {name: value for name, value in options.items() if name in FATES or name not in (*HONOURED, *known)}
-    refuse(others, FATES, {*HONOURED, *known}, "train")
+    if others := {name: value for name, value in options.items() if name in FATES or name not in (*HONOURED, *known)}:
+        refuse(others, FATES, {*HONOURED, *known}, "train")
     settings: Settings = {"loss_type": options.get("loss_type", usual)}
     own = {"epsilon", "epsilon_high"} if "loss_type" in options else set()
     for name, read in HONOURED.items():

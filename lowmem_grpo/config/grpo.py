@@ -126,17 +126,11 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         """Raise ValueError for settings that contradict each other; none is changed silently."""
         super().check_combinations()
         self.take_generation_size()
-        self.check_loss_options()
-        self.check_advantage_options()
+        self.check_step()
         self.check_replay()
         self.check_overlap()
         self.turn_limit  # noqa: B018  (refuses a contradiction)
-        self.check_credit()
-        self.check_reference()
         self.sampling(None)
-        if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
-            raise ValueError(f"pass_at_k is {self.pass_at_k}; it must be at least 1 and below num_generations "
-                             f"({self.num_generations})")
         every, together = self.gradient_accumulation_steps, self.steps_per_generation
         if together is not None and together % every and every % together:
             raise ValueError(f"steps_per_generation is {together}; it must be a multiple of "
@@ -149,6 +143,16 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                 "leave one of them out"
             )
         self.check_sampling_params()
+
+    def check_step(self) -> None:
+        """Raise ValueError if settings that may differ from step to step contradict each other or the run's."""
+        self.check_loss_options()
+        self.check_advantage_options()
+        self.check_credit()
+        self.check_reference()
+        if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
+            raise ValueError(f"pass_at_k is {self.pass_at_k}; it must be at least 1 and below num_generations "
+                             f"({self.num_generations})")
 
     def take_generation_size(self) -> None:
         """Turn `generation_batch_size` into `steps_per_generation`; ValueError if both are set, or if it is no multiple

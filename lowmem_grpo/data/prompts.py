@@ -286,22 +286,3 @@ class PromptSource:
         self.position, self.skipped = state["position"], Counter(state["skipped"])
         if self.pools is not None and "pools" in state:
             self.pools.restore(state["pools"])
-
-
-class NoPrompts:
-    """The source of prompts of a run whose groups are given: there are none."""
-
-    epoch = 0.0
-
-    def __init__(self) -> None:
-        self.dataset: tuple[Any, ...] = ()
-        self.skipped: Counter[str] = Counter()
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Do nothing: older checkpoints hold a state."""
-
-    def end_epoch(self) -> None:
-        """Do nothing: given groups have no epochs."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.losses.loss_types import held
+from lowmem_grpo.losses.loss_types import held, k3_of
 from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
@@ -25,20 +25,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return exp(-d) - 1 + d: unbiased, never negative (DeepSeekMath, eq. 4)."""
-    return excess(ref_logprobs - logprobs)
-
-
-NEAR, TERMS = 0.1, 11  # |x| below which the series is used, and its last power: all digits of a float64
-
-
-def excess(x: Tensor) -> Tensor:
-    """Return exp(x) - 1 - x, of the shape of x; near 0 by its series, as the differences would lose every digit."""
-    near = x.abs() < NEAR
-    small = torch.where(near, x, 0.0)
-    series = torch.ones_like(small)
-    for power in range(TERMS, 2, -1):
-        series = 1 + small / power * series
-    return torch.where(near, small.square() / 2 * series, torch.expm1(x) - x)
+    return k3_of(ref_logprobs - logprobs)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

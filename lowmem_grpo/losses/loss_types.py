@@ -21,6 +21,7 @@ from lowmem_grpo.utils import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+NEAR, TERMS = 0.1, 11  # |log rho| below which k3 is a series, and its last power: all digits of a float64
 
 # exp(x) is infinite in float32 for x above 88, and 0 * inf is NaN, in a product and in its gradient. So the log of a
 # ratio is kept below that wherever only a bound of the ratio matters.
@@ -34,6 +35,17 @@ def log_limit(like: Tensor) -> float:
 def ratio(log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio), for values without gradient; above 0 however small the log is, since 0 means left out."""
     return log_ratio.clamp(min=-log_limit(log_ratio)).exp()
+
+
+def k3_of(log_ratio: Tensor) -> Tensor:
+    """Return rho - log rho - 1 per token (N,): the k3 estimate of the KL divergence from the policy that sampled, never
+    negative. Near 0 it is computed by its series, as the differences would lose every digit."""
+    near = log_ratio.abs() < NEAR
+    small = torch.where(near, log_ratio, 0.0)
+    series = torch.ones_like(small)
+    for power in range(TERMS, 2, -1):
+        series = 1 + small / power * series
+    return torch.where(near, small.square() / 2 * series, torch.expm1(log_ratio) - log_ratio)
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:

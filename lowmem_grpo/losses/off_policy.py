@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.losses.kl import excess
+from lowmem_grpo.losses.loss_types import k3_of
 from lowmem_grpo.losses.loss_types import ratio as ratio_of
 from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
 from lowmem_grpo.utils import torch
@@ -64,11 +64,6 @@ def inside(values: Tensor, bounds: Bounds) -> Tensor:
 def sequence_product(mismatch: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
     """Return the product of each sequence's ratios, (S,)."""
     return ratio_of(sequence_sums(mismatch, ids, len(lengths)))
-
-
-def k3_of(mismatch: Tensor) -> Tensor:
-    """Return rho - log rho - 1 per token (N,): the k3 estimate of KL(mu || pi_old), never negative."""
-    return excess(mismatch)
 
 
 def mean_k3(ratio: Tensor) -> float:

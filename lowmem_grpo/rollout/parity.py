@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.losses.off_policy import MismatchWatch, k3_of
+from lowmem_grpo.losses.loss_types import k3_of
+from lowmem_grpo.losses.off_policy import MismatchWatch
 from lowmem_grpo.losses.sequences import with_context
 from lowmem_grpo.memory.cards import AUTO, in_8_bits
 from lowmem_grpo.memory.cutting import Limits

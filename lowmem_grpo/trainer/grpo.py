@@ -184,7 +184,12 @@ class GRPOTrainer(Trainer):
         return (super().may_measure(name) or name.partition("/")[0] in {*OF_LOSS, *OF_EPISODES} - {"kl"}
                 or any(logs(function) for function in self.scorer.funcs))
 
-    entropy_coef = property(attrgetter("objective.entropy.coef"))  # the current weight of the entropy bonus
+    @property
+    def entropy_coef(self) -> float:
+        """The current weight of the entropy bonus."""
+        entropy = self.parts.objective.entropy
+        return 0.0 if entropy is None else entropy.coef
+
     tools = property(attrgetter("players.functions"))  # those of environments included
     reward_funcs = property(lambda self: list(self.scorer.funcs))
     reward_func_names = property(lambda self: list(self.scorer.names))

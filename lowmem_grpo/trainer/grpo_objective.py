@@ -28,8 +28,9 @@ class GRPOObjective(Objective):
 
     def __init__(self, config: GRPOConfig, exact: bool = True) -> None:
         self.config, self.exact = config, exact
-        self.entropy = EntropyControl(config.entropy_coef, config.use_adaptive_entropy, config.entropy_coef_min,
-                                      config.entropy_coef_max, config.entropy_coef_delta, config.entropy_target)
+        bonus = EntropyControl(config.entropy_coef, config.use_adaptive_entropy, config.entropy_coef_min,
+                               config.entropy_coef_max, config.entropy_coef_delta, config.entropy_target)
+        self.entropy = bonus if bonus.enabled else None
         self.mismatch = MismatchWatch()
         self.correct_mismatch = self.stale = False  # in the update in progress
         self.told: set[bool] = set()  # the values of `stale` for which the correction was logged
@@ -40,7 +41,12 @@ class GRPOObjective(Objective):
 
     @property
     def entropy_grad(self) -> bool:
-        return self.entropy.applied != 0
+        return self.entropy_applied != 0
+
+    @property
+    def entropy_applied(self) -> float:
+        """The coefficient of the entropy bonus in this step."""
+        return 0.0 if self.entropy is None else self.entropy.applied
 
     @property
     def counts_generation(self) -> bool:
@@ -93,7 +99,7 @@ class GRPOObjective(Objective):
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the counted rollouts with an advantage; with a KL term or an entropy bonus, all counted ones."""
-        everything = self.config.beta or self.entropy.enabled
+        everything = self.config.beta or self.entropy is not None
         return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
@@ -105,13 +111,13 @@ class GRPOObjective(Objective):
                         rollout_logprobs=batch.at_trained(batch.rollout_logprobs), entropy=entropy,
                         policy_mask=at(batch, batch.policy_mask), num_sequences_in_step=totals.sequences,
                         num_tokens_in_step=totals.tokens, num_policy_tokens_in_step=totals.policy_tokens,
-                        correct_mismatch=self.correct_mismatch, entropy_coef=self.entropy.applied,
+                        correct_mismatch=self.correct_mismatch, entropy_coef=self.entropy_applied,
                         num_sequences=len(batch.rollouts))
         out.metrics["entropy"] = entropy.detach().mean()
         if self.config.kl_in_reward and batch.ref_logprobs is not None:
             policy = logprobs.detach() if batch.old_logprobs is None else batch.at_trained(batch.old_logprobs)
             out.metrics["kl"] = (policy - batch.at_trained(batch.ref_logprobs)).mean()
-        out.policy_loss = out.policy_loss if self.entropy.enabled else None  # without a bonus it equals the loss
+        out.policy_loss = None if self.entropy is None else out.policy_loss  # without a bonus it equals the loss
         if batch.policy_mask is not None:
             chosen = entropy.detach()[batch.at_trained(batch.policy_mask)]
             out.metrics["entropy/policy"] = chosen.sum() / max(len(chosen), 1)
@@ -120,7 +126,7 @@ class GRPOObjective(Objective):
 
     @property
     def conditions(self) -> tuple[Any, ...]:
-        return self.correct_mismatch, self.stale, self.entropy.applied
+        return self.correct_mismatch, self.stale, self.entropy_applied
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
         """Return the ratio of a token's weight under `after` to that under `before`, the same for all tokens."""
@@ -146,17 +152,18 @@ class GRPOObjective(Objective):
             metrics[f"{source}/effective_samples"] = effective_sample_share(mismatch)
             if not self.stale:
                 self.mismatch.last_k3 = metrics["mismatch/k3"]
-        if self.entropy.enabled:
+        if self.entropy is not None:
             if "entropy" in metrics:
                 self.entropy.update(metrics.get("entropy/policy", metrics["entropy"]))
             metrics["entropy_coef"] = self.entropy.coef  # the next step's, as TRL logs it
         return metrics | {"mismatch/corrected": float(self.correct_mismatch)}
 
     def state(self) -> dict[str, Any]:
-        return {"entropy": self.entropy.state(), "last_k3": self.mismatch.last_k3}
+        return {"entropy": None if self.entropy is None else self.entropy.state(), "last_k3": self.mismatch.last_k3}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.entropy.restore(state.get("entropy"))
+        if self.entropy is not None:
+            self.entropy.restore(state.get("entropy"))
         self.mismatch.last_k3 = state.get("last_k3")
 
 

@@ -48,7 +48,6 @@ class RunningTrainer(Protocol):
     samples_seen: int  # in these steps
     summary: dict[str, Any]  # the last line of the log
     samples: bool  # True if groups are sampled
-    stops: bool  # True if all ranks have agreed to stop
 
     @property
     def args(self) -> TrainSettings: ...
@@ -200,27 +199,3 @@ def signals_after_steps(trainer: RunningTrainer) -> Iterator[None]:
     finally:
         if engine is not None:
             engine.on_policy_update(trainer.state.policy_version)
-
-
-def agree_to_stop(trainer: RunningTrainer) -> None:
-    """Share each rank's signals and its listeners' requests with all; later signals wait for the next call."""
-    asked = trainer.ranks.gather("what is asked for", (trainer.interrupt.got, trainer.control))
-    signals = [got for got, _ in asked if got is not None]
-    if signals:
-        trainer.interrupt.got = signals[0]
-    for name in vars(trainer.control):
-        setattr(trainer.control, name, any(getattr(control, name) for _, control in asked))
-    trainer.stops = bool(signals) or trainer.control.should_training_stop
-
-
-@contextmanager
-def saved_before(trainer: RunningTrainer, *kinds: type[Exception]) -> Iterator[None]:
-    """On such an error, save the state from before this step, so that the run can be resumed."""
-    try:
-        yield
-    except kinds as error:
-        if trainer.state.global_step and trainer.records.writes:
-            trainer.saver.go_back()
-            folder = trainer.save_state()
-            error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
-        raise

@@ -21,7 +21,7 @@ from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree
 from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_rows, evaluation_sets, indexed_rows
 from lowmem_grpo.trainer.learner import members
-from lowmem_grpo.trainer.lifecycle import agree_to_stop, running, saved_before, signals_after_steps
+from lowmem_grpo.trainer.lifecycle import running, signals_after_steps
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, preflight
@@ -198,10 +198,10 @@ class Trainer(TrlApi):
             with running(self, resume_from_checkpoint), signals_after_steps(self):
                 if self.args.eval_on_start:
                     self.records.metrics(self.evaluate())
-                agree_to_stop(self)
+                self.agree()
                 while not self.finished and not self.should_stop():
                     self.start_step()
-                    with saved_before(self, Exception):
+                    with self.saver.saved_before(self.save_state, Exception):
                         groups = self.next_groups()
                     self.train_step(groups)
         self.interrupt.pass_on()
@@ -227,23 +227,33 @@ class Trainer(TrlApi):
     def train_step(self, groups: list[RolloutGroup]) -> None:
         """Train on the groups of the step in progress, write its records, and evaluate and save when due."""
         before, epoch = self.state.global_step, self.epoch_before
-        with saved_before(self, MemoryExhaustedError, NonFiniteError, RankError):
+        with self.saver.saved_before(self.save_state, MemoryExhaustedError, NonFiniteError, RankError):
             metrics = self.update(groups, self.state.max_steps - before)
         self.record(before, metrics, groups)
         self.saver.mark()
         self.notify("on_step_end", groups=self.sampled)
-        agree_to_stop(self)
+        self.agree()
         self.follow(epoch)
         asked = self.control.taken()
         if asked.should_log:
             self.log_line(self.journal.flush())
         if self.due(before, epoch, self.args.eval_steps, self.args.eval_strategy) or asked.should_evaluate:
-            with saved_before(self, MemoryExhaustedError):
+            with self.saver.saved_before(self.save_state, MemoryExhaustedError):
                 metrics = self.evaluate()
                 self.records.metrics(metrics)
                 self.saver.note_evaluated(metrics)
         if self.due(before, epoch, self.args.save_steps, self.args.save_strategy) or asked.should_save:
             self.save_state()
+
+    def agree(self) -> None:
+        """Share each rank's signals and its listeners' requests with all; later signals wait for the next call."""
+        asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
+        signals = [got for got, _ in asked if got is not None]
+        if signals:
+            self.interrupt.got = signals[0]
+        for name in vars(self.control):
+            setattr(self.control, name, any(getattr(control, name) for _, control in asked))
+        self.stops = bool(signals) or self.control.should_training_stop
 
     def follow(self, epoch: int) -> None:
         """Notify the listeners if an epoch ended in this step; a listener may end the epoch, too."""

@@ -1,7 +1,8 @@
 """The checkpoints of a run: writing them, finding the best, and resuming from one."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -147,11 +148,23 @@ class Saver:
         for missing in self.records.missing(saved.get("records", {})):
             logger.warning("%s; the others are lost, and the run goes on without them", missing)
 
+    @contextmanager
+    def saved_before(self, save: Callable[[], Path], *kinds: type[Exception]) -> Iterator[None]:
+        """On such an error, `save` the state from before this step, so that the run can be resumed."""
+        try:
+            yield
+        except kinds as error:
+            if self.state.global_step and self.records.writes:
+                self.go_back()
+                folder = save()
+                error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
+            raise
+
     def snapshot(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
         return {"trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
-                "config": self.settings, "memory": self.memory.state(),
-                "objective": self.learner.objective.state(), "replay": self.replay.state(),
+                "config": self.settings, "memory": self.memory.state(), "objective": self.learner.objective.state(),
+                "replay": self.replay.state() if self.replay.entries else [],
                 "records": dict(self.records.lines), "threads": torch.get_num_threads(),
                 "keeps_reference": self.learner.policy.reference_adapter is not None}
 

@@ -11,6 +11,7 @@ settings may change for a single step (`StepSettings`).
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig, check_weights
-from lowmem_grpo.data.prompts import NoPrompts
 from lowmem_grpo.losses.advantages import ESTIMATORS, assign_advantages
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.losses.loss_settings import OF_TYPES
@@ -30,12 +30,13 @@ from lowmem_grpo.rollout.scoring import rollout_metrics, waiting_share
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.views.live import TrajectoryView
 from lowmem_grpo.trainer.learner import members
-from lowmem_grpo.trainer.lifecycle import running, saved_before
+from lowmem_grpo.trainer.lifecycle import running
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.optim import set_learning_rate
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, make_policy_parts, tokens_of_row
 from lowmem_grpo.trainer.preflight.subject import Turns
 from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.utils import check_ranges
 
 REWARD = "reward"  # the name of the caller's reward among those of a rollout
 PER_STEP = (  # settings that may differ from step to step
@@ -117,7 +118,7 @@ class TrajectoryTrainer(Trainer):
             if self.finished:
                 raise ValueError(f"all {self.state.max_steps} steps (max_steps) are made; make a trainer with more")
             self.start_step()
-            with saved_before(self, Exception):
+            with self.saver.saved_before(self.save_state, Exception):
                 self.taken, self.extra = self.take_in(together, groups), dict(metrics or {})
             self.train_step(together)
         self.ended = time.perf_counter()
@@ -183,6 +184,25 @@ def pay(rollout: Rollout) -> None:
     rollout.invalid_rewards = {} if finite or value is None else {REWARD: value}
 
 
+class NoPrompts:
+    """The source of prompts of a run whose groups are given: there are none."""
+
+    epoch = 0.0
+
+    def __init__(self) -> None:
+        self.dataset: tuple[Any, ...] = ()
+        self.skipped: Counter[str] = Counter()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Do nothing: older checkpoints hold a state."""
+
+    def end_epoch(self) -> None:
+        """Do nothing: given groups have no epochs."""
+
+
 class StepSettings:
     """The settings object that all parts of a run share, with changes for a single step."""
 
@@ -195,12 +215,12 @@ class StepSettings:
         if wrong := [name for name in changes if name not in PER_STEP]:
             raise ValueError(f"{', '.join(wrong)} cannot change from step to step; set it when the trainer is made. "
                              f"What can change: {', '.join(PER_STEP)}")
-        options: dict[str, Any] = {**options_of_another_loss(changes), **changes}
-        step = replace(self.config, **options)
-        check_given(step)
+        check_ranges(GRPOConfig, changes)
         usual = dict(vars(self.config))
         try:
-            self.set_all(vars(step))
+            self.set_all({**options_of_another_loss(changes), **changes})
+            self.config.check_step()
+            check_given(self.config)
             yield
         finally:
             self.set_all(usual)
@@ -219,12 +239,11 @@ def options_of_another_loss(changes: Mapping[str, Any]) -> dict[str, None]:
 
 def check_given(config: GRPOConfig) -> None:
     """Raise ValueError, with its name, for a setting that has no meaning if the caller samples."""
-    usual = GRPOConfig()
     check_weights(config.reward_weights, [REWARD])
     if config.reward_weights == [0]:
         raise ValueError("reward_weights is [0]: nothing pays; leave it out")
     for name, fix in REFUSED.items():
-        if getattr(config, name) != getattr(usual, name):
+        if getattr(config, name) != getattr(GRPOConfig, name):
             raise ValueError(f"{name} is {getattr(config, name)!r}: {fix}")
     if config.save_strategy == "epoch":
         raise ValueError("save_strategy is 'epoch', and the caller's groups have no epochs; set 'steps', or 'no'")

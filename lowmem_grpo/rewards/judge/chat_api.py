@@ -7,13 +7,12 @@ import asyncio
 import inspect
 import json
 import re
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from openai import APIConnectionError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
-from lowmem_grpo.rewards.judge.judge import is_address, unanswered
+from lowmem_grpo.rewards.judge.judge import Meter, UnansweredError, is_address, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings, shown
 from lowmem_grpo.runs.findings import Finding
 
@@ -37,38 +36,6 @@ STATUSES = {  # by HTTP status: kind of trouble, the server's behaviour, the fix
           "check that the server accepts this model, these options and prompts of this length"),
     500: ("server", "answered with an error", "look at the server's log"),
 }
-
-
-@dataclass(frozen=True)
-class JudgeReply:
-    """A server's reply, or the trouble in place of one."""
-
-    text: str = ""
-    cut: bool = False  # truncated at the limit of tokens
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    retries: int = 0  # failed requests before this one
-    is_chat: bool = True  # False: the response is not a chat completion
-    trouble: Finding | None = None
-
-    def ratings(self, question: Question) -> Ratings:
-        """Return the ratings in the reply. BadReplyError if there are none."""
-        if not self.is_chat:
-            raise BadReplyError("the server's answer is not a chat completion")
-        if self.cut:
-            raise BadReplyError("it was cut off at the limit of tokens", shown(self.text))
-        return question.read(self.text)
-
-    def no_scores(self, fault: str) -> Finding:
-        """Return the finding for a question whose last reply has no scores."""
-        if not self.is_chat:
-            return unanswered("api", "what the server answers is not a chat completion",
-                              "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")
-        if self.cut:
-            return unanswered("cut", f"a reply was cut off and is not read ({shown(self.text)})",
-                              'raise the limit: options={"max_tokens": ...}, higher for a model that thinks first')
-        return unanswered("babble", f"a reply has no scores that can be used: {fault}",
-                          "take a model that follows instructions better, or a simpler rubric")
 
 
 class ChatClient:
@@ -102,28 +69,46 @@ class ChatClient:
                   *(headers.values() if isinstance(headers, dict) else ())]
         self.secrets = [text for text in hidden if isinstance(text, str) and len(text) >= SHORTEST]
 
-    async def ask(self, question: Question, fault: str | None) -> JudgeReply:
-        """Return the reply to a question; `fault` describes what was wrong with the previous reply."""
+    async def ask(self, question: Question, fault: str | None, meter: Meter) -> Ratings:
+        """Return the ratings in the reply to a question, and add its cost to `meter`; `fault` describes what was wrong
+        with the previous reply. UnansweredError if there are none."""
         create: Any = self.api.chat.completions.with_raw_response.create
         try:
             raw = await create(model=self.model, messages=question.messages(fault), **self.options)
             answer = raw.parse()
-        except Exception as error:  # noqa: BLE001, a server's response can make the client raise anything
+        except Exception as error:  # a server's response can make the client raise anything
             request = getattr(error, "request", None)
             taken = request.headers.get("x-stainless-retry-count", "0") if request is not None else "0"
-            return JudgeReply(retries=int(taken) if taken.isdigit() else 0, trouble=self.trouble_of(error))
-        return self.reply_of(answer, raw.retries_taken)
+            meter.retried += int(taken) if taken.isdigit() else 0
+            raise UnansweredError(self.trouble_of(error)) from error
+        usage = getattr(answer, "usage", None)
+        meter.add(Meter(retried=raw.retries_taken, prompt_tokens=count_of(usage, "prompt_tokens"),
+                        completion_tokens=count_of(usage, "completion_tokens")))
+        return [(score, self.hide(reason)) for score, reason in self.ratings_of(question, answer)]
 
-    def reply_of(self, answer: Any, retries: int) -> JudgeReply:
-        """Return the reply in the client's response object, any part of which a server may have left out."""
+    def ratings_of(self, question: Question, answer: Any) -> Ratings:
+        """Return the ratings in the client's response object, any part of which a server may have left out."""
         try:
             choice = answer.choices[0]
-            said, cut, is_chat = choice.message.content, choice.finish_reason == "length", True
-        except (AttributeError, TypeError, IndexError, KeyError):
-            said, cut, is_chat = "", False, False
-        usage = getattr(answer, "usage", None)
-        prompt, completion = (count_of(usage, f"{name}_tokens") for name in ("prompt", "completion"))
-        return JudgeReply(self.hide(said) if isinstance(said, str) else "", cut, prompt, completion, retries, is_chat)
+            said, cut = choice.message.content, choice.finish_reason == "length"
+        except (AttributeError, TypeError, IndexError, KeyError) as error:
+            raise UnansweredError(unanswered(
+                "api", "what the server answers is not a chat completion",
+                "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)",
+            ), "the server's answer is not a chat completion") from error
+        text = self.hide(said) if isinstance(said, str) else ""
+        if cut:
+            raise UnansweredError(unanswered(
+                "cut", f"a reply was cut off and is not read ({shown(text)})",
+                'raise the limit: options={"max_tokens": ...}, higher for a model that thinks first',
+            ), "it was cut off at the limit of tokens")
+        try:
+            return question.read(text)
+        except BadReplyError as error:
+            raise UnansweredError(unanswered(
+                "babble", f"a reply has no scores that can be used: {error}",
+                "take a model that follows instructions better, or a simpler rubric",
+            ), error.fault) from error
 
     def trouble_of(self, error: Exception) -> Finding:
         """Return the finding for a request that failed with this error."""

@@ -50,6 +50,8 @@ class JudgeForm(ABC):
     rubric: str
     rubric_column: str | None  # the dataset column with a row's own rubric
     reference: str | None  # the dataset column with a row's reference answer
+    low: float = 0.0  # the score for which the reward is 0
+    high: float = 1.0  # and the one for which it is 1
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -75,17 +77,14 @@ class JudgeForm(ABC):
     def ask(self, rows: list[JudgedRow]) -> list[JudgeRequest]:
         """Return the requests about these rows."""
 
-    @abstractmethod
     def worth(self, score: float) -> float:
         """Return the reward for a score."""
+        return (score - self.low) / (self.high - self.low)
 
 
 @dataclass(frozen=True)
 class SingleForm(JudgeForm):
-    """One question for each completion, scored from `low` to `high`; rewards go from 0 to 1."""
-
-    low: float
-    high: float
+    """One question for each completion."""
 
     def ask(self, rows: list[JudgedRow]) -> list[JudgeRequest]:
         places: dict[JudgedRow, list[int]] = {}
@@ -94,9 +93,6 @@ class SingleForm(JudgeForm):
         return [JudgeRequest([members], Question(
             row.prompt, (str(row.said),), row.rubric, row.reference, False, self.low, self.high,
         )) for row, members in places.items()]
-
-    def worth(self, score: float) -> float:
-        return (score - self.low) / (self.high - self.low)
 
 
 @dataclass(frozen=True)
@@ -123,9 +119,6 @@ class GroupForm(JudgeForm):
             empty = isinstance(said, str) and not said.strip()
             return JudgeRequest(list(places.values()), equal=0.0 if empty else EQUAL)
         return JudgeRequest(list(places.values()), question_of(list(places), *common(rows[0][1])))
-
-    def worth(self, score: float) -> float:
-        return score
 
 
 def question_of(answers: list[str | Transcript], prompt: str, rubric: str, reference: str | None) -> Question:

@@ -52,11 +52,6 @@ class Round:
     meter: Meter = field(default_factory=Meter)
     troubles: list[Finding] = field(default_factory=list)
 
-    @property
-    def ratings(self) -> list[Ratings | None]:
-        """The ratings of each question in order; None for a question without an answer."""
-        return [self.found.get(question) for question in self.questions]
-
 
 class Judge:
     """The base of judges, whose method `rate(questions) -> Round` may be async and raises no error for a failure."""
@@ -111,6 +106,15 @@ class Judge:
 def unanswered(kind: str, problem: str, fix: str) -> Finding:
     """Return the finding that a question has no answer for this reason."""
     return Finding("warning", "", problem, fix, kind)
+
+
+class UnansweredError(Exception):
+    """There is no reply with scores, for the reason in `trouble`. `fault` is what the judge is told if it is asked
+    again; None if that would not help."""
+
+    def __init__(self, trouble: Finding, fault: str | None = None) -> None:
+        super().__init__(trouble.problem)
+        self.trouble, self.fault = trouble, fault
 
 
 class Complaints:

@@ -3,8 +3,8 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, is_address, unanswered
-from lowmem_grpo.rewards.judge.question import BadReplyError, Question
+from lowmem_grpo.rewards.judge.judge import Judge, Round, UnansweredError, check_gone, is_address, unanswered
+from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.utils import COUNT, POSITIVE, TEXT, at_least, require
 
 if TYPE_CHECKING:
@@ -73,23 +73,20 @@ class UrlJudge(Judge):
 
     async def _answer(self, client: "ChatClient", places: asyncio.Semaphore, question: Question, now: Round) -> None:
         """Ask a question, and again up to `retries` times until a reply has scores; store the ratings in `now`."""
-        fault, trouble = None, None
-        for attempt in range(1 + self.retries):
-            async with places:
-                reply = await client.ask(question, fault)
-            now.meter.retried += reply.retries + (attempt > 0)
-            now.meter.prompt_tokens += reply.prompt_tokens
-            now.meter.completion_tokens += reply.completion_tokens
-            if (trouble := reply.trouble) is not None:
-                break
+        fault: str | None = None
+        for left in range(self.retries, -1, -1):
             try:
-                ratings = reply.ratings(question)
-                self.learn(now, question, [(score, client.hide(reason)) for score, reason in ratings])
-                return
-            except BadReplyError as bad:
-                fault, trouble = bad.fault, reply.no_scores(str(bad))
-        assert trouble is not None  # there is at least one attempt
-        now.troubles.append(trouble)
+                async with places:
+                    ratings = await client.ask(question, fault, now.meter)
+            except UnansweredError as error:
+                fault = error.fault
+                if fault is None or not left:
+                    now.troubles.append(error.trouble)
+                    break
+                now.meter.retried += 1
+            else:
+                self.learn(now, question, ratings)
+                break
 
     def session(self) -> tuple["ChatClient", asyncio.Semaphore]:
         """Return the client of this event loop, and the semaphore that limits its requests."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_grpo.data.packing import PackedRows, of_any_length
-from lowmem_grpo.data.prompts import NoPrompts, Prompt, PromptEncoder, is_chat
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.memory.oom import RunMemory
@@ -128,7 +128,7 @@ class Subject:
         self.plan = self.memory.advice.plan  # None on the CPU, and for models without a memory plan
         self.context: int = trainer.model.loaded.max_seq_length  # tokens
         source = trainer.source
-        self.without_rows = isinstance(source, NoPrompts)  # the caller samples
+        self.without_rows = not hasattr(source, "encoder")  # the caller samples
         self.sample = self.template_sample() if self.without_rows else self.sample_of(source.dataset, source.encoder)
         self.chats = [looked for looked in self.sample.usable if is_chat(looked.row.get("prompt"))]
         self.samples: bool = trainer.samples  # False in fine-tuning
