@@ -94,7 +94,7 @@ class Checkout:
             **{f"uses of `{word}`": number for word, number in self.vague_names().items()},
             "methods without an object": sum(map(self.methods_without_object, self.trees)),
             "docstrings without a verb": sum(map(self.docstrings_without_verb, self.trees)),
-            "comments that begin with of": sum(map(self.comments_with_of, self.sources)),
+            "comments that begin with of": sum(map(self.comments_with_of, self.sources.values())),
             "bench lines": self.lines("bench"),
             "tests lines": self.lines("tests"),
         }
@@ -122,11 +122,9 @@ class Checkout:
                   if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
         return sum(match is not None and not (match[1] == "Whether" and is_property(node)) for node, match in begins)
 
-    def comments_with_of(self, name: str) -> int:
+    def comments_with_of(self, source: str) -> int:
         """Return the number of comments that begin with "of". Tokens are slow to read, and few files have the words."""
-        if "# of " not in self.sources[name].lower():
-            return 0
-        tokens = tokenize.generate_tokens(io.StringIO(self.sources[name]).readline)
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline) if "# of " in source.lower() else ()
         return sum(token.type == tokenize.COMMENT and token.string.lower().startswith("# of ") for token in tokens)
 
 
