@@ -15,7 +15,7 @@ def test_the_program_without_a_client_trains_and_samples(
 ) -> None:
     pytest.importorskip("requests")
     [code] = [one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "import requests" in one]
-    with serving(tmp_path / "server") as served:
+    with serving(tmp_path / "server", "tiny") as served:
         for shown, meant in (("http://127.0.0.1:8400", served.url), ("tml-...", OWNER), ("Qwen/Qwen3-4B", "tiny")):
             assert shown in code
             code = code.replace(shown, meant)

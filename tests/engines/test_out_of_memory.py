@@ -137,7 +137,7 @@ def test_other_errors_of_the_sampler_are_raised(
 def test_vllm_is_made_anew_for_half_as_many_sequences(
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine_on(Policy(with_adapter(load_model("tiny")))) as engine:
+    with engine_on(Policy(with_adapter(load_model("shallow")))) as engine:
         params = SamplingParams(n=4, max_tokens=12, seed=3)
         expected, llm, given = engine.generate(prompts, params), engine.llm, engine.capacity.wanted_seqs
         layer, hook = LAYERS["model.layers.1.self_attn.o_proj"], Failing(3)

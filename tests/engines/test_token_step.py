@@ -202,7 +202,7 @@ def test_enforce_eager_turns_graphs_off(eager: bool | None, small: TransformersE
 
 
 def test_adapters_that_an_optimizer_updates_are_seen_by_a_recorded_step(tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, CONTEXT)
+    engine = TransformersEngine(Policy(with_adapter(load_model("shallow"))), tokenizer, CONTEXT)
     recorder, step = Recorder(engine), engine.step
     weights = engine.policy.trainable
     optimizer = torch.optim.AdamW(weights, lr=0.05)
@@ -231,7 +231,7 @@ def test_adapters_that_an_optimizer_updates_are_seen_by_a_recorded_step(tokenize
 
 
 def test_a_step_is_recorded_anew_where_weights_have_moved(tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = TransformersEngine(Policy(with_adapter(load_model("tiny"))), tokenizer, CONTEXT)
+    engine = TransformersEngine(Policy(with_adapter(load_model("shallow"))), tokenizer, CONTEXT)
     recorder, step, plain = Recorder(engine), engine.step, engine.step.logits
 
     def moving() -> Tensor:
@@ -246,7 +246,7 @@ def test_a_step_is_recorded_anew_where_weights_have_moved(tokenizer: PreTrainedT
 
 
 def test_packed_weights_are_asked_for_their_addresses_once_a_call(tokenizer: PreTrainedTokenizerBase) -> None:
-    policy = Policy(with_adapter(load_model("tiny")))
+    policy = Policy(with_adapter(load_model("shallow")))
     packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     policy.model.register_parameter("packed", packed)
     engine = TransformersEngine(policy, tokenizer, CONTEXT)
@@ -365,7 +365,7 @@ def test_a_second_call_of_the_same_shape_records_nothing(small: TransformersEngi
 def test_graphs_of_an_earlier_call_read_the_adapters_of_now_and_none_serves_other_adapters(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    engine = TransformersEngine(policy := Policy(with_adapter(load_model("tiny")).double()), tokenizer, CONTEXT)
+    engine = TransformersEngine(policy := Policy(with_adapter(load_model("shallow")).double()), tokenizer, CONTEXT)
     recorder, params = Recorder(engine), SamplingParams(n=2, max_tokens=12, seed=4, ignore_eos=True)
     before = engine.generate(PROMPTS[:2], params)
     for weight in policy.trainable:

@@ -183,7 +183,7 @@ def test_a_stop_string_ends_a_completion(
 def test_dropout_is_off_while_sampling_and_the_mode_comes_back(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], training: bool
 ) -> None:
-    policy = Policy(with_adapter(load_model("tiny"), lora_dropout=0.5))
+    policy = Policy(with_adapter(load_model("shallow"), lora_dropout=0.5))
     policy.model.train(training)
     engine = TransformersEngine(policy, tokenizer, max_seq_length=256)
     params = SamplingParams(temperature=0, max_tokens=10)
@@ -198,7 +198,7 @@ def test_dropout_is_off_while_sampling_and_the_mode_comes_back(
 def test_sampling_with_checkpointing_on_still_uses_the_cache(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
 ) -> None:
-    policy = Policy(with_adapter(load_model("tiny")))
+    policy = Policy(with_adapter(load_model("shallow")))
     params = SamplingParams(temperature=0, max_tokens=10)
     engine = TransformersEngine(policy, tokenizer, max_seq_length=256)
     expected = ids_of(engine.generate(prompts, params))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -35,6 +35,13 @@ def as_new(engine: TransformersEngine) -> None:
     engine.bound, engine.kept = RunMemory().rollout, PrefixCache()
 
 
+@pytest.fixture(scope="module")
+def usual(engine: TransformersEngine) -> "Played":
+    """The conversation as it goes where nothing disturbs it."""
+    with fed(engine) as places:
+        return Played(played(engine), places)
+
+
 def reply(key: int, turn: int) -> list[int]:
     """Of different lengths, some longer than the turn."""
     return [60 + key] * ([2, 30, 1, 5][key] + 7 * turn)
@@ -64,6 +71,14 @@ def fed(engine: TransformersEngine) -> Iterator[list[int]]:
         handle.remove()
 
 
+@dataclass
+class Played:
+    """A conversation, and the places of each pass that it took."""
+
+    talk: Talk
+    places: list[int]
+
+
 def same(first: Talk, second: Talk, to: float) -> None:
     assert first.ids == second.ids
     for key, rollouts in first.drawn.items():
@@ -72,14 +87,15 @@ def same(first: Talk, second: Talk, to: float) -> None:
             assert (a.finish_reason, a.text) == (b.finish_reason, b.text)
 
 
-def test_turns_that_go_on_from_kept_rows_are_those_of_a_full_computation(engine: TransformersEngine) -> None:
-    with fed(engine) as with_reuse:
-        found = played(engine)
+def test_turns_that_go_on_from_kept_rows_are_those_of_a_full_computation(
+    engine: TransformersEngine, usual: Played
+) -> None:
+    found = usual.talk
     engine.kept.most = 0
     with fed(engine) as without:
         whole = played(engine)
     same(found, whole, to=1e-6)
-    assert sum(with_reuse) < 0.7 * sum(without)
+    assert sum(usual.places) < 0.7 * sum(without)
     assert {rollout.cached_tokens for rollouts in whole.drawn.values() for rollout in rollouts} <= {0, 7}
     for key, rollouts in found.drawn.items():
         asked = [request.ids for request in found.asked if request.key == key]
@@ -88,14 +104,16 @@ def test_turns_that_go_on_from_kept_rows_are_those_of_a_full_computation(engine:
             assert 0 <= len(asked[turn]) - rollouts[turn].cached_tokens - new <= 64
 
 
-def test_a_conversation_is_the_same_to_the_bit_when_it_is_repeated(engine: TransformersEngine) -> None:
-    first, second = played(engine), played(engine)
-    same(first, second, to=0)
-    late = played(engine, wait=lambda key, turn: False)
-    same(first, late, to=0)
+def test_a_conversation_is_the_same_to_the_bit_when_it_is_repeated(
+    engine: TransformersEngine, usual: Played
+) -> None:
+    same(usual.talk, played(engine), to=0)
+    same(usual.talk, played(engine, wait=lambda key, turn: False), to=0)
 
 
-def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(engine: TransformersEngine) -> None:
+def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(
+    engine: TransformersEngine, usual: Played
+) -> None:
     """One episode waits while the others play on; its own numbers do not depend on who is decoded beside it."""
     class Late(Talk):
         def next_requests(self, busy: bool) -> list[Any]:
@@ -110,7 +128,7 @@ def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(engine: Tra
 
     late = Late(PROMPTS, 4, reply, lambda key, turn: 3 + (5 * key + turn) % 9)
     engine.converse(late, SAMPLED)
-    same(late, played(engine), to=1e-6)
+    same(late, usual.talk, to=1e-6)
     assert [got for _, got in late.takes] == [4, 3, 3, 4, 1, 1, 0]
     assert late.drawn[0][1].cached_tokens > 20
 
@@ -167,10 +185,10 @@ def test_a_rewritten_history_goes_on_from_what_is_the_same(engine: TransformersE
 @pytest.mark.parametrize("calls", [
     (0,), (14, 22), *(pytest.param(calls, marks=pytest.mark.slow) for calls in ((3,), (14,), (17, 18)))], ids=str)
 def test_a_shortage_drops_kept_rows_first_and_changes_no_turn(
-    engine: TransformersEngine, calls: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    engine: TransformersEngine, usual: Played, calls: tuple[int, ...]
 ) -> None:
     """Call 12 is the first of the second round, beside the rows that were kept of the first."""
-    expected, hook = played(engine), Failing(*calls)
+    hook = Failing(*calls)
     handle = engine.policy.backbone.norm.register_forward_hook(hook)
     try:
         found = played(engine)
@@ -178,7 +196,7 @@ def test_a_shortage_drops_kept_rows_first_and_changes_no_turn(
         handle.remove()
     assert hook.raised == engine.bound.failures == len(calls)
     assert sorted(found.given) == sorted([0, 1, 2, 3] * 4), "each turn is given once"
-    same(found, expected, to=1e-6)
+    same(found, usual.talk, to=1e-6)
 
 
 def test_memory_that_runs_out_beside_kept_rows_leaves_the_bound_as_it_is(
@@ -215,8 +233,8 @@ def test_memory_that_runs_out_beside_kept_rows_leaves_the_bound_as_it_is(
     same(waits, whole, to=1e-6)
 
 
-def test_kept_rows_and_decoded_ones_stay_within_the_bound(engine: TransformersEngine) -> None:
-    expected, most = played(engine), []
+def test_kept_rows_and_decoded_ones_stay_within_the_bound(engine: TransformersEngine, usual: Played) -> None:
+    most: list[tuple[int, int]] = []
     engine.bound.lowered = 3
     leave = PrefixCache.trim
 
@@ -229,7 +247,7 @@ def test_kept_rows_and_decoded_ones_stay_within_the_bound(engine: TransformersEn
         found = played(engine)
     assert most and all(rows <= room <= 3 for rows, room in most)
     assert max(rows for rows, _ in most) == 3
-    same(found, expected, to=1e-6)
+    same(found, usual.talk, to=1e-6)
 
 
 def test_a_turn_without_memory_for_one_row_ends_the_run(engine: TransformersEngine) -> None:

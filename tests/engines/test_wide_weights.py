@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from different_ends import CONTEXT, PARAMS, PROMPTS
 from memory import Failing, Recorder
+from small_models import shallow
 from transformers import PreTrainedTokenizerBase
 from vllm_models import differences, ids_of, move_adapter
 
@@ -17,7 +18,7 @@ from lowmem_grpo.engines.vllm.sampling_weights import wide_bytes
 
 @pytest.fixture
 def engine() -> TransformersEngine:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=CONTEXT, load_in_4bit=True, device="cpu",
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=CONTEXT, load_in_4bit=True, device="cpu",
                                                 fast_inference="transformers", sampling_weights="16bit")
     made: Any = FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False).engine()
     move_adapter(made.policy, 0.05)

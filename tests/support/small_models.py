@@ -70,8 +70,10 @@ def random_model(family: str, **sizes: Any) -> transformers.PreTrainedModel:
 
 
 def load_model(family: str) -> transformers.PreTrainedModel:
-    """The embedded model ("tiny"), or a random one."""
-    return AutoModelForCausalLM.from_pretrained(TINY) if family == "tiny" else random_model(family)
+    """The embedded model ("tiny"), two of its layers ("shallow"), or a random one."""
+    if family in ("tiny", "shallow"):
+        return AutoModelForCausalLM.from_pretrained(TINY if family == "tiny" else shallow())
+    return random_model(family)
 
 
 def with_adapter(model: transformers.PreTrainedModel, lora_dropout: float = 0.0) -> peft.PeftModel:

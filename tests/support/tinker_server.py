@@ -1,4 +1,4 @@
-"""A served tiny model, and a plain client of its routes."""
+"""A served small model, and a plain client of its routes."""
 
 import json
 import threading
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_models import shallow
 from starlette.testclient import TestClient
 from torch import Tensor
 
@@ -20,15 +21,16 @@ from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.server.users import Allowances, User, Users
 
 OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32
+MODEL = str(shallow())  # what it says matters to no test
 API = "/api/v1"
 
 
 class Server:
-    """A served tiny model over a folder, and a plain client of it."""
+    """A served small model over a folder, and a plain client of it."""
 
     def __init__(self, folder: Path, allowances: Allowances | None = None) -> None:
         self.database = Database(folder / "server.sqlite")
-        self.model: ServedModel = serve_model("tiny", self.database, folder / "models", allowances, load_in_4bit=False,
+        self.model: ServedModel = serve_model(MODEL, self.database, folder / "models", allowances, load_in_4bit=False,
                                               max_seq_length=64)
         users = Users(OWNER, [(User("other"), OTHER)])
         app = make_server_app({API: self.model.router}, users, Limits())
@@ -40,7 +42,7 @@ class Server:
 
     def create(self, rank: int = 4, number: int = 0, key: str = OWNER) -> str:
         session = self.post("create_session", {"tags": []}, key).json()["session_id"]
-        made = self.post("create_model", {"session_id": session, "model_seq_id": number, "base_model": "tiny",
+        made = self.post("create_model", {"session_id": session, "model_seq_id": number, "base_model": MODEL,
                                           "lora_config": {"rank": rank, "seed": 3}}, key).json()
         kept = self.wait(made, key).json()
         assert kept.get("model_id") == made["model_id"], kept

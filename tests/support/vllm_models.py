@@ -16,7 +16,7 @@ import pytest
 import torch
 from card import CPU
 from families import family_model
-from small_models import HYBRIDS, TINY, scatter, with_adapter
+from small_models import HYBRIDS, TINY, scatter, shallow, with_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -67,9 +67,9 @@ def random_model(family: str, **changes: Any) -> PreTrainedModel:
 
 
 def saved_model(family: str, folder: Path, **changes: Any) -> Path:
-    """Where the embedded model ("tiny") or a random one lies."""
-    if family == "tiny":
-        return TINY
+    """Where the embedded model ("tiny"), two of its layers ("shallow") or a random one lies."""
+    if family in ("tiny", "shallow"):
+        return TINY if family == "tiny" else shallow()
     random_model(family, **changes).save_pretrained(folder)
     return folder
 

@@ -91,12 +91,14 @@ def plan_recipe(recipe: str, arguments: list[str]) -> JobPlan:
     """Return a recipe's plan on this GPU; an empty plan without a GPU or if the recipe has no presets."""
     import torch
 
+    if not torch.cuda.is_available():
+        return JobPlan()
     from lowmem_grpo.memory.peaks import keep_to, this_card
     from lowmem_grpo.recipes.options import fill
     from lowmem_grpo.recipes.presets import planned, prepare
     from lowmem_grpo.recipes.recipe_file import find_recipe
 
-    module: Any = find_recipe(recipe) if torch.cuda.is_available() else None
+    module: Any = find_recipe(recipe)
     if not hasattr(module, "PRESETS"):
         return JobPlan()
     setup = prepare(fill(module.OPTIONS, arguments), module.DEFAULTS, module.PRESETS)

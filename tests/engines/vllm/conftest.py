@@ -34,8 +34,8 @@ def close_at_the_end() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    """The embedded model in float32, under an adapter with dropout, which must never act."""
-    return Policy(with_adapter(load_model("tiny"), lora_dropout=0.5).eval())
+    """The shallow model in float32, under an adapter with dropout, which must never act."""
+    return Policy(with_adapter(load_model("shallow"), lora_dropout=0.5).eval())
 
 
 @pytest.fixture
@@ -63,5 +63,5 @@ def no_layers_left() -> Iterator[None]:
 
 @pytest.fixture
 def tiny() -> peft.PeftModel:
-    """The embedded model in float32, its own for each test."""
-    return with_adapter(load_model("tiny")).eval()
+    """The shallow model in float32, its own for each test."""
+    return with_adapter(load_model("shallow")).eval()

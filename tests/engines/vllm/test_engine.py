@@ -154,7 +154,7 @@ def test_nan_logits_are_an_error_with_the_likely_causes(engine: VLLMEngine, poli
 
 @pytest.mark.usefixtures("alone")
 def test_an_engine_on_a_model_without_an_adapter_samples_with_the_base_model(prompts: list[list[int]]) -> None:
-    policy, before = Policy(load_model("tiny").requires_grad_(False).eval()), states()
+    policy, before = Policy(load_model("shallow").requires_grad_(False).eval()), states()
     with engine_on(policy) as engine:
         assert states() == before  # nor does starting change the process's random numbers
         groups = engine.generate(prompts, SamplingParams(n=2, max_tokens=8, seed=1))

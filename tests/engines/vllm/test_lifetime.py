@@ -42,7 +42,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.usefixtures("all_is_collected")]
 def test_a_restarted_engine_reports_each_prompt_once(
     engine: VLLMEngine, policy: Policy, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = SamplingParams(n=2, max_tokens=40, seed=4)
+    lengths = SamplingParams(n=2, max_tokens=40, seed=4, stop_token_ids=[*range(0, 320, 20)])
     expected = engine.generate(prompts, lengths)
     told: list[int] = []
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import load_model, with_adapter
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from vllm_models import (
@@ -25,6 +26,12 @@ from lowmem_grpo.engines.vllm.shared_linear import LAYERS
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """With all of the embedded model's layers: its completions end, and say what stops them."""
+    return Policy(with_adapter(load_model("tiny"), lora_dropout=0.5).eval())
 
 
 @pytest.fixture

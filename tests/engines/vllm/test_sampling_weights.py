@@ -280,7 +280,7 @@ def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
 
 
 def test_a_model_that_is_not_in_4_bits_is_refused_by_name(tmp_path: Path) -> None:
-    policy = policy_of("tiny", torch.float32, False, tmp_path)
+    policy = policy_of("shallow", torch.float32, False, tmp_path)
     assert wide_bytes(policy) == 0
     assert choose(None, policy, 5, False, 8, CONTEXT) == ("4bit", 5)
     with pytest.raises(ValueError, match=r"sampling_weights is '16bit' and the model is not in 4 bits.*load_in_4bit"):
@@ -301,7 +301,7 @@ def test_the_loader_refuses_the_option_where_it_has_nothing_to_act_on(options: d
 
 @pytest.fixture
 def sampled(tmp_path: Path) -> Policy:
-    policy = policy_of("tiny", torch.float32, True, tmp_path)
+    policy = policy_of("shallow", torch.float32, True, tmp_path)
     move_adapter(policy, 0.05)
     return policy
 

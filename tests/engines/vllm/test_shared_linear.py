@@ -50,8 +50,8 @@ EACH_KIND = [pytest.param(kind, marks=[] if kind in SHORT else pytest.mark.slow)
 
 @pytest.fixture(params=EACH_KIND)
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
-    """The embedded model, whose q, k and v have biases, with an adapter that does something; of each weight type."""
-    policy = policy_of("tiny", *KINDS[request.param], tmp_path)
+    """The shallow model, whose q, k and v have biases, with an adapter that does something; of each weight type."""
+    policy = policy_of("shallow", *KINDS[request.param], tmp_path)
     move_adapter(policy, 0.05)
     return policy
 
@@ -156,7 +156,7 @@ def test_layers_with_different_ranks_scales_and_without_lora_are_right(four_bit:
 
 
 def test_dropout_does_not_act_while_sampling() -> None:
-    model = with_adapter(load_model("tiny"), lora_dropout=0.5)
+    model = with_adapter(load_model("shallow"), lora_dropout=0.5)
     borrow(model)
     x = inputs(model, QKV)
     expected = theirs(model.eval(), QKV, x)
@@ -226,7 +226,7 @@ def test_weights_that_are_adjacent_in_another_order_are_not_taken_for_one(tiny: 
 
 
 def test_the_op_is_sound_for_compilers() -> None:
-    model = with_adapter(load_model("tiny"))
+    model = with_adapter(load_model("shallow"))
     borrow(model)
     x = inputs(model, OUT)
     torch.library.opcheck(borrowed_linear, (x, LAYERS[OUT].out_features, OUT),
@@ -272,7 +272,7 @@ def test_in_place_changes_are_no_reason_to_refuse(tiny: peft.PeftModel) -> None:
 
 @pytest.mark.parametrize("name", ["packed", "absmax", "nested absmax"])
 def test_a_requantized_layer_is_refused(name: str, tmp_path: Path) -> None:
-    model = policy_of("tiny", torch.float32, True, tmp_path).model
+    model = policy_of("shallow", torch.float32, True, tmp_path).model
     loan = borrow(model)
     weight = linear_of(model).base_layer.weight
     if name == "packed":
@@ -296,7 +296,7 @@ def test_a_freed_address_that_is_used_again_does_not_pass_for_the_old_tensor(tin
 
 
 def test_an_adapter_put_on_a_bare_model_later_is_noticed() -> None:
-    base = load_model("tiny")
+    base = load_model("shallow")
     bare = WeightSharing(base, CPU)
     bare.linear(QKV, PARTS)
     bare.check()
@@ -313,7 +313,7 @@ def test_an_adapter_put_on_a_bare_model_later_is_noticed() -> None:
     (lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.to(torch.float8_e4m3fn))), "float8"),
 ])
 def test_weights_of_another_format_are_refused_by_name(replace: Callable[[Any], None], message: str) -> None:
-    model = load_model("tiny").requires_grad_(False)
+    model = load_model("shallow").requires_grad_(False)
     replace(model.get_submodule(OUT))
     with pytest.raises(BorrowError, match=f"o_proj has weights of torch.{message}"):
         WeightSharing(model, CPU).linear(OUT, PARTS)
@@ -325,7 +325,7 @@ def test_weights_of_another_format_are_refused_by_name(replace: Callable[[Any], 
 ])
 def test_what_is_no_linear_layer_of_the_trainer_is_refused_by_name(name: str, message: str) -> None:
     with pytest.raises(BorrowError, match=message):
-        WeightSharing(load_model("tiny"), CPU).linear(name, PARTS)
+        WeightSharing(load_model("shallow"), CPU).linear(name, PARTS)
 
 
 @pytest.mark.parametrize(("name", "like"), [
@@ -334,7 +334,7 @@ def test_what_is_no_linear_layer_of_the_trainer_is_refused_by_name(name: str, me
 ])
 def test_a_parameter_without_counterpart_is_refused_by_name(name: str, like: Tensor) -> None:
     with pytest.raises(BorrowError, match=f"the engine's parameter {name} .* has no counterpart"):
-        WeightSharing(load_model("tiny"), CPU).parameter(name, like)
+        WeightSharing(load_model("shallow"), CPU).parameter(name, like)
 
 
 def test_weights_of_the_trainer_that_the_engine_has_no_place_for_are_named(tiny: peft.PeftModel) -> None:

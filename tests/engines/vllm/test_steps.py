@@ -21,8 +21,10 @@ def scheduler_of(engine: VLLMEngine) -> Any:
 
 def test_every_drawn_token_is_counted_once_and_prompts_once_a_group(engine: VLLMEngine) -> None:
     engine.pace.pop_measured()
-    groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=30, seed=1))
+    params = SamplingParams(n=4, max_tokens=30, seed=1, stop_token_ids=[*range(0, 320, 20)])
+    groups = engine.generate(PROMPTS, params)
     lengths = [len(rollout.completion_ids) for group in groups for rollout in group]
+    assert len(set(lengths)) > 1
     pace = engine.pace.pop_measured()
     assert sum(pace.spent[name].tokens for name in ("full", "tail")) == sum(lengths) - len(lengths)
     assert pace.spent["prefill"].tokens == 7 and pace.most == 8 and pace.preemptions == 0
@@ -30,7 +32,7 @@ def test_every_drawn_token_is_counted_once_and_prompts_once_a_group(engine: VLLM
 
 
 def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) -> None:
-    policy = Policy(with_adapter(load_model("tiny")).eval())
+    policy = Policy(with_adapter(load_model("shallow")).eval())
     with engine_on(policy, max_num_seqs=3) as engine:
         groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=12, seed=1, ignore_eos=True))
         pace = engine.pace.pop_measured()
@@ -43,7 +45,7 @@ def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) ->
 def test_prompts_whose_earlier_answers_were_longest_enter_first_and_their_answers_stay_the_same(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = Policy(with_adapter(load_model("tiny")).eval())
+    policy = Policy(with_adapter(load_model("shallow")).eval())
     prompts = [[5] * length for length in (480, 300, 470, 490)]  # the context ends their answers
     params = SamplingParams(n=2, max_tokens=60, seed=1, ignore_eos=True)
     entered: list[list[int]] = []
@@ -63,7 +65,7 @@ def test_prompts_whose_earlier_answers_were_longest_enter_first_and_their_answer
 
 @pytest.mark.slow
 def test_preemptions_are_those_that_vllm_counts(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(with_adapter(load_model("tiny")).eval())
+    policy = Policy(with_adapter(load_model("shallow")).eval())
     least = least_kv_bytes(policy, CONTEXT)
     with engine_on(policy, max_num_seqs=8, kv_cache_bytes=least) as engine:
         scheduler, told = scheduler_of(engine), {}

@@ -102,16 +102,6 @@ def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, di
     assert job(queue, third).began < job(queue, second).began  # type: ignore[operator]
 
 
-def test_shares_run_together_and_the_run_is_told_its_share(queue: JobQueue, dispatcher: Dispatcher) -> None:
-    both = [submit(queue, "wait", share=0.5) for _ in range(2)]
-    until(dispatcher, lambda: all(is_ready(queue, number) for number in both))
-    assert [one.state for one in queue.live()] == [RUNNING, RUNNING]
-    for number in both:
-        enough(queue, number)
-        assert (queue.folder_of(job(queue, number)) / "run" / "goFalse-0.5").exists()
-    until(dispatcher, lambda: not queue.live())
-
-
 def test_an_error_is_told_in_the_runs_own_words(queue: JobQueue, dispatcher: Dispatcher) -> None:
     number = submit(queue, "fail")
     until(dispatcher, lambda: job(queue, number).is_over)
@@ -131,11 +121,14 @@ def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dis
     assert (queue.folder_of(job(queue, number)) / "run" / "goTrue-1.0").exists()
 
 
-def test_the_next_server_finds_a_job_that_runs_and_one_that_ended_meanwhile(
+def test_shares_run_together_and_the_next_server_finds_one_that_runs_and_one_that_ended_meanwhile(
     queue: JobQueue, dispatcher: Dispatcher, recipes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, ends = submit(queue, "wait", share=0.5), submit(queue, "wait", share=0.5)
     until(dispatcher, lambda: is_ready(queue, runs) and is_ready(queue, ends))
+    assert [one.state for one in queue.live()] == [RUNNING, RUNNING]
+    told = [queue.folder_of(job(queue, number)) / "run" / "goFalse-0.5" for number in (runs, ends)]
+    assert all(one.exists() for one in told), "each run is told its share"
     enough(queue, ends)
     monkeypatch.setattr(dispatcher, "poll", lambda: None)  # this server is gone
     until(dispatcher, lambda: keeper.read_json(queue.folder_of(job(queue, ends)) / keeper.ENDED))
@@ -182,8 +175,8 @@ def test_on_a_card_a_job_waits_until_its_plan_is_made(queue: JobQueue, recipes: 
     number = submit(queue)
     dispatcher.poll()
     assert job(queue, number).why == "its memory is being planned"
-    until(dispatcher, lambda: job(queue, number).is_over)  # there is no card to plan for here: nothing is known
-    assert job(queue, number).state == DONE and job(queue, number).peak_bytes is None
+    until(dispatcher, lambda: job(queue, number).state != WAITING)  # no card to plan for here: nothing is known
+    assert job(queue, number).state == RUNNING and job(queue, number).peak_bytes is None
 
 
 def test_the_thread_survives_a_full_disk_and_ends_when_asked(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from tinker_server import API, OTHER, OWNER, Server
+from tinker_server import API, MODEL, OTHER, OWNER, Server
 
 from lowmem_grpo.server.users import Allowance
 
@@ -41,11 +41,11 @@ def bodies(server: Server) -> dict[str, dict[str, Any]]:
     model, theirs = server.create(), server.create(key=OTHER)
     session = model.partition(":")[0]
     sampler = server.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0,
-                                                      "base_model": "tiny"}).json()["sampling_session_id"]
+                                                      "base_model": MODEL}).json()["sampling_session_id"]
     models, sessions = known(model, theirs), known(session, theirs.partition(":")[0])
     path = known(f"tinker://{model}/weights/plain", f"tinker://{theirs}/weights/x", "tinker://../../x/weights/y")
     return {
-        "create_model": {"session_id": sessions, "model_seq_id": SEQ, "base_model": known("tiny"), "lora_config": LORA,
+        "create_model": {"session_id": sessions, "model_seq_id": SEQ, "base_model": known(MODEL), "lora_config": LORA,
                          "optimizer_config": {"anyOf": ANY}},
         "get_info": {"model_id": models}, "unload_model": {"model_id": known(theirs, "x")},
         "optim_step": {"model_id": models, "seq_id": SEQ, "adam_params": {"anyOf": [ADAM, *ANY]}},
@@ -55,7 +55,7 @@ def bodies(server: Server) -> dict[str, dict[str, Any]]:
         "load_weights": {"model_id": models, "seq_id": SEQ, "path": path, "optimizer": {"anyOf": ANY},
                          "session_id": sessions, "model_seq_id": SEQ},
         "weights_info": {"tinker_path": path}, "session_heartbeat": {"session_id": sessions},
-        "create_sampling_session": {"session_id": sessions, "sampling_session_seq_id": SEQ, "base_model": known("tiny"),
+        "create_sampling_session": {"session_id": sessions, "sampling_session_seq_id": SEQ, "base_model": known(MODEL),
                                     "model_path": path},
         "asample": {"sampling_session_id": known(sampler, "x"), "seq_id": SEQ, "prompt": {"anyOf": [PROMPT, *ANY]},
                     "num_samples": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 3}, *ANY]},

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from scripted_chat import begun, until
-from served import OTHER, OWNER, Serving, serving
+from served import MODEL, OTHER, OWNER, Serving, serving
 
 from lowmem_grpo.server.users import Allowance
 
@@ -43,11 +43,11 @@ def held_up(served: Serving) -> Iterator[None]:
 
 
 def chat(client: openai.OpenAI, **more: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=SAYS, max_tokens=2, **more)
+    return client.chat.completions.create(model=MODEL, messages=SAYS, max_tokens=2, **more)
 
 
 def text(client: openai.OpenAI, **more: Any) -> Any:
-    return client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=2, **more)
+    return client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=2, **more)
 
 
 def counts(served: Serving, wanted: int) -> None:
@@ -82,7 +82,7 @@ def test_a_request_above_the_limit_is_told_to_come_again_and_later_is_taken(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_is_counted_no_more(served: Serving, stream: bool) -> None:
     with held_up(served):
-        leaves = begun(f"{served.url}/v1", OWNER, model="tiny", messages=SAYS, max_tokens=2, stream=stream)
+        leaves = begun(f"{served.url}/v1", OWNER, model=MODEL, messages=SAYS, max_tokens=2, stream=stream)
         counts(served, 1)
         leaves.close()
         counts(served, 0)

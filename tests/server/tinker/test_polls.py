@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import OWNER, Serving, serving
+from served import MODEL, OWNER, Serving, serving
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def poll(http: httpx.Client, promise: dict[str, Any]) -> dict[str, Any]:
 def begun(http: httpx.Client) -> dict[str, str]:
     """A session, and a model in it."""
     session = ask(http, "create_session", tags=[])["session_id"]
-    made = ask(http, "create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config={"rank": 4})
+    made = ask(http, "create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config={"rank": 4})
     poll(http, made)
-    sampler = ask(http, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny")
+    sampler = ask(http, "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
     return {"model": made["model_id"], "sampler": sampler["sampling_session_id"]}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from served import MODEL
 
 from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.requests import Limits
@@ -23,7 +24,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedMod
     """A model, and the address where it is served."""
     folder = tmp_path_factory.mktemp("server")
     database = Database(folder / "server.sqlite")
-    model = serve_model("tiny", database, folder / "models", load_in_4bit=False, max_seq_length=64)
+    model = serve_model(MODEL, database, folder / "models", load_in_4bit=False, max_seq_length=64)
     listening: socket.socket = open_socket("127.0.0.1", 0)
     server = made_for(make_server_app({"/api/v1": model.router}, Users(KEY), Limits()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -52,7 +53,7 @@ def data(count: int = 3) -> list[Any]:
 
 
 def test_a_program_trains_and_its_loss_falls(client: Any) -> None:
-    training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
+    training = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
     assert training.get_info().lora_rank == 8
     asked = [(training.forward_backward(data(), "cross_entropy"), training.optim_step(tinker.AdamParams(
         learning_rate=0.001))) for _ in range(4)]  # none of them waits for the one before
@@ -69,7 +70,7 @@ def test_a_program_trains_and_its_loss_falls(client: Any) -> None:
 
 
 def test_a_loss_of_the_programs_own_has_the_gradient_of_the_same_loss_here(client: Any, served: Any) -> None:
-    own, ours = (client.create_lora_training_client(base_model="tiny", rank=4, seed=7).result() for _ in range(2))
+    own, ours = (client.create_lora_training_client(base_model=MODEL, rank=4, seed=7).result() for _ in range(2))
 
     def squared(given: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         return sum((one.exp() * torch.tensor([1.0, -1.0, 0.5, 2.0])).sum() for one in logprobs), {}
@@ -90,14 +91,14 @@ def test_a_loss_of_the_programs_own_has_the_gradient_of_the_same_loss_here(clien
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "dro"])
 def test_each_loss_with_old_log_probabilities_runs_with_its_settings(client: Any, loss: str) -> None:
-    training = client.create_lora_training_client(base_model="tiny", rank=2, train_unembed=False).result()
+    training = client.create_lora_training_client(base_model=MODEL, rank=2, train_unembed=False).result()
     given = [datum([5, 6], [6, 7], logprobs=[-3.0, -2.0], advantages=[1.0, -1.0])]
     settings = {"beta": 0.1} if loss == "dro" else {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
     assert "loss:sum" in training.forward_backward(given, loss, settings).result().metrics
 
 
 def test_an_unknown_loss_is_refused_with_what_to_use_and_the_client_goes_on(client: Any) -> None:
-    training = client.create_lora_training_client(base_model="tiny", rank=2).result()
+    training = client.create_lora_training_client(base_model=MODEL, rank=2).result()
     with pytest.raises(Exception, match="importance_sampling"):
         training.forward_backward(data(1), "stable_reinforce").result()
     assert training.forward_backward(data(1), "cross_entropy").result().metrics
@@ -106,7 +107,7 @@ def test_an_unknown_loss_is_refused_with_what_to_use_and_the_client_goes_on(clie
 @pytest.mark.slow
 def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any, served: Any) -> None:
     """Bit for bit what two requests of the program's own add up to, each to a model as it began."""
-    whole, *others = (client.create_lora_training_client(base_model="tiny", rank=2, seed=1).result() for _ in range(3))
+    whole, *others = (client.create_lora_training_client(base_model=MODEL, rank=2, seed=1).result() for _ in range(3))
     given = data(1030)  # the client sends at most 1,024 in a request
     found = whole.forward_backward(given, "cross_entropy").result()
     parts = [training.forward_backward(part, "cross_entropy").result()
@@ -124,8 +125,8 @@ def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any, served: An
 
 
 def test_a_snapshot_samples_with_the_adapter_and_stays_as_it_was_while_training_goes_on(client: Any) -> None:
-    training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
-    base = client.create_sampling_client(base_model="tiny").result()
+    training = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
+    base = client.create_sampling_client(base_model=MODEL).result()
     given = datum([5, 6, 7, 8], [6, 7, 8, 9], weights=[1.0] * 4)
     for _ in range(3):
         training.forward_backward([given], "cross_entropy").result()
@@ -142,7 +143,7 @@ def test_a_snapshot_samples_with_the_adapter_and_stays_as_it_was_while_training_
 
 
 def test_samples_have_their_number_their_seed_and_their_log_probabilities(client: Any) -> None:
-    base = client.create_sampling_client(base_model="tiny").result()
+    base = client.create_sampling_client(base_model=MODEL).result()
     prompt = tinker.ModelInput.from_ints([5, 6, 7, 8])
     params = tinker.SamplingParams(max_tokens=6, seed=11, temperature=1.0, stop=[])
     first, again = (base.sample(prompt=prompt, num_samples=3, sampling_params=params).result() for _ in range(2))
@@ -155,7 +156,7 @@ def test_samples_have_their_number_their_seed_and_their_log_probabilities(client
 
 
 def test_weights_under_a_name_are_trained_on_and_sampled_with(client: Any) -> None:
-    training = client.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
+    training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
     training.forward_backward(data(), "cross_entropy").result()
     training.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
     state = training.save_state("half").result().path
@@ -181,7 +182,7 @@ def test_weights_under_a_name_are_trained_on_and_sampled_with(client: Any) -> No
 def test_several_targets_for_a_token_are_trained_on_and_their_log_probabilities_told(
     client: Any, is_sparse: bool
 ) -> None:
-    training = client.create_lora_training_client(base_model="tiny", rank=4, seed=1, train_unembed=False).result()
+    training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1, train_unembed=False).result()
     tokens, weights = torch.zeros(4, 9, dtype=torch.long), torch.zeros(4, 9)
     tokens[1:3, :2], weights[1:3, :2] = torch.tensor([[6, 7], [8, 9]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
     made = tinker.TensorData.from_torch_sparse if is_sparse else tinker.TensorData.from_torch
@@ -201,7 +202,7 @@ def test_several_targets_for_a_token_are_trained_on_and_their_log_probabilities_
 
 
 def test_the_likeliest_tokens_of_a_prompt_and_its_last_ones_only(client: Any) -> None:
-    base = client.create_sampling_client(base_model="tiny").result()
+    base = client.create_sampling_client(base_model=MODEL).result()
     prompt = tinker.ModelInput.from_ints([5, 6, 7, 8])
     asked = {"prompt": prompt, "num_samples": 1, "sampling_params": tinker.SamplingParams(max_tokens=1)}
     found = base.sample(**asked, include_prompt_logprobs=True, topk_prompt_logprobs=4).result()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tinker_server import API, OTHER, OWNER, Server, body
+from tinker_server import API, MODEL, OTHER, OWNER, Server, body
 from transformers import AutoTokenizer
 
 from lowmem_grpo.models.stored_model import public_name
@@ -89,7 +89,7 @@ def test_a_model_is_announced_by_a_name_with_which_clients_find_its_tokenizer(se
     (found,) = get(server, "get_server_capabilities").json()["supported_models"]
     assert AutoTokenizer.from_pretrained(found["model_name"]).chat_template
     session = server.post("create_session", {}).json()["session_id"]
-    for number, name in enumerate((found["model_name"], "tiny")):
+    for number, name in enumerate((found["model_name"], MODEL)):
         asked = {"session_id": session, "model_seq_id": number, "base_model": name, "lora_config": {"rank": 4}}
         assert server.post("create_model", asked).status_code == 200
 
@@ -104,7 +104,7 @@ def test_models_are_listed_to_their_user_only_the_newest_first(
     assert [run["training_run_id"] for run in found["training_runs"]] == models[::-1]
     assert found["cursor"] == {"offset": 0, "limit": 20, "total_count": 3}
     run = get(server, f"training_runs/{models[0]}").json()
-    assert run["base_model"] == public_name("tiny") and run["lora_rank"] == 4 and run["model_owner"] == "owner"
+    assert run["base_model"] == public_name(MODEL) and run["lora_rank"] == 4 and run["model_owner"] == "owner"
     assert datetime.fromisoformat(run["last_request_time"]).timestamp() == 1.7e9
     page = get(server, "training_runs?limit=1&offset=1").json()["training_runs"]
     assert [run["training_run_id"] for run in page] == [models[1]]
@@ -167,7 +167,7 @@ def test_a_model_whose_client_left_makes_room_for_a_new_one(tmp_path: Path) -> N
     server = Server(tmp_path, defaultdict(lambda: Allowance(models=2)))
     first, second = trained(server), trained(server)
     session = server.post("create_session", {}).json()["session_id"]
-    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
     assert "models: this key has 2" in server.post("create_model", asked).json()["error"]["message"]
     server.post(f"sessions/{first.partition(':')[0]}/finish", {"reason": {"type": "success"}})
     made = server.post("create_model", asked)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from scripted_chat import until
-from served import Serving, serving, tinker_client
+from served import MODEL, Serving, serving, tinker_client
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -22,7 +22,7 @@ from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
-STEPS, COUNT, TOKENS, RATE, LOSS = 4, 4, 8, 0.01, "importance_sampling"
+STEPS, COUNT, TOKENS, RATE, LOSS = 2, 4, 8, 0.01, "importance_sampling"
 Sampled = list[tuple[list[int], list[float]]]  # of a prompt: tokens and log-probabilities
 Row = tuple[list[int], list[int], list[float], list[float]]  # ids, targets, log-probabilities, advantages
 
@@ -53,7 +53,7 @@ class OverHttp:
 
     def __init__(self, client: Any, worker: EngineWorker) -> None:
         self.worker = worker
-        self.training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
+        self.training = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
 
     def sample(self, prompt: list[int], seed: int) -> Sampled:
         params = tinker.SamplingParams(max_tokens=TOKENS, seed=seed, temperature=1.0)
@@ -128,7 +128,7 @@ def test_samples_losses_and_adapters_are_those_of_the_loop_in_the_process(served
         over_http = loop(remote)
         state = model.worker.run(lambda: model.training.adapters.state(remote.training.model_id)).result()
     database = Database(tmp_path / "server.sqlite")
-    alone = serve_model("tiny", database, tmp_path / "models", load_in_4bit=False, max_seq_length=64)
+    alone = serve_model(MODEL, database, tmp_path / "models", load_in_4bit=False, max_seq_length=64)
     local = InProcess(alone, tmp_path)
     in_process = loop(local)
     expected: dict[str, Tensor] = alone.worker.run(lambda: local.adapters.state("mine")).result()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tables import every_row
-from tinker_server import OTHER, Server
+from tinker_server import MODEL, OTHER, Server
 from torch import Tensor
 
 from lowmem_grpo.server.tinker import wire
@@ -30,7 +30,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def base(server: Server) -> str:
     session = server.post("create_session", {"tags": []}).json()["session_id"]
     return str(server.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0,
-                                                       "base_model": "tiny"}).json()["sampling_session_id"])
+                                                       "base_model": MODEL}).json()["sampling_session_id"])
 
 
 def sample(server: Server, sampler: str, seq: int = 0, **params: Any) -> Any:

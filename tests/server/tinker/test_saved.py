@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tinker_server import OTHER, Server
+from tinker_server import MODEL, OTHER, Server
 
 from lowmem_grpo.models.stored_model import public_name
 from lowmem_grpo.server.database import Database
@@ -91,7 +91,7 @@ def logprobs(server: Server, model: str, number: int, path: str | None) -> bytes
     """Of a prompt, by weights under a name or by the base model; each time by a pass of the same shape."""
     sampler = server.post("create_sampling_session", {
         "session_id": session_of(model), "sampling_session_seq_id": number,
-        **({"base_model": "tiny"} if path is None else {"model_path": path})}).json()["sampling_session_id"]
+        **({"base_model": MODEL} if path is None else {"model_path": path})}).json()["sampling_session_id"]
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
     promise = server.post("asample", {
         "sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "num_samples": 1,
@@ -111,7 +111,7 @@ def test_lists_tell_what_there_is_and_what_was_deleted_is_gone(server: Server) -
         ("weights/a", "training"), ("sampler_weights/b", "sampler")}
     assert all(one["size_bytes"] > 1000 for one in listed) and listed[0]["expires_at"] > listed[0]["time"]
     info = server.post("weights_info", {"tinker_path": f"tinker://{model}/weights/a"}).json()
-    assert info == {"base_model": public_name("tiny"), "is_lora": True, "lora_rank": 4, "train_unembed": False,
+    assert info == {"base_model": public_name(MODEL), "is_lora": True, "lora_rank": 4, "train_unembed": False,
                     "train_mlp": True, "train_attn": True}
     gone = server.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a", headers=headers)
     assert gone.status_code == 204
@@ -129,12 +129,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_a_wrong_save_is_named_and_costs_nothing(words: str, server: Server) -> None:
+def test_a_wrong_save_is_named_and_costs_nothing(server: Server) -> None:
     model = trained(server, 1)
     asked(server, "save_weights", model_id=model, seq_id=3, path="taken")
-    assert words in asked(server, "save_weights", model_id=model, seq_id=4, **WRONG[words])["error"]
-    replaced = asked(server, "save_weights", model_id=model, seq_id=5, path="taken", overwrite=True)
+    for seq, (words, wrong) in enumerate(WRONG.items(), 4):
+        assert words in asked(server, "save_weights", model_id=model, seq_id=seq, **wrong)["error"]
+    replaced = asked(server, "save_weights", model_id=model, seq_id=4 + len(WRONG), path="taken", overwrite=True)
     assert replaced["path"].endswith("/weights/taken")
     server.model.worker.run(lambda: None).result()  # the older file goes after the answer
     assert len(list(server.model.training.shelf.folder.iterdir())) == 1

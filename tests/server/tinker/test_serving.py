@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import serving, tinker_client
+from served import MODEL, serving, tinker_client
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
 
@@ -14,7 +14,7 @@ tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not i
     {"load_in_4bit": None, "load_in_fp8": True}], ids=["4bit", "offload", "both", "fp8"])
 def test_it_trains_and_samples(tmp_path: Path, loading: dict[str, Any]) -> None:
     with serving(tmp_path, **loading) as served, tinker_client(served) as client:
-        training = client.create_lora_training_client(base_model="tiny", rank=8, seed=1, train_unembed=False).result()
+        training = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1, train_unembed=False).result()
         data = [tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7, 8]), loss_fn_inputs={
             "target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4})]
         losses = []

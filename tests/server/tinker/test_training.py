@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tinker_server import OTHER, Server, body
+from tinker_server import MODEL, OTHER, Server, body
 from torch import Tensor
 
 from lowmem_grpo.server.tinker import wire
@@ -49,7 +49,7 @@ def test_a_session_that_its_client_ended_takes_no_more_models_and_says_so(server
         assert server.post(f"sessions/{session}/finish", {"reason": {"type": reason}}).status_code == 200
     told = server.post("session_heartbeat", {"session_id": session})
     assert told.status_code == 410 and "its client ended it (success)" in told.text
-    made = server.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny",
+    made = server.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL,
                                         "lora_config": {"rank": 4}})
     assert made.status_code == 410
 
@@ -93,26 +93,29 @@ def test_another_users_sessions_models_and_promises_are_unknown(server: Server) 
     assert server.post("get_info", {"model_id": model}, "tml-" + "x" * 32).status_code == 401
 
 
-@pytest.mark.parametrize(("path", "given", "told"), [
+BAD: list[tuple[str, Any, str]] = [
     ("forward_backward", b"\xff" * 9, "no ForwardBackwardRequest"), ("optim_step", b"[1", "no JSON"),
     ("optim_step", b"[" * 100_000, "no JSON"), ("optim_step", b"[]", "it must be an object"),
-    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "big"}, "this server has 'tiny'"),
-    ("create_model", {"session_id": "S", "model_seq_id": "../x", "base_model": "tiny"}, "model_seq_id is '../x'"),
-    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "tiny"}, "lora_config is missing"),
-    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "tiny",
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "big"}, f"this server has {MODEL!r}"),
+    ("create_model", {"session_id": "S", "model_seq_id": "../x", "base_model": MODEL}, "model_seq_id is '../x'"),
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": MODEL}, "lora_config is missing"),
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": MODEL,
                       "lora_config": {"rank": 0}}, "rank is 0"),
-    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "tiny",
+    ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": MODEL,
                       "optimizer_config": {"type": "muon"}}, "only Adam"),
     ("optim_step", {"model_id": "M", "seq_id": 0}, "seq_id is 0"),
     ("optim_step", {"model_id": "M", "seq_id": 10**6}, "at most 4096"),
-])
-def test_bad_bodies_are_refused_at_once_with_the_field(server: Server, path: str, given: Any, told: str) -> None:
+]
+
+
+def test_bad_bodies_are_refused_at_once_with_the_field(server: Server) -> None:
     model = server.create()
-    if isinstance(given, dict):
-        given = {name: {"S": model.partition(":")[0], "M": model}.get(str(value), value)
-                 for name, value in given.items()}
-    answer = server.post(path, given)
-    assert answer.status_code == 422 and told in answer.json()["error"]["message"]
+    ids = {"S": model.partition(":")[0], "M": model}
+    for path, given, told in BAD:
+        if isinstance(given, dict):
+            given = {name: ids.get(str(value), value) for name, value in given.items()}
+        answer = server.post(path, given)
+        assert answer.status_code == 422 and told in answer.json()["error"]["message"], (path, given, answer.text)
 
 
 def test_routes_that_are_not_there_are_refused_by_name(server: Server) -> None:

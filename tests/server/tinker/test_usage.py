@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinker_server import OTHER, Server, body
+from tinker_server import MODEL, OTHER, Server, body
 
 from lowmem_grpo.server.users import Allowance
 from lowmem_grpo.utils import MIB
@@ -86,7 +86,7 @@ def test_requests_that_wait_for_an_earlier_one_do_not_keep_it_out(tmp_path: Path
 def sample(server: Server, seq: int) -> Any:
     session = server.post("create_session", {}).json()["session_id"]
     sampler = server.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0,
-                                                      "base_model": "tiny"}).json()["sampling_session_id"]
+                                                      "base_model": MODEL}).json()["sampling_session_id"]
     return server.post("asample", {"sampling_session_id": sampler, "seq_id": seq, "num_samples": 2,
                                    "prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 2}})
 
@@ -125,7 +125,7 @@ def test_what_is_written_is_bounded_and_told_before_it_is_written(tmp_path: Path
 def test_the_number_of_models_is_bounded_and_a_repeated_request_is_no_further_one(tmp_path: Path) -> None:
     server = served(tmp_path, models=1)
     model = server.create()
-    asked = {"session_id": model.partition(":")[0], "base_model": "tiny", "lora_config": {"rank": 4}}
+    asked = {"session_id": model.partition(":")[0], "base_model": MODEL, "lora_config": {"rank": 4}}
     assert server.post("create_model", asked | {"model_seq_id": 0}).status_code == 200
     told = server.post("create_model", asked | {"model_seq_id": 1})
     assert told.status_code == 422 and "models: this key has 1, and may have 1" in told.json()["error"]["message"]
