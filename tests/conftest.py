@@ -1,5 +1,6 @@
 """The environment of all tests. Their fixtures are in support/everywhere.py."""
 
+import gc
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):  # inductor takes what i
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch's deterministic mode refuses products
 
 import torch
+
+gc.set_threshold(100_000, 50, 100)  # tests make many objects, and looking through them took a fifteenth of their time
 
 # before triton is imported (bitsandbytes does): its kernels then run on CPU tensors, where there is no card
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"

@@ -12,7 +12,7 @@ BUDGET = {
     "package lines": 62_337, "core lines": 47_066, "package files": 380, "files below 60 lines with one importer": 1,
     "folders at the top": 17, "files at the top": 10, "arrows between folders": 135, "class names that stand twice": 6,
     "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 7,
-    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_971, "tests lines": 68_358,
+    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_971, "tests lines": 68_367,
 }
 FILES = {"first rollout()": 51, "second rollout()": 43, "update()": 46, "chat call": 39, "train(groups)": 82}
 MODULE = '''"""A module."""

@@ -132,6 +132,7 @@ def says(folder: Path, rank: int) -> Any:
     return asyncio.run(all_of_it())
 
 
+@pytest.mark.slow
 def test_ranks_that_ask_the_same_are_answered_differently(tmp_path: Path) -> None:
     first, second = Ranked(tmp_path, 2, says).wait()
     assert len(first) == 8 and first != second

@@ -113,10 +113,12 @@ def kind(talk: Talk) -> str:
     return "same"
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])  # a quarter of them, or all
 @pytest.mark.parametrize("name", ABLE)
-def test_where_a_template_appends_the_tokens_are_those_of_the_whole_conversation(name: str) -> None:
-    found = Counter(kind(Talk(name, number)) for number in numbers(name) if number % 2)
-    assert found == Counter(NOT_THE_SAME.get(name, {"same": found.total()}))
+def test_where_a_template_appends_the_tokens_are_those_of_the_whole_conversation(name: str, every: int) -> None:
+    found = Counter(kind(Talk(name, number)) for number in numbers(name)[1 :: 2 * every])
+    wanted = NOT_THE_SAME.get(name, {"same": found.total()})
+    assert found == Counter(wanted) if every == 1 else found.keys() <= wanted.keys()
 
 
 @every_row("name", [name for name in NAMES if name not in ABLE])

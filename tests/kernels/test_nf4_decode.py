@@ -47,7 +47,8 @@ def test_operator_is_sound() -> None:
 @pytest.mark.parametrize(("rows", "double"), [(1, False), (3, True), (8, False), (8, True), (13, False), (32, True),
                                               (63, False)])
 def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) -> None:
-    for size, rank in ((((33,), 64), 5), (((64, 128, 64), 512), 16), (((70,), 576), 40), (((64, 65), 256), 3)):
+    cases = ((((33,), 64), 5), (((64, 128, 64), 512), 16), (((70,), 576), 40), (((64, 65), 256), 3))
+    for size, rank in cases[::2] if rows % 3 == 0 else cases[1::2] if rows % 2 else cases:
         arguments = problem(rows, size, torch.float32, double, rank)
         truth = nf4_linear_ref(**in_float64(arguments))
         given = arguments if rank in (5, 40) else arguments | {"scale": torch.tensor(0.3)}  # a number, or a tensor

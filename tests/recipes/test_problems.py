@@ -25,9 +25,9 @@ def questions(dataset: Dataset) -> set[str]:
 
 @RECIPE
 def test_problems_are_distinct_and_no_test_problem_is_trained_on(make: Callable[..., Dataset]) -> None:
-    for train_seed, test_seed in ((0, 0), (0, 1), (3407, 7), (-1, 42)):
-        train, test = questions(make("train", 2000, train_seed)), questions(make("test", 300, test_seed))
-        assert (len(train), len(test)) == (2000, 300), (train_seed, test_seed)
+    for train_seed, test_seed in ((0, 0), (3407, 7), (-1, 42)):
+        train, test = questions(make("train", 1000, train_seed)), questions(make("test", 300, test_seed))
+        assert (len(train), len(test)) == (1000, 300), (train_seed, test_seed)
         assert not train & test, (train_seed, test_seed)
 
 

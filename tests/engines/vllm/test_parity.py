@@ -31,7 +31,7 @@ KINDS = {"bfloat16": (BF16, False), "nf4 in bfloat16": (BF16, True), "float32": 
          "fp8 in bfloat16": (BF16, "fp8"), "fp8 by block": (FP32, "fp8-block")}
 BOUND = {BF16: 0.003, FP32: 1e-5}  # of the mean |difference| of log-probabilities
 # In the short lane every family in float32, and so much in 16 bits:
-SHORT = [("llama", "bfloat16"), ("gemma3_text", "bfloat16"), ("qwen2", "nf4 in bfloat16"), ("qwen2", "fp8 by block")]
+SHORT = [("llama", "bfloat16"), ("qwen2", "nf4 in bfloat16"), ("qwen2", "fp8 by block")]
 BORROWING = [kind for kind, row in FAMILIES.items() if row.vllm and not (row.refused or row.delta_net or row.experts)]
 
 

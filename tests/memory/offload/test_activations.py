@@ -169,7 +169,7 @@ def test_saved_results_do_not_keep_their_graph_alive() -> None:
 
 
 LLAMA: dict[str, Any] = {
-    "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8,
+    "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 65536,
 }
 
@@ -226,9 +226,9 @@ def test_fake_tensors_tell_the_hosts_bytes_from_the_devices() -> None:
     assert nothing == 0
     assert isinstance(offload, ActivationOffload)
     assert host == offload.host_bytes_peak
-    assert 16 * one < host <= host_bytes_needed(16, tokens, 1024, torch.bfloat16) <= 1.25 * host
-    assert plain_kept - kept >= 15 * one  # two inputs are on the device at the end of forward, as much as was saved
-    assert plain_peak - peak >= 13 * one
+    assert 8 * one < host <= host_bytes_needed(8, tokens, 1024, torch.bfloat16) <= 1.25 * host
+    assert plain_kept - kept >= 7 * one  # two inputs are on the device at the end of forward, as much as was saved
+    assert plain_peak - peak >= 5 * one
 
 
 def test_what_kept_layers_save_stays_on_the_device_and_the_others_inputs_still_go() -> None:
