@@ -142,14 +142,13 @@ class Flood:
         return median(self.memory[-quarter:]) / median(self.memory[:quarter])
 
 
-def flood(engine: str, clients: int, calls: int, turns: int, tokens: int = 24) -> dict[str, Any]:
+def flood(engine: str, clients: int, calls: int, turns: int) -> dict[str, Any]:
     """Figures of a flood by the engine "echo" or "model"."""
     bare, tokenizer = FastLanguageModel.from_pretrained("tiny-games", max_seq_length=1024, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False)
     record = Recorded(Echo(tokenizer) if engine == "echo" else model.engine(Policy(model.inner), tokenizer))
     worker = EngineWorker(model, tokenizer, engine=record)  # type: ignore[arg-type]
-    chat = ChatHandler(worker, lambda: {"agent": LIVE}, ConversationCache(tokenizer),
-                       max_turn_tokens=tokens if engine == "model" else None)
+    chat = ChatHandler(worker, lambda: {"agent": LIVE}, ConversationCache(tokenizer))
     found, client = Flood(), openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-")
     with AgentEndpoint(chat, owned=[worker.close]) as endpoint, ThreadPoolExecutor(clients) as pool:
         def work(numbers: Iterator[int]) -> None:
@@ -184,7 +183,7 @@ def converse(
             words.append(f"w{number}-{turn}-{secrets.token_hex(4)}")
             messages.append({"role": "user", "content": f"Say {words[-1]}"})
             try:
-                text = asked(own, messages, stream=number % 2 == 1)
+                text = asked(own, messages, stream=number % 2 == 1, **{} if echo else {"max_tokens": 24})
             except openai.OpenAIError as error:
                 found.lost += 1
                 found.errors.append(f"{type(error).__name__}: {error}")
@@ -195,10 +194,10 @@ def converse(
     check(endpoint.chat, session.trajectory(), words, found, record)
 
 
-def asked(client: openai.OpenAI, messages: list[Any], stream: bool) -> str:
+def asked(client: openai.OpenAI, messages: list[Any], stream: bool, **options: Any) -> str:
     """The text of a reply."""
     create: Any = client.chat.completions.create
-    reply = create(model="agent", messages=messages, stream=stream)
+    reply = create(model="agent", messages=messages, stream=stream, **options)
     if not stream:
         return str(reply.choices[0].message.content)
     return "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
