@@ -86,7 +86,8 @@ def log_level_as_it_was() -> Iterator[None]:
     log = logging.getLogger("lowmem_grpo")
     before = log.level
     yield
-    log.setLevel(before)
+    if log.level != before:  # setting it walks through all loggers
+        log.setLevel(before)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ except in the role "test", whose process never runs model-written code. Imports 
 import array
 import ast
 import builtins
-import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import math
@@ -21,7 +21,6 @@ import resource
 import runpy
 import socket
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -74,7 +73,7 @@ def prepare(order: dict[str, Any]) -> None:
     """Enter the scratch directory, write a program's code and input, then give up all rights. OSError on failure."""
     os.chdir(order["scratch"])
     if order["role"] == "program":
-        Path(SOURCE).write_text(order["code"], encoding="utf-8")
+        write_text(SOURCE, order["code"])
         open_as_stdin(order["stdin"])
     sys.path[:] = [entry for entry in sys.path if entry != order["package"]]
     sys.argv = [SOURCE]
@@ -85,8 +84,13 @@ def prepare(order: dict[str, Any]) -> None:
     install_filter()
 
 
+def write_text(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:  # pathlib is slow to import
+        file.write(text)
+
+
 def open_as_stdin(text: str) -> None:
-    Path("stdin").write_text(text, encoding="utf-8")
+    write_text("stdin", text)
     descriptor = os.open("stdin", os.O_RDONLY)
     os.unlink("stdin")
     os.dup2(descriptor, 0)
@@ -105,14 +109,18 @@ def limit(limits: dict[str, float]) -> None:
         resource.setrlimit(kind, (int(value), int(value)))
 
 
-class TextSource(importlib.abc.InspectLoader):
+class TextSource(importlib.machinery.SourceFileLoader):
     """A loader of a module from text instead of a file, which could be changed before it is read."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(name, f"{name}.py")
         self.text = text
 
     def get_source(self, fullname: str) -> str:
         return self.text
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.text, "<string>")
 
 
 class TestSource(TextSource):
@@ -141,12 +149,10 @@ def starts_tests(node: ast.stmt) -> bool:
 
 def load(name: str, source: TextSource, namespace: dict[str, Any]) -> ModuleType:
     """Run the source as a module `name`, with `namespace` among its globals, and return it. Its errors propagate."""
-    spec = importlib.util.spec_from_loader(name, source, origin=f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, source, origin=f"{name}.py"))
     vars(module).update(namespace)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    source.exec_module(module)
     return module
 
 
@@ -165,7 +171,8 @@ def serve(order: dict[str, Any], channel: Channel) -> None:
     try:
         known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
         # As built-ins, the names are known to the code, but do not count as defined by it.
-        link.module = load("solution", TextSource(order["code"]), {"__builtins__": {**vars(builtins), **known}})
+        globals_of_code = {"__builtins__": {**vars(builtins), **known}}
+        link.module = load("solution", TextSource("solution", order["code"]), globals_of_code)
         channel.send({"loaded": True})
     except BaseException as error:  # noqa: BLE001, also SystemExit: the code must not end this process
         channel.send(described(error))
@@ -228,7 +235,7 @@ def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]
     try:
         helpers = leetcode.for_tests(set(test["names"]), test["source"])
         subjects = {name: code.named(name) for name in test["names"] if name not in helpers}
-        like_pytest.run_all(load("tests", TestSource(test["source"]), subjects | helpers))
+        like_pytest.run_all(load("tests", TestSource("tests", test["source"]), subjects | helpers))
         if link.broken is not None:
             raise link.broken
     except Undecided as why:

@@ -3,18 +3,16 @@
 It has raises, approx, fail, param, mark, fixture, and the fixtures capsys, monkeypatch and tmp_path.
 """
 
-import asyncio
 import contextlib
-import inspect
 import io
 import math
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CoroutineType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any
+
+from lowmem_grpo.rewards.sandbox.remote import run_coroutine
 
 
 class Raises:
@@ -93,7 +91,7 @@ class Mark:
         return decorate
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **_: args[0] if args and inspect.isroutine(args[0]) else lambda test: test
+        return lambda *args, **_: args[0] if args and isinstance(args[0], FunctionType) else lambda test: test
 
 
 mark = Mark()
@@ -121,6 +119,8 @@ class MonkeyPatch:
 @contextlib.contextmanager
 def fixtures(module: ModuleType, function: Any, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a test by name: from its case, the module's fixtures, and pytest's own fixtures."""
+    import inspect  # slow to import, and only functions need it
+
     patched = [patch for patch in getattr(function, "patchings", []) if repr(patch.new) == "sentinel.DEFAULT"]
     with contextlib.ExitStack() as stack:  # unittest.mock.patch passes its arguments first
         yield {name: case[name] if name in case else made(module, name, stack)
@@ -133,11 +133,15 @@ def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
     if getattr(own, "is_fixture", False):
         assert own is not None
         value = own(**stack.enter_context(fixtures(module, own, {})))
-        return stack.enter_context(contextlib.contextmanager(lambda: value)()) if inspect.isgenerator(value) else value
+        yields = isinstance(value, GeneratorType)
+        return stack.enter_context(contextlib.contextmanager(lambda: value)()) if yields else value
     if name == "monkeypatch":
         return MonkeyPatch(stack)
     if name == "tmp_path":
-        return Path(tempfile.mkdtemp(dir="."))
+        from pathlib import Path
+        from tempfile import mkdtemp
+
+        return Path(mkdtemp(dir="."))
     if name != "capsys":
         raise LookupError(f"there is no fixture {name}")
     streams = [stack.enter_context(contextlib.redirect_stdout(io.StringIO())),
@@ -155,7 +159,7 @@ def taken(stream: io.StringIO) -> str:
 def run_all(module: ModuleType) -> None:
     """Run the tests that a module defines, found as by pytest, and propagate the error of the first that fails."""
     for name, member in list(vars(module).items()):
-        if name.startswith("test") and inspect.isfunction(member) and not getattr(member, "is_fixture", False):
+        if name.startswith("test") and isinstance(member, FunctionType) and not getattr(member, "is_fixture", False):
             run(module, member)
         elif name.startswith("Test") and isinstance(member, type) and not hasattr(member, "runTest") and not (
                 hasattr(member, "assertEqual")):
@@ -178,5 +182,5 @@ def run(module: ModuleType, test: Any) -> None:
     for case in getattr(test, "cases", [{}]):
         with fixtures(module, test, case) as arguments:
             result = test(**arguments)
-            if inspect.iscoroutine(result):
-                asyncio.run(result)
+            if isinstance(result, CoroutineType):
+                run_coroutine(result)

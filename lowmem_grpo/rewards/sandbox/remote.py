@@ -9,10 +9,8 @@ No object of the code decides a comparison with data: the test gets its data, on
 could compare (its own objects with data, or two of its objects whose contents differ), the test is `Undecided`.
 """
 
-import asyncio
 import builtins
 import contextlib
-import inspect
 import io
 import itertools
 import json
@@ -20,6 +18,7 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import CoroutineType
 from typing import Any
 
 from lowmem_grpo.rewards.sandbox import leetcode
@@ -105,8 +104,8 @@ class Link:
             before = self.changeable([*args, *kwargs.values()])
             with contextlib.redirect_stdout(printed) if self.stand_in is RemoteObject else contextlib.nullcontext():
                 value = self.perform(self, request["do"], args, kwargs)
-                awaited = inspect.iscoroutine(value)
-                value = asyncio.run(value) if awaited else value
+                awaited = isinstance(value, CoroutineType)
+                value = run_coroutine(value) if awaited else value
             answer: dict[str, Any] = {"value": encode(value, self.refer)}
             answer |= {"awaited": True} if awaited else {}
             after = self.changeable([*args, *kwargs.values()])
@@ -121,6 +120,12 @@ class Link:
     def changeable(self, values: list[Any]) -> dict[int, Any]:
         """Return the trees, by position, of those values that a call may change in place."""
         return {place: encode(value, self.refer) for place, value in enumerate(values) if type(value) in CHANGEABLE}
+
+
+def run_coroutine(coroutine: Any) -> Any:
+    import asyncio  # takes longer than all other imports of the sandbox, and is rarely needed
+
+    return asyncio.run(coroutine)
 
 
 class Tee(io.StringIO):

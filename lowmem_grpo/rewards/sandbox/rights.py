@@ -12,7 +12,6 @@ change. Sources: Documentation/userspace-api/seccomp_filter.rst and landlock.rst
 import ctypes
 import errno
 import os
-import platform
 import struct
 
 ALLOWED: dict[str, tuple[int | None, int | None]] = {
@@ -122,12 +121,12 @@ def give_up_rights() -> None:
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     header, nothing = struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24)
-    check(libc.syscall(ctypes.c_long(CAPSET[MACHINES[platform.machine()][0]]), header, nothing), "capset")
+    check(libc.syscall(ctypes.c_long(CAPSET[MACHINES[os.uname().machine][0]]), header, nothing), "capset")
 
 
 def install_filter() -> None:
     """Refuse all system calls that are not listed from now on; call `give_up_rights` before. OSError on failure."""
-    libc, program = with_prctl(), filter_program(platform.machine())
+    libc, program = with_prctl(), filter_program(os.uname().machine)
     buffer = ctypes.create_string_buffer(program, len(program))
     fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))  # struct sock_fprog
     holder = ctypes.create_string_buffer(fprog, len(fprog))
