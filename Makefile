@@ -21,7 +21,7 @@ demo: $(VENV)/.installed  ## a language model learns arithmetic, in minutes on t
 # more objects there are, and all other tests make many. What is marked slow is the long lane. How long each test took
 # lies in runs/tests; `python -m bench.common.durations` makes a table of it.
 OF_ENGINES := tests/engines tests/on_card
-LONG = $(sort $(shell grep -rl --include='test_*.py' mark.slow tests))
+LONG = $(sort $(shell grep -rl --include='test_*.py' -e mark.slow -e mark.every tests))
 PYTEST = $(BIN)/python -m pytest --durations=20 --durations-min=5 -o junit_duration_report=total
 
 test: $(VENV)/.installed-vllm  ## every promise once, in ten minutes on two cores; vLLM's build for CPUs included

@@ -245,6 +245,7 @@ def test_sampling_params_of_vllms_kind_mean_what_ours_mean(bare: BareModel) -> N
 
 
 @pytest.mark.parametrize(("count", "wanted"), [(0, 1), (3, 3), (-1, 384)])
+@pytest.mark.every(3)
 def test_logprobs_that_are_asked_for_come_in_vllms_shape_and_are_the_models_own(
     untouched: FastPeftModel, tokenizer: PreTrainedTokenizerBase, count: int, wanted: int
 ) -> None:

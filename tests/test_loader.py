@@ -180,6 +180,7 @@ def test_every_option_with_a_fate_is_either_refused_above_or_never_changes_anyth
     ({"finetune_last_n_layers": 2, "target_modules": "all-linear"}, 2, SPLIT),
     ({"finetune_last_n_layers": 99}, 6, SPLIT),
 ])
+@pytest.mark.every(2)
 def test_only_the_part_of_the_model_that_was_asked_for_is_trained(
     options: dict[str, Any], layers: int, kinds: Any, tmp_path: Path
 ) -> None:

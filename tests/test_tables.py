@@ -1,7 +1,7 @@
 """The tables that other tests are written in: a table that tries nothing, or hides a wrong row, proves nothing."""
 
 import pytest
-from tables import every_row, not_refused, pairwise
+from tables import every_row, in_short_lane, not_refused, pairwise
 
 
 def test_every_row_is_tried_and_each_wrong_one_is_named(tmp_path: object) -> None:
@@ -37,3 +37,10 @@ def test_each_pair_of_values_of_two_axes_is_in_some_case() -> None:
         axes = ([1, 2, 3], "xyz", [False, True])
         assert {(one[left], one[right]) for one in found} == {(a, b) for a in axes[left] for b in axes[right]}
     assert len(found) < 18
+
+
+def test_one_of_so_many_cases_is_in_the_short_lane_and_no_value_of_a_parameter_is_always_left_out() -> None:
+    for step in (2, 3, 4):
+        short = [number for number in range(12 * step) if in_short_lane("tests/test_it.py::test_it", number, step)]
+        assert [number // step for number in short] == list(range(12))
+        assert {number % step for number in short} == set(range(step))

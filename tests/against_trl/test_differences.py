@@ -131,6 +131,7 @@ GMPO_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", GMPO_OPTIONS)
+@pytest.mark.every(2)
 def test_gmpo_takes_options_here_that_trls_trainer_of_it_leaves_out_in_silence(option: str) -> None:
     rollouts, old = stale(ROLLOUTS)
     settings = GMPO_OPTIONS[option]

@@ -134,6 +134,7 @@ def assert_equal(expected: TrlRun, result: TrlRun, tolerance: float = 1e-5) -> N
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(2)
 def test_loss_metrics_and_gradients_are_those_of_trl(case: str) -> None:
     rollouts, options = random_rollouts(), CASES[case]
     if options.get("correction"):
@@ -392,6 +393,7 @@ def test_old_logprobs_are_computed_for_a_micro_batch_at_a_time() -> None:
     assert rows == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_backbone_compiled_in_place_is_the_one_that_computes() -> None:
     model, graphs = load_model("Llama"), []
     model.base_model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)

@@ -140,6 +140,7 @@ def stale_rollouts() -> tuple[Rollouts, list[list[float]]]:
 
 
 @pytest.mark.parametrize("case", covering(), ids=named)
+@pytest.mark.every(2)
 def test_loss_gradients_and_metrics_are_trls(case: Case) -> None:
     rollouts, old = stale_rollouts()
     expected, result = both(rollouts, old_logprobs=old, exact=True, **case)
@@ -148,6 +149,7 @@ def test_loss_gradients_and_metrics_are_trls(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("loss_type", "chosen"), extras(), ids=str)
+@pytest.mark.every(2)
 def test_with_masks_bonus_missing_rewards_and_temperature_they_are_trls_too(
     loss_type: str, chosen: tuple[str, ...]
 ) -> None:
@@ -167,6 +169,7 @@ def test_with_masks_bonus_missing_rewards_and_temperature_they_are_trls_too(
 
 
 @pytest.mark.parametrize("loss_type", [name for name in OPTIONS if name != "bnpo"])
+@pytest.mark.every(3)
 def test_the_gradient_of_many_micro_batches_is_trls_sum_over_them(loss_type: str) -> None:
     rollouts, old = stale(ROLLOUTS)
     case = {"loss_type": loss_type, "beta": 0.05, "use_bias_correction_kl": False} | OPTIONS[loss_type]
@@ -199,6 +202,7 @@ def test_the_adaptive_entropy_bonus_takes_the_same_course(share: float) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.every(2)
 def test_advantages_are_trls_for_rewards_that_are_missing_equal_or_alone(scale: Case) -> None:
     generator = random.Random(0)
     for few in (0.1, 0.4, 0.8):
@@ -230,6 +234,7 @@ def test_the_token_form_of_gspo_has_the_gradient_that_trl_gives_its_sequence_for
 
 
 @pytest.mark.parametrize("loss_type", [name for name in OPTIONS if name not in ("gmpo", "gspo")])
+@pytest.mark.every(2)
 def test_optimizer_steps_that_share_a_generation_are_trls(loss_type: str, tmp_path: Path) -> None:
     per_step = 1 if loss_type == "bnpo" else 2  # TRL's micro-batches; for bnpo more are test_differences.py's
     settings = OPTIONS[loss_type] | {"loss_type": loss_type, "beta": 0.05, "num_iterations": 2, "learning_rate": 1e-2}

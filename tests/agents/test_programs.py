@@ -49,6 +49,7 @@ def test_a_tool_is_offered_and_its_trajectories_are_trained_and_logged(
     assert {"val/calls", "val/llm_duration", "val/reward"} <= {name for line in lines for name in line}
 
 
+@pytest.mark.slow
 def test_a_mail_agent_is_judged_without_labels_and_looked_at_on_held_out_questions(
     tmp_path: Path, program: Callable[[str], Any]
 ) -> None:

@@ -103,6 +103,7 @@ def code(text: str, *arguments: str, name: str = "a/piece", **options: Any) -> P
     (code("print(1)", least=20), 100, "passed", [""]),
     (code("import threading; threading.Event().wait(600)", seconds=50, least=0), 1, "cut off", ["stopped after 1 s"]),
 ])
+@pytest.mark.every(2)
 def test_a_piece_passes_fails_is_stopped_or_is_not_begun_and_says_why(
     tmp_path: Path, piece: Piece, left: float, status: str, reasons: list[str]
 ) -> None:

@@ -128,6 +128,7 @@ def test_good_kernels_pass_with_their_registers_counted(compiled: tuple[int, dic
     assert all(8 <= row["registers"] <= 64 and row["spill_bytes"] == 0 and row["cubin_bytes"] for row in good)
 
 
+@pytest.mark.slow
 def test_the_check_refuses_to_interpret() -> None:
     done = check(TRITON_INTERPRET="1")
     assert done.returncode == 1 and "env -u TRITON_INTERPRET" in done.stderr

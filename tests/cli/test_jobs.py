@@ -162,6 +162,7 @@ def test_a_job_outlives_a_server_that_ends_and_the_next_one_goes_on(served: Serv
     assert served.job(runs)["goes"] == 1
 
 
+@pytest.mark.slow
 def test_a_stopped_job_is_resumed(served: Served) -> None:
     number = int(served("submit", "small.py", "wait=true").stdout.split()[1].rstrip(":"))
     served.until(number, "running")

@@ -74,6 +74,7 @@ def is_clean(path: Path, lines: int = 100) -> None:
     *(pytest.param(*others, marks=pytest.mark.slow) for others in (
         ("marked", "jsonl"), ("choice", "parquet"), ("text", "csv"))),
 ])
+@pytest.mark.every(3)
 def test_a_recipe_for_answers_of_each_kind_is_clean_and_runs_and_is_tested(
     kind: str, ending: str, folder: Path
 ) -> None:

@@ -20,6 +20,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 @pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.every(3)
 def test_the_printed_link_opens_the_page_of_the_queue_and_a_signal_closes_both(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "lowmem_grpo", "serve", "--port", "0", "--folder", tmp_path]
     with program(*command, stderr=subprocess.STDOUT) as process:

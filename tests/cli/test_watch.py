@@ -19,6 +19,7 @@ from tests.support.run_pages import write_run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.every(2)
 def test_the_printed_link_opens_the_page_and_a_signal_ends_it_while_a_page_is_open(tmp_path: Path, number: int) -> None:
     write_run(tmp_path / "the-run", 5)
     command = [sys.executable, "-m", "lowmem_grpo", "watch", tmp_path, "--port", "0"]

@@ -29,6 +29,7 @@ def write(folder: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.refused])
+@pytest.mark.every(2)
 def test_rows_of_a_public_dataset_give_its_question_and_its_answer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ RIGHT = {"mbpp": "def f(x):\n    return x", "humaneval": "def f1(x):\n    return
 
 
 @pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.every(2)
 def test_the_tests_of_a_public_dataset_pass_right_code_and_no_other(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

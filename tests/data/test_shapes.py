@@ -52,6 +52,7 @@ def make(model: Any, folder: Path, rows: Any, **parts: Any) -> SFTTrainer:
 
 
 @pytest.mark.parametrize(("row", "settings", "trained"), SHAPES)
+@pytest.mark.every(2)
 def test_the_trained_tokens_are_those_that_trl_trains_and_the_loss_is_theirs(
     row: dict[str, Any], settings: dict[str, Any], trained: Any, model: Any, tmp_path: Path
 ) -> None:

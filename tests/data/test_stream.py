@@ -61,6 +61,7 @@ def listed(rows: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.every(2)
 def test_rows_are_read_as_the_plain_rows_that_were_put_in(holder: str, tmp_path: Path) -> None:
     got = listed(rows_of(HOLDERS[holder](tmp_path)))
     plain = [row | {"nums": list(row["nums"])} for row in got]  # numbers of records of a DataFrame stay an array
@@ -70,6 +71,7 @@ def test_rows_are_read_as_the_plain_rows_that_were_put_in(holder: str, tmp_path:
 
 @pytest.mark.parametrize("template", ["qwen3", "llama3_2", "gptoss", "glm4moe"])
 @pytest.mark.parametrize("holder", ["Dataset", "Dataset as numpy", "DataFrame of parquet", "stream as pandas"])
+@pytest.mark.every(2)
 def test_prompts_have_the_ids_that_transformers_gives_the_rows_without_filled_keys(
     template: str, holder: str, tmp_path: Path
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_reward_function_gets_the_columns_of_any_holder_as_plain_values(holder
     [{"prompt": "a", "completion": "bc"}] * 2, [{"text": "ab cd"}] * 2,
     [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}] * 2,
 ])
+@pytest.mark.every(2)
 def test_fine_tuning_trains_the_same_tokens_whatever_holds_the_rows(rows: Any, hold: Any, tmp_path: Path) -> None:
     model = load()
     model.loaded.tokenizer.chat_template = (

@@ -16,6 +16,7 @@ KINDS = ("Backend", "FailedRollout", "LocalTrainResult", "Message", "Messages", 
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=re.findall(r'project="([\w-]+)"', PAGE))
+@pytest.mark.every(3)
 def test_an_example_on_the_page_runs_to_its_end(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

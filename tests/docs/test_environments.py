@@ -53,6 +53,7 @@ def calls_tools(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("example", [
     pytest.param(example, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
     for name, example in zip(re.findall(r'output_dir="(\w+)"', PAGE), EXAMPLES, strict=True)])
+@pytest.mark.every(3)
 def test_an_example_on_the_page_trains(
     example: str, calls_tools: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

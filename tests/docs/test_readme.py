@@ -42,6 +42,7 @@ def test_the_readme_says_of_public_notebooks_what_the_bench_found() -> None:
     assert found in " ".join(README.split()) and found in (ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_notebook_cell_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_the_notebook_cell_works(
 
 
 @pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.every(3)
 def test_the_table_of_cards_says_what_the_planner_says(model: str) -> None:
     (row,) = [line for line in README.splitlines() if line.startswith(f"| {model} |")]
     step = PROMPTS * ANSWERS

@@ -42,6 +42,7 @@ def widths(engine: TransformersEngine) -> list[int]:
     return seen
 
 
+@pytest.mark.every(2)
 def test_completions_are_the_same_with_room_for_fewer_rows(engine: TransformersEngine) -> None:
     expected = engine.generate(PROMPTS, PARAMS)
     told: list[int] = []

@@ -340,6 +340,7 @@ def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_base_live_and_saved_adapters_give_on_vllm_what_they_give_on_transformers(
     sampled: FastPeftModel, plain: FastPeftModel, saved: Path
 ) -> None:

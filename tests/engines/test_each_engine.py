@@ -177,6 +177,7 @@ def full(*args: Any) -> None:
 @pytest.mark.parametrize(("where", "error"), [
     ("give", gold), ("take", full), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("give", full), ("take", gold)))])
+@pytest.mark.every(2)
 def test_an_error_of_the_conversation_ends_the_call_and_leaves_nothing_behind(
     engine: Any, prompts: list[list[int]], error: Any, where: str
 ) -> None:

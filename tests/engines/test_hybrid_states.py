@@ -47,6 +47,7 @@ def test_padding_left_of_a_prompt_does_not_get_into_its_states(
 
 
 @pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.every(2)
 def test_rows_that_are_done_keep_their_states_while_others_are_decoded(
     engine: TransformersEngine, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

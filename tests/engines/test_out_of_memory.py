@@ -53,6 +53,7 @@ def generate_failing(
     *(pytest.param("Llama", calls, marks=pytest.mark.slow) for calls in ((1,), (9,), (15,), (0, 1), (3, 12))),
     *(pytest.param("Mistral", calls, marks=pytest.mark.slow) for calls in ((0,), (5, 30))),
 ])
+@pytest.mark.every(2)
 def test_completions_are_the_same_and_reported_once_when_sampling_runs_out_of_memory(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], family: str, calls: tuple[int, ...]
 ) -> None:
@@ -134,6 +135,7 @@ def test_other_errors_of_the_sampler_are_raised(
 
 @pytest.mark.vllm
 @pytest.mark.skipif(installed() is None, reason="needs vLLM, which is not installed")
+@pytest.mark.slow
 def test_vllm_is_made_anew_for_half_as_many_sequences(
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

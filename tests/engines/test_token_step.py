@@ -49,6 +49,7 @@ def skip_where_unfit(engine: TransformersEngine) -> None:
 
 
 @pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.every(2)
 def test_recorded_steps_draw_the_same_also_where_rows_enter_and_leave(
     engine: TransformersEngine, rows: int | None
 ) -> None:
@@ -86,6 +87,7 @@ class NothingAsked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.every(2)
 def test_a_step_asks_the_device_for_nothing_and_its_tensors_stay_where_they_are(engine: TransformersEngine) -> None:
     skip_where_unfit(engine)
     seen: list[list[int]] = []
@@ -137,6 +139,7 @@ ENDINGS = {
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("the end token", 5), ("several end tokens", None), ("the budget", 5), ("a stop string", None))),
 ])
+@pytest.mark.every(2)
 def test_looking_rarely_at_which_rows_are_done_changes_no_token(
     ends: str, rows: int | None, small: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

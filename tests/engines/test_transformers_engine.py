@@ -49,6 +49,7 @@ def test_sampled_logprobs_are_those_the_trainer_computes(
 
 
 @pytest.mark.parametrize("family", ["tiny", "Gemma3", "Qwen3_5"])
+@pytest.mark.every(3)
 def test_in_float32_the_sampler_is_as_near_to_float64_as_the_trainer(
     family: str, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
 ) -> None:
@@ -95,6 +96,7 @@ def test_no_mask_of_a_pass_over_prompts_is_larger_than_a_plan_counts(prompts: in
     assert mask_bytes(settings, 8 * prompts) <= 2**28 or piece == 256
 
 
+@pytest.mark.every(2)
 def test_greedy_tokens_are_those_of_transformers(any_engine: TransformersEngine, prompts: list[list[int]]) -> None:
     groups = any_engine.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
     base = any_engine.policy.model.get_base_model()

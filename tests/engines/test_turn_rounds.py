@@ -139,6 +139,7 @@ def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(
     (lambda engine: engine.generate([[7, 8]], replace(SAMPLED, max_tokens=1, n=1)), False),
     (lambda engine: played(engine), False), (lambda engine: broken_off(engine), False),
 ], ids=["nothing", "sleep", "update", "generate", "another", "error"])
+@pytest.mark.every(2)
 def test_a_conversation_that_goes_on_finds_what_was_kept_unless_weights_or_keys_may_be_others(
     engine: TransformersEngine, between: Callable[[TransformersEngine], None], known: bool
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_rewritten_history_goes_on_from_what_is_the_same(engine: TransformersE
 
 @pytest.mark.parametrize("calls", [
     (0,), (14, 22), *(pytest.param(calls, marks=pytest.mark.slow) for calls in ((3,), (14,), (17, 18)))], ids=str)
+@pytest.mark.every(2)
 def test_a_shortage_drops_kept_rows_first_and_changes_no_turn(
     engine: TransformersEngine, usual: Played, calls: tuple[int, ...]
 ) -> None:

@@ -52,6 +52,7 @@ def outcome(run: Any, given: dict[str, Tensor], runs: VarlenSequences) -> dict[s
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.every(2)
 def test_chunks_are_as_accurate_as_the_rule_token_by_token(name: str, device: torch.device) -> None:
     for decay, mean in DECAYS.items():
         given, runs = problem(RUNS[name], mean, device=device), VarlenSequences(RUNS[name], device)

@@ -57,6 +57,7 @@ def test_kernel_decodes_every_code_as_torch_does(block: tuple[int, int]) -> None
 
 @interpreted
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.every(2)
 def test_kernel_has_the_references_bits(kind: str) -> None:
     for shape in SHAPES:
         weight = in_fp8(shape, kind)
@@ -69,6 +70,7 @@ BANDS = [(0, 0, (5, 385)), (128, 0, (129, 385)), (3, 0, (7, 385)), (0, 128, (257
 
 @pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=interpreted)])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.every(2)
 def test_a_band_takes_its_own_codes_and_scales(kind: str, kernel: bool) -> None:
     weight = in_fp8((257, 385), kind)
     whole = fp8_dequantize_ref(weight)

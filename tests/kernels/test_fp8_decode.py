@@ -79,6 +79,7 @@ def assert_no_worse(arguments: dict[str, Any], found: Tensor | None = None) -> N
 
 @interpreted
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 15, 16])
+@pytest.mark.every(2)
 def test_one_to_sixteen_rows_are_as_accurate_as_the_dequantized_weight(rows: int) -> None:
     assert_no_worse(problem(rows, (33,), 80))
     assert_no_worse(problem(rows, (5, 64, 2), 144, "128", rank=17))
@@ -88,6 +89,7 @@ def test_one_to_sixteen_rows_are_as_accurate_as_the_dequantized_weight(rows: int
 @pytest.mark.parametrize(*pairwise(
     rows=[2, 13, 63], kind=KINDS, **{"features,columns": [((33,), 64), ((128, 70), 400), ((131, 1, 64), 1104)]}
 ))
+@pytest.mark.every(2)
 def test_every_kind_of_scales_is_applied_to_its_own_weights(
     kind: str, rows: int, features: tuple[int, ...], columns: int
 ) -> None:
@@ -182,6 +184,7 @@ def test_a_card_multiplies_few_rows_with_the_codes_as_they_are(name: str, monkey
 
 
 @interpreted
+@pytest.mark.slow
 def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowmem_grpo.kernels.few_rows_kernels.capability", lambda device: 75)
     for features, columns, kind in (((33,), 80, "row"), ((5, 64, 2), 144, "128")):

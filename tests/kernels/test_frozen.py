@@ -62,6 +62,7 @@ def linears_ref(x: Tensor, weights: list[Tensor], loras: list[LoRA], features: t
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.every(2)
 def test_linear_errors_are_those_of_the_dequantized_weight(dtype: torch.dtype, device: torch.device) -> None:
     for kind, (rows, out, inputs) in product(KINDS, ODD):
         weight = in_fp8((out, inputs), kind, dtype, device)

@@ -17,6 +17,7 @@ from lowmem_grpo.kernels.linear_logprobs import CPU_CHUNK_BYTES
 
 @pytest.mark.parametrize("options", [*SHAPES, *COLD])
 @pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.every(2)
 def test_errors_are_no_larger_than_the_references(dtype: torch.dtype, options: dict[str, Any]) -> None:
     for rows, chunk_rows in ((1, 1), (1, 7), (1, None), (63, 1), (63, 7), (63, None), (500, 7), (500, None)):
         arguments, grad = problem(rows, dtype, **options)
@@ -116,6 +117,7 @@ def peak_bytes(arguments: dict[str, Any], backward: bool = True, **options: Any)
 @pytest.mark.parametrize(("rows", "size", "vocabulary", "chunk_rows"), [
     (500, D, V, 7), (63, D, V, 1), (1000, 300, 5003, 10), (4096, 64, V, 64), (4096, 64, 5003, None),
 ])
+@pytest.mark.every(2)
 def test_logits_of_all_rows_never_exist(rows: int, size: int, vocabulary: int, chunk_rows: int | None) -> None:
     arguments = {
         "hidden": torch.randn(rows, size, requires_grad=True), "weight": torch.randn(vocabulary, size),
@@ -128,6 +130,7 @@ def test_logits_of_all_rows_never_exist(rows: int, size: int, vocabulary: int, c
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.every(2)
 def test_memory_stays_bounded_where_logits_would_take_a_hundred_gigabytes(dtype: torch.dtype) -> None:
     rows, size, vocabulary, chunk_rows = 163_840, 4096, 151_936, 4096
     with FakeTensorMode():

@@ -28,6 +28,7 @@ def entropy_gradient(rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("options", TRAINED, ids=[" ".join(options["trained"]) for options in TRAINED])
+@pytest.mark.every(2)
 def test_gradients_of_a_trained_head_are_no_worse_than_the_references(options: dict[str, Any]) -> None:
     for dtype, (rows, chunk_rows) in product(ROUNDING, ((1, None), (63, 7), (500, 16))):
         arguments, grad = problem(rows, dtype, **options)
@@ -110,6 +111,7 @@ def test_memory_of_a_trained_head_is_its_gradient_and_some_tiles() -> None:
 
 
 @pytest.mark.parametrize("options", [*SHAPES, {"lora": True, "trained": ["hidden", "lora_a", "lora_b"]}])
+@pytest.mark.every(2)
 def test_a_4_bit_head_gives_what_its_dequantized_weight_gives(options: dict[str, Any]) -> None:
     for dtype, (chunk_rows, double) in product(ROUNDING, ((1, True), (7, False), (None, True))):
         assert_4_bit_head_is_no_worse(dtype, double, chunk_rows, options)

@@ -77,6 +77,7 @@ def backward(forward: Callable[..., Tensor], tile: Callable[..., None]) -> Calla
 @interpreted
 @pytest.mark.parametrize(("rows", "vocabulary", "numbers", "packing", "entropy_gradient"), CASES)
 @pytest.mark.parametrize("kernel", ["rows", "forward tile", "backward tile"])
+@pytest.mark.every(2)
 def test_a_kernel_is_as_accurate_as_its_reference(
     kernel: str, rows: int, vocabulary: int, numbers: tuple[Any, ...], packing: torch.dtype, entropy_gradient: bool
 ) -> None:
@@ -154,6 +155,7 @@ COMPILED = [{}, {"bias": True, "softcap": 3.0, "temperature": 0.7}, {"trained": 
 
 @pytest.mark.parametrize("options", COMPILED)
 @pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.every(2)
 def test_compiled_calls_give_what_eager_ones_give(options: dict[str, Any], entropy_grad: bool) -> None:
     arguments, grad = problem(63, torch.float32, **options)
     grads = (grad, 0.5 * grad) if entropy_grad else (grad,)

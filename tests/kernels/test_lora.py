@@ -208,6 +208,7 @@ def test_an_output_that_is_not_used_adds_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("tile_rows", [None, 64])
+@pytest.mark.slow
 def test_compiled_mlp_gives_what_the_eager_one_gives(tile_rows: int | None) -> None:
     arguments = mlp_problem(63, torch.float32)
     compiled = torch.compile(lora_mlp, backend="aot_eager", fullgraph=True)

@@ -58,6 +58,7 @@ def in_triton(weight: NF4Weight, first_column: int = 0, width: int | None = None
 
 
 @pytest.mark.parametrize(*pairwise(dtype=DTYPES, quant_type=["nf4", "fp4"], double=[False, True]))
+@pytest.mark.every(2)
 def test_dequantized_weight_has_the_bits_of_bitsandbytes(dtype: torch.dtype, quant_type: str, double: bool) -> None:
     for shape in [*WHOLE, (5, 33), (3, 7)]:
         for blocksize in (64, 128, 256, 1024):
@@ -193,6 +194,7 @@ def test_the_cpu_path_works_through_large_weights_in_pieces(monkeypatch: pytest.
 @interpreted
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("blocksize", [32, 64, 256])
+@pytest.mark.every(2)
 def test_triton_writes_the_same_bits(blocksize: int, double: bool) -> None:
     for shape in [(33, 64), (1, 4096), (3, 1500), *RAGGED]:
         weight = NF4Weight.from_bitsandbytes(quantized(shape, blocksize=blocksize, double=double))
@@ -201,6 +203,7 @@ def test_triton_writes_the_same_bits(blocksize: int, double: bool) -> None:
 
 @interpreted
 @pytest.mark.parametrize("double", [False, True])
+@pytest.mark.every(2)
 def test_triton_writes_bands_of_columns_and_rows(double: bool) -> None:
     weight = NF4Weight.adjacent([quantized((64, 512), double=double), quantized((33, 512), double=double)])
     full = nf4_dequantize_ref(weight)

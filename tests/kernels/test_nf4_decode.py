@@ -46,6 +46,7 @@ def test_operator_is_sound() -> None:
 @interpreted
 @pytest.mark.parametrize(("rows", "double"), [(1, False), (3, True), (8, False), (8, True), (13, False), (32, True),
                                               (63, False)])
+@pytest.mark.every(2)
 def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) -> None:
     cases = ((((33,), 64), 5), (((64, 128, 64), 512), 16), (((70,), 576), 40), (((64, 65), 256), 3))
     for size, rank in cases[::2] if rows % 3 == 0 else cases[1::2] if rows % 2 else cases:
@@ -57,6 +58,7 @@ def test_decode_kernel_is_as_accurate_as_the_reference(rows: int, double: bool) 
 
 @interpreted
 @pytest.mark.parametrize("rows", [9, 24])
+@pytest.mark.every(2)
 def test_rows_in_blocks_of_8_get_the_bits_that_they_get_on_their_own(rows: int) -> None:
     launch = decode_launch(rows, 70, 75)
     assert launch.constexprs["BLOCK_M"] == 8

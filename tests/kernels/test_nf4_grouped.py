@@ -33,6 +33,7 @@ def by_definition(x: Tensor, experts: FrozenStack, ids: Tensor, back: bool, scal
 @pytest.mark.parametrize(*pairwise(kind=["nf4", "nested"], spread=SPREADS, back=[False, True], **{
     "device,dtype": [pytest.param("cpu", torch.float32, marks=interpreted), *IN_16_BITS]
 }))
+@pytest.mark.every(2)
 def test_products_are_those_of_each_place_by_itself(
     kind: str, spread: str, back: bool, device: str, dtype: torch.dtype
 ) -> None:
@@ -77,6 +78,7 @@ def test_only_weights_in_whole_blocks_of_64_are_taken() -> None:
 @pytest.mark.parametrize(("device", "dtype"), [
     pytest.param("cpu", torch.float32, marks=interpreted), *IN_16_BITS])
 @pytest.mark.parametrize("size", [(1, (8, 8, 128, 64)), (63, (5, 3, 192, 64))])
+@pytest.mark.every(2)
 def test_routed_experts_through_the_kernels_are_as_accurate_as_the_reference(
     size: tuple[int, tuple[int, int, int, int]], device: str, dtype: torch.dtype
 ) -> None:

@@ -184,6 +184,7 @@ def test_an_8b_layer_fits_in_fake_tensors() -> None:
         assert x.grad.shape == x.shape
 
 
+@pytest.mark.slow
 def test_it_compiles_into_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     small_bands(monkeypatch, 50_000)
     arguments = problem(7, THREE, torch.float32)

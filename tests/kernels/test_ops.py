@@ -124,6 +124,7 @@ def test_a_gradient_that_is_one_number_for_all_entries_is_read_right(name: str) 
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.every(2)
 def test_compiled_results_and_gradients_are_the_same(name: str) -> None:
     function, inputs = FUNCTIONS[name][0], numbers(*FUNCTIONS[name][1])
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)

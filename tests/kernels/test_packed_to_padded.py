@@ -97,6 +97,7 @@ def test_a_shared_prompts_gradient_in_bf16_is_rounded_once() -> None:
     *((name, (4, 2, 2), 16) for name in PACKS), *(("three groups", heads, 7) for heads in HEADS),
     *(("many copies", (3, 1, 1), size) for size in SIZES),
 ])
+@pytest.mark.every(2)
 def test_the_kernels_give_what_the_references_give(name: str, heads: tuple[int, ...], size: int) -> None:
     batch = batch_of(PACKS[name])
     packed, grads = problem(batch, heads, size, torch.float32)

@@ -92,6 +92,7 @@ def outcome_of_kernels(tensors: dict[str, Tensor], grads: list[Tensor], offset: 
     *((63, 65, *form) for form in FORMS), *((3, 8200, *form) for form in FORMS),
     (1, 7, False, 0.0), (500, 33, True, 1.0), (9, 2050, True, 0.0),
 ])
+@pytest.mark.every(2)
 def test_the_kernels_errors_are_no_larger_than_the_references(
     rows: int, columns: int, residual: bool, offset: float
 ) -> None:
@@ -101,6 +102,7 @@ def test_the_kernels_errors_are_no_larger_than_the_references(
 
 @interpreted
 @pytest.mark.parametrize("columns", [65, 8200])
+@pytest.mark.every(2)
 def test_partial_sums_of_several_programs_and_steps_add_up(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PARTIAL_SUMS", 3)
     tensors, grads = problem((19 if columns > 100 else 200, columns), torch.float32, True)

@@ -98,6 +98,7 @@ def outcomes_of_kernels(tensors: dict[str, Tensor], heads_first: bool) -> list[d
     (SHAPES[0], True), ((1, 9, 8, 8, 1), False), ((2, 3, 10, 6, 2), True), ((2, 3, 10, 6, 2), False),
     ((1, 5, 96, 72, 0), True), (SHAPES[-1], False),
 ])
+@pytest.mark.every(2)
 def test_the_kernels_errors_are_no_larger_than_the_references(shape: tuple[int, ...], heads_first: bool) -> None:
     tensors = problem(shape, torch.float32, heads_first)
     for results in outcomes_of_kernels(tensors, heads_first):

@@ -23,6 +23,7 @@ SIZES = [(1, (16, 16, 64, 16)), (63, (8, 3, 96, 48)), (130, (5, 5, 64, 24))]  # 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.every(2)
 def test_errors_are_those_of_the_dequantized_experts(dtype: torch.dtype, device: torch.device) -> None:
     for size, kind in product(SIZES, ("plain", "nf4", "nested")):
         arguments = problem(*size, kind, dtype, device)

@@ -252,6 +252,7 @@ def test_on_policy_the_mismatch_is_against_the_policy_itself() -> None:
 
 
 @pytest.mark.parametrize("loss_type", [*OPTIONS, "gspo_token"])
+@pytest.mark.every(2)
 def test_masked_completions_are_the_bad_ones_that_drifted(loss_type: str) -> None:
     options, masked = OPTIONS | {"gspo_token": OPTIONS["gspo"]}, dict.fromkeys(product((True, False), (0.02, 0.2)), 0)
     for (sampled, threshold), seed in product(masked, range(4)):

@@ -108,6 +108,7 @@ def assert_formula(tokens: dict[str, Tensor], case: Options, on_policy: bool = F
 
 
 @each_loss_type
+@pytest.mark.every(2)
 def test_loss_and_gradient_are_the_formulas(loss_type: str) -> None:
     tokens = example()
     for case in (*plain(loss_type), *(with_kl if loss_type == "grpo" else few_with_kl)(loss_type)):

@@ -31,6 +31,7 @@ NAME = "Qwen/Qwen3-30B-A3B"
     ({"num_hidden_layers": 4, "mlp_only_layers": [1]}, 2048),  # a layer with an MLP, frozen
     ({"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}, 4096),
 ])
+@pytest.mark.every(3)
 def test_weights_are_planned_to_the_byte_and_a_step_within_five_percent(changes: dict[str, Any], context: int) -> None:
     config = named_config(NAME) | changes
     found = weigh.weigh(config, [context])

@@ -4,6 +4,7 @@ beside its plan."""
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
@@ -67,6 +68,7 @@ def test_weights_in_4_bit_count_with_their_scales() -> None:
     assert 0.95 < found / wanted < 1.05
 
 
+@pytest.mark.slow
 def test_a_real_step_stands_beside_its_plan_and_checkpointing_is_seen(tmp_path: Path) -> None:
     """The plan is of a card: on the CPU 32-bit copies of 16-bit matrices come on top, up to a third here."""
     peaks = {}

@@ -69,6 +69,7 @@ def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (name in ("gemma-4-e4b", "qwen3.6-27b")))  # weighing them takes long
     for name in {named_config(name)["model_type"]: name for name in named_shapes()}.values()])
+@pytest.mark.every(3)
 def test_weights_and_adapters_are_planned_to_the_byte(name: str) -> None:
     config = shallow(named_config(name), 2)
     found = weigh.weigh(config, [256])
@@ -109,6 +110,7 @@ def test_a_random_shape_holds_what_was_planned_for_it_within_five_percent(seed: 
 
 
 @pytest.mark.parametrize("window", [1024, 4096])
+@pytest.mark.slow
 def test_a_window_makes_no_matrix_of_tokens_and_its_mask_is_planned_for(window: int) -> None:
     config = {
         "model_type": "mistral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2,
@@ -217,6 +219,7 @@ def test_as_many_layers_keep_what_they_compute_as_there_is_room_for_unless_the_u
         assert (found.kept_layers, found.checkpointing) == (0, fixed.get("checkpointing", "offload"))
 
 
+@pytest.mark.slow
 def test_host_memory_is_planned_within_a_layer_input() -> None:
     config, context = shallow(named_config("llama-3.1-8b"), 4), 8192
     measured = weigh.weigh(config, [context])
@@ -629,6 +632,7 @@ def test_8b_trains_and_samples_131072_tokens_in_16_gib_and_holds_what_is_planned
     assert plan(config, RunSettings(131072, kv_cache_dtype="fp8"), device("16GiB")).settings.head_groups == 8
 
 
+@pytest.mark.slow
 def test_phi_4_trains_and_samples_20480_tokens_in_16_gib() -> None:
     """Its own context is 16,384 tokens: planned as if it were longer."""
     config = named_config("phi-4-14b") | {"max_position_embeddings": 20480}

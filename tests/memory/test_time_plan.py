@@ -282,6 +282,7 @@ def test_a_size_and_a_plan_that_does_not_fit_have_no_time_and_say_why() -> None:
     assert time.step_seconds is None and time.why == "the plan does not fit rtx4090"
 
 
+@pytest.mark.slow
 def test_extremes_take_a_finite_and_positive_time() -> None:
     for model, context, work in (
         ("qwen2.5-1.5b", 2048, Workload(1, 1, 1, 1, 1)),

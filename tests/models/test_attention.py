@@ -36,6 +36,7 @@ def gradients(policy: Policy, hidden: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad((hidden * weights).sum(), policy.trainable))
 
 
+@pytest.mark.every(2)
 def test_packed_sequences_compute_what_they_compute_alone_and_so_do_their_gradients(policy: Policy) -> None:
     batch = batch_of(LENGTHS)
     expected, hidden = torch.cat(alone(policy, batch)), policy.hidden(batch)

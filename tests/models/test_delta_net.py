@@ -58,6 +58,7 @@ def exact() -> Any:
 @pytest.mark.parametrize(("name", "lean"), [
     ("one group", False), ("a prompt of one token", True), ("several", False), ("several", True),
 ])
+@pytest.mark.every(2)
 def test_packed_sequences_that_share_prompts_learn_what_each_alone_does(
     name: str, lean: bool, plain: peft.PeftModel, exact: peft.PeftModel
 ) -> None:
@@ -68,6 +69,7 @@ def test_packed_sequences_that_share_prompts_learn_what_each_alone_does(
 
 
 @pytest.mark.parametrize("seed", [3, 7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 4, 6, 8, 9, 10))])
+@pytest.mark.every(2)
 def test_each_gradient_is_as_exact_as_transformers_own_by_its_largest_element(seed: int) -> None:
     """Adam divides each element by its own size, so a tensor of small gradients needs its digits as much."""
     draw = random.Random(seed)
@@ -87,6 +89,7 @@ def test_each_gradient_is_as_exact_as_transformers_own_by_its_largest_element(se
 
 
 @pytest.mark.parametrize("broken", ["no border", "nothing shared", "no gradient to the prompt"])
+@pytest.mark.every(3)
 def test_a_state_that_is_wrong_at_a_border_is_seen_by_these_bounds(
     broken: str, plain: peft.PeftModel, exact: peft.PeftModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_in_4_bits_the_model_is_the_one_of_the_dequantized_experts(tmp_path: Pat
         torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_loading_needs_room_for_the_experts_of_one_layer_in_16_bits_at_most(tmp_path: Path) -> None:
     """A layer's 64 experts of 3 x 32 x 128 weights are 1.5 MiB in bfloat16; there are 3 layers."""
     saved_family(MOE, tmp_path, num_experts=64, moe_intermediate_size=32, hidden_size=128, num_hidden_layers=3)

@@ -49,6 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("once", [False, True], ids=["side by side", "prompts once"])
 @each_family
+@pytest.mark.every(2)
 def test_packed_logprobs_and_every_gradient_are_those_of_plain_transformers(
     kind: str, once: bool, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,11 +61,13 @@ def test_packed_logprobs_and_every_gradient_are_those_of_plain_transformers(
 
 
 @each_family
+@pytest.mark.every(2)
 def test_our_engine_samples_with_the_trainers_logprobs(kind: str, folders: Any) -> None:
     assert sampled_apart(*loaded(folders(kind))) <= SAMPLED
 
 
 @each_family
+@pytest.mark.every(4)
 def test_checkpointed_layers_on_the_host_give_the_same_gradients(kind: str, folders: Any) -> None:
     batch = batch_of(GROUPS)
     expected = learned(Policy(loaded(folders(kind))[0]), batch)
@@ -91,6 +94,7 @@ def test_our_modules_are_where_the_table_says_and_only_there(kind: str, folders:
 
 
 @each_family
+@pytest.mark.every(2)
 def test_lora_is_on_every_projection_of_the_table_or_on_those_of_attention_only(kind: str, folders: Any) -> None:
     row = FAMILIES[kind]
     attention, mlp = {*row.attention.inner, "o_proj"}, {*row.mlp.inner, "down_proj"} if row.experts is None else set()
@@ -125,6 +129,7 @@ def test_a_saved_adapter_and_a_merged_model_compute_what_was_trained(
 
 
 @each_family
+@pytest.mark.every(2)
 def test_in_4_bits_packed_logprobs_are_those_of_each_sequence_alone(kind: str, folders: Any) -> None:
     model, _ = loaded(folders(kind), load_in_4bit=True)
     batch = batch_of(GROUPS)

@@ -118,6 +118,7 @@ def test_two_answers_to_one_question_are_refused(asked: dict[str, Any], message:
     ("fp8", {}, torch.float32), ("fp8-block", {}, torch.float32), ("fp8", {"lora_dropout": 0.3}, torch.float32),
     ("fp8", {}, torch.bfloat16),
 ])
+@pytest.mark.every(2)
 def test_a_training_step_is_that_of_the_dequantized_model(
     form: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:

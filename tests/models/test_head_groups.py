@@ -67,6 +67,7 @@ def test_groups_are_whole_key_heads_and_every_head_is_in_one() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["tiny", "Qwen3", "Gemma3"])
+@pytest.mark.every(2)
 def test_a_model_learns_the_same_with_prompts_side_by_side_and_computed_once(
     family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

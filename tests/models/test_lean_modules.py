@@ -62,6 +62,7 @@ def distance(values: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, f
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "tile_rows"), [(torch.float32, None), (torch.float32, 8), (torch.bfloat16, 8)])
+@pytest.mark.every(2)
 def test_errors_are_no_larger_than_those_of_transformers_and_peft(
     family: str, dtype: torch.dtype, tile_rows: int | None
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_saved_adapter_is_the_same_file_as_pefts(tmp_path: Any) -> None:
     assert configs[0] == configs[1]
 
 
+@pytest.mark.slow
 def test_training_with_checkpointing_makes_less_than_half_of_what_pefts_layers_make() -> None:
     model = random_model("Llama").to(torch.bfloat16)
     wide = copy.deepcopy(model.config)

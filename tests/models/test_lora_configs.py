@@ -92,6 +92,7 @@ def no_warnings_of_peft() -> Any:
 
 
 @pytest.mark.parametrize("case", EQUAL)
+@pytest.mark.every(2)
 def test_a_config_puts_the_layers_ranks_scales_and_first_values_there_that_peft_puts(case: str) -> None:
     theirs, ours = peft_model(base(), settings_of(case)), brought(base(), settings_of(case))
     assert adapted(ours) == adapted(theirs)
@@ -102,6 +103,7 @@ def test_a_config_puts_the_layers_ranks_scales_and_first_values_there_that_peft_
 
 
 @pytest.mark.parametrize("case", EQUAL)
+@pytest.mark.every(3)
 def test_adapters_go_both_ways_with_equal_logits_and_the_same_settings(case: str, tmp_path: Path) -> None:
     theirs = scatter(peft_model(base(torch.float64), settings_of(case)))
     ours = brought(base(torch.float64), settings_of(case))
@@ -120,6 +122,7 @@ def test_adapters_go_both_ways_with_equal_logits_and_the_same_settings(case: str
 
 
 @pytest.mark.parametrize("case", EQUAL)
+@pytest.mark.every(3)
 def test_the_lora_of_a_peft_model_moves_to_our_layers_and_the_callers_model_goes_on_with_it(
     case: str, tmp_path: Path
 ) -> None:
@@ -223,6 +226,7 @@ EMPTY: list[tuple[dict[str, Any], str]] = [  # a setting, and what is refused; "
 
 @pytest.mark.parametrize(("settings", "message"), EMPTY, ids=lambda value: str(value)[:60])
 @pytest.mark.parametrize("kind", ["get_peft_model", "peft_config"])
+@pytest.mark.every(2)
 def test_an_empty_setting_does_what_it_does_in_peft_or_is_refused(
     settings: dict[str, Any], message: str, kind: str
 ) -> None:

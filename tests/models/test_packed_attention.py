@@ -56,6 +56,7 @@ def alone(query: Tensor, key: Tensor, value: Tensor, batch: MicroBatch, window: 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("window", "block", "dtype"), CASES)
+@pytest.mark.every(2)
 def test_results_and_gradients_are_those_of_each_sequence_alone(
     window: int | None, block: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def always_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["tiny", *FAMILIES])
+@pytest.mark.every(2)
 def test_a_model_that_computes_prompts_once_learns_the_same(
     family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

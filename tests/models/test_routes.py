@@ -57,6 +57,7 @@ def assert_near(found: Any, expected: Any, near: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, EXACT), (torch.float32, NEAR)])
+@pytest.mark.every(2)
 def test_with_routes_no_logprob_and_no_gradient_depends_on_how_tokens_are_packed(
     dtype: torch.dtype, near: float, folder: Path
 ) -> None:

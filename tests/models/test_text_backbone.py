@@ -68,6 +68,7 @@ def test_no_other_part_takes_memory_and_our_engine_samples_with_the_trainers_log
 
 @each_kind
 @pytest.mark.parametrize("stored", [False, True], ids=["loaded", "stored"])
+@pytest.mark.every(3)
 def test_a_merged_model_is_one_of_text_with_what_was_trained(
     kind: str, stored: bool, folders: dict[str, Path], tmp_path: Path
 ) -> None:

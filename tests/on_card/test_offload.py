@@ -88,6 +88,7 @@ def test_two_graphs_at_once_do_not_disturb_each_other(device: torch.device) -> N
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.every(3)
 def test_a_transformers_model_with_dropout_has_the_same_gradients(
     device: torch.device, dtype: torch.dtype, family: str
 ) -> None:

@@ -58,6 +58,7 @@ def deterministic() -> Iterator[None]:
         (torch.bfloat16, False, "offload"), (torch.float16, False, False), (torch.bfloat16, True, False),
         (torch.float16, True, "offload"))),
 ])
+@pytest.mark.every(4)
 def test_the_gradient_is_as_near_to_float64_as_that_of_plain_transformers(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, four_bit: bool, checkpointing: Any,
     sampled: list[RolloutGroup],
@@ -130,6 +131,7 @@ def settle(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> None:
 
 @on_both
 @pytest.mark.parametrize("value", [math.inf, pytest.param(math.nan, marks=slow)])
+@pytest.mark.slow
 def test_an_overflow_in_float16_lowers_the_scale_and_is_neither_trained_on_nor_counted(
     tmp_path: Path, device: torch.device, sampled: list[RolloutGroup], value: float
 ) -> None:
@@ -171,6 +173,7 @@ def test_a_gradient_that_is_no_number_is_named_and_not_trained_on(
 @pytest.mark.parametrize("optim", [
     "adamw_8bit", *(pytest.param(name, marks=slow) for name in ("adamw_torch_fused", "paged_adamw_8bit")),
 ])
+@pytest.mark.slow
 def test_every_optimizer_goes_where_adam_in_32_bits_goes(
     tmp_path: Path, device: torch.device, optim: str, sampled: list[RolloutGroup]
 ) -> None:
@@ -232,6 +235,7 @@ def bytes_held(device: torch.device) -> int:
 
 @on_both
 @pytest.mark.parametrize("checkpointing", ["offload", *(pytest.param(value, marks=slow) for value in (False, True))])
+@pytest.mark.slow
 def test_a_step_leaves_no_memory_behind(
     tmp_path: Path, device: torch.device, sampled: list[RolloutGroup], checkpointing: Any
 ) -> None:
@@ -274,6 +278,7 @@ def test_later_steps_and_more_micro_batches_take_no_more_memory(tmp_path: Path, 
 @on_both
 @pytest.mark.parametrize(("dtype", "four_bit"), [
     (torch.bfloat16, True), pytest.param(torch.float16, False, marks=slow)])
+@pytest.mark.slow
 def test_a_run_samples_scores_trains_saves_and_tells_what_it_measured(
     tmp_path: Path, device: torch.device, dtype: torch.dtype, four_bit: bool
 ) -> None:

@@ -192,6 +192,7 @@ def test_prefixes_of_the_old_policy_are_dropped_after_an_update(
     assert cached[1] >= 256
 
 
+@pytest.mark.slow
 def test_sleep_frees_the_cache_and_waking_samples_the_same(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
@@ -315,6 +316,7 @@ def test_dequantized_weights_agree_with_the_trainer_and_sleep_frees(form: str, e
             assert torch.cuda.mem_get_info()[0] - free >= 0.9 * (KV_BYTES + wide)
 
 
+@pytest.mark.slow
 def test_a_run_sleeps_wakes_updates_and_agrees_with_its_sampler(device: torch.device, tmp_path: Path) -> None:
     close_all()
     bare, _ = FastLanguageModel.from_pretrained(

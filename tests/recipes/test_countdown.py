@@ -79,6 +79,7 @@ def test_each_result_on_the_way_to_the_target_is_a_positive_integer() -> None:
 
 
 @pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (3407, 7)])
+@pytest.mark.every(3)
 def test_no_test_puzzle_is_trained_on_in_any_order_or_difficulty(train_seed: int, test_seed: int) -> None:
     train = {p.key for p in take(2000, "train", train_seed, EASY)} | {p.key for p in take(2000, "train", train_seed)}
     tested = {p.key for p in take(800, "test", test_seed, EASY)} | {p.key for p in take(800, "test", test_seed)}

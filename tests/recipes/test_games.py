@@ -43,6 +43,7 @@ def test_the_games_own_pay_decides_and_not_the_count_of_wins(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.every(3)
 def test_eval_plays_the_same_games(name: str, tmp_path: Path) -> None:
     result = invoke("eval", MODELS[name], "--recipe", name, "--limit", "6", "--out", str(tmp_path), "--engine",
                     "transformers")

@@ -48,6 +48,7 @@ def test_a_short_run_searches_trains_and_says_how_others_play(tmp_path: Path) ->
     assert all(row["reward"] == row["rewards"]["earned"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_judge_pays_without_labels_and_the_rules_only_count(tmp_path: Path) -> None:
     with serving(by_length) as server:
         judged = "reward=ruler", f"judge={server.url}", "judge_model=m", "judge_key=local"

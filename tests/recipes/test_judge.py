@@ -57,6 +57,7 @@ def test_the_judge_is_told_how_long_a_summary_may_be() -> None:
 FEW = ("eval_problems=2", "train_size=4", "max_completion_length=6")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_judge_trains_to_the_end_and_then_fails_in_one_line(tmp_path: Path) -> None:
     result = run("judge", tmp_path / "run", *FEW, "seed=4")
     assert result.exit_code == 1, result.output

@@ -24,6 +24,7 @@ def questions(dataset: Dataset) -> set[str]:
 
 
 @RECIPE
+@pytest.mark.every(2)
 def test_problems_are_distinct_and_no_test_problem_is_trained_on(make: Callable[..., Dataset]) -> None:
     for train_seed, test_seed in ((0, 0), (3407, 7), (-1, 42)):
         train, test = questions(make("train", 1000, train_seed)), questions(make("test", 300, test_seed))

@@ -127,6 +127,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_format_is_taught_first_and_only_once(tmp_path: Path) -> None:
     result = run("proximity", tmp_path, *FEW, "sft_steps=6")
     assert result.exit_code == 0, result.output

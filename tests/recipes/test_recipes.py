@@ -314,6 +314,7 @@ def is_stopped(completions: list[Any], **kwargs: Any) -> list[float]:
 @pytest.mark.parametrize(("reward", "error", "status"), [
     (breaks, RewardError, "failed"), (is_stopped, KeyboardInterrupt, "interrupted"),
 ])
+@pytest.mark.every(2)
 def test_a_run_that_failed_or_was_stopped_tells_its_recipe_and_what_was_measured_before(
     reward: Any, error: type[BaseException], status: str, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ FEW = ("train_size=8", "max_completion_length=6")
     ("email", [], "The embedded tiny model cannot write e-mails",
      ["keyword_present", "ideal_answer", "too_long", "recipient_named", "signed"]),
 ])
+@pytest.mark.every(3)
 def test_a_recipe_finishes_on_the_embedded_model(
     name: str, words: list[str], said: str, rewards: list[str], tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_recipe_finishes_on_the_embedded_model(
     ("judge judge=gpt", "judge is 'gpt'; allowed are"), ("judge judge=http://127.0.0.1/v1", "judge_model is missing"),
     ("judge judge_model=m", "judge_model is for a judge at an address"), ("judge judge_keys=x", "judge_key"),
 ])
+@pytest.mark.every(2)
 def test_a_wrong_option_is_found_before_the_model_is_loaded(words: str, message: str, tmp_path: Path) -> None:
     name, *options = words.split()
     small = "max_steps=1", "gpu=cpu", "engine=transformers", f"output_dir={tmp_path / 'run'}"

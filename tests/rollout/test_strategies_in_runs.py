@@ -51,6 +51,7 @@ def check_same(parts: Path, whole: Path) -> None:
     assert records(parts) == records(whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_in_an_extra_round_and_is_stopped_later_is_resumed_as_the_undisturbed_one(
     tmp_path: Path, whole: tuple[Path, int]
 ) -> None:

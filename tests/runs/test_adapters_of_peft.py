@@ -85,6 +85,7 @@ def untouched(live: FastPeftModel) -> Iterator[FastPeftModel]:
 
 
 @pytest.mark.parametrize("case", [*LOADED, *SAMPLED])
+@pytest.mark.every(3)
 def test_a_saved_adapter_samples_with_pefts_logits_and_leaves_the_model_as_it_was(
     case: str, untouched: FastPeftModel, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_saved_adapter_samples_with_pefts_logits_and_leaves_the_model_as_it_wa
 
 
 @pytest.mark.parametrize("case", LOADED)
+@pytest.mark.every(3)
 def test_the_folder_of_a_saved_adapter_loads_with_pefts_logits_and_merges_to_them(case: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", **LOADED[case])
     wanted = by_peft(folder)

@@ -4,6 +4,7 @@ import gc
 import logging
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import card
@@ -15,6 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 from hypothesis.internal.constants_ast import Constants
 from small_models import FAMILIES, HYBRIDS, TINY, load_model, with_adapter
+from tables import in_short_lane
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowmem_grpo.models.policy import Policy
@@ -35,9 +37,18 @@ assert hasattr(HypothesisProvider, "_local_constants"), "hypothesis keeps the co
 AVAILABLE_PROVIDERS["hypothesis"] = SteadyProvider
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked `gpu` is skipped where there is no card, or none that computes in the dtype of the test."""
+    """Skip what is marked `gpu` where there is no card, or none that computes in the dtype of the test. Of a test
+    marked `every(n)`, one of n cases stays in the short lane, and the others are marked `slow`."""
+    numbers = Counter[str]()
     for item in items:
+        every = item.get_closest_marker("every")
+        if every and not item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
+            test = item.nodeid.partition("[")[0]
+            if not in_short_lane(test, numbers[test], every.args[0]):
+                item.add_marker(pytest.mark.slow)
+            numbers[test] += 1
         call = getattr(item, "callspec", None)
         why = card.why_skipped({} if call is None else call.params)
         if item.get_closest_marker("gpu") and why is not None:

@@ -183,6 +183,7 @@ class SendTwice:
 @pytest.mark.skipif(torch.get_num_threads() > 1, reason="a fork would wait without end for OpenMP's other threads")
 @pytest.mark.parametrize("ignored", [False, True], ids=["", "ignored as under nohup"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.every(2)
 def test_schedulers_signals_finish_the_step_and_save_and_then_end_the_process(
     tmp_path: Path, number: signal.Signals, ignored: bool
 ) -> None:

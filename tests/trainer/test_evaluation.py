@@ -89,6 +89,7 @@ def of_both(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", range(4))
+@pytest.mark.every(2)
 def test_several_datasets_are_evaluated_each_under_its_name(kind: int, tmp_path: Path) -> None:
     given, alone = of_both(ROWS)[kind], make(tmp_path / "alone")
     trainer = make(tmp_path / "run", eval_dataset=given)

@@ -108,6 +108,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize(("loss_type", "beta"), [
     *((loss_type, 0.1 if loss_type in LOSS_TYPES else 0.0) for loss_type in loss_types.LOSS_TYPES), ("grpo", 0.0),
 ])
+@pytest.mark.every(2)
 def test_the_gradient_depends_neither_on_micro_batches_nor_on_the_order_of_groups(
     sampled: Any, loss_type: str, beta: float
 ) -> None:
@@ -142,6 +143,7 @@ def test_only_a_plan_cuts_micro_batches_where_there_is_one_and_its_cut_leaves_th
     ("grpo", 0.0, True), ("grpo", 0.1, True), ("grpo", 0.1, False), ("bnpo", 0.1, True), ("dr_grpo", 0.1, False),
     ("dapo", 0.0, True), ("dapo", 0.1, True),
 ])
+@pytest.mark.every(2)
 def test_the_gradient_is_that_of_the_papers(sampled: Any, loss_type: str, beta: float, correct_kl: bool) -> None:
     trainer, plain, groups = sampled
     with settings_of(trainer, loss_type=loss_type, beta=beta, use_bias_correction_kl=correct_kl):

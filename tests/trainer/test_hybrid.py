@@ -74,6 +74,7 @@ def test_where_layer_inputs_lie_does_not_change_what_is_learned(
     assert relative(adapter(trainer), adapter(straight)) <= NEAR
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_and_went_on_is_the_undisturbed_one(
     folder: Path, straight: GRPOTrainer, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def adamw() -> torch.optim.Optimizer:
 @pytest.mark.parametrize("total", [1, 9, 10, 12, 25, 30])
 @pytest.mark.parametrize("warmup", [0, 0.05, 0.1, 0.34, 1, 2.7, 3])
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
+@pytest.mark.every(3)
 def test_every_learning_rate_is_the_one_that_transformers_trainer_has(
     kind: str, warmup: float, total: int, tmp_path: Path
 ) -> None:

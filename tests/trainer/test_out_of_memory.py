@@ -97,6 +97,7 @@ def test_layer_inputs_on_the_host_survive_an_attempt_that_broke_off(
 
 
 @pytest.mark.parametrize(("dropout", "place"), [(0.0, "forward"), (0.1, "backward")])
+@pytest.mark.every(2)
 def test_out_of_memory_at_any_micro_batch_does_not_change_what_is_trained(
     tmp_path: Path, sampled: list[RolloutGroup], place: str, dropout: float
 ) -> None:
@@ -333,6 +334,7 @@ def test_a_run_that_cannot_go_on_saves_what_it_has(tmp_path: Path) -> None:
     assert resumed.memory.train.failures == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_bounds_and_old_checkpoints_can_be_read(tmp_path: Path) -> None:
     settings = {"max_tokens_per_micro_batch": TOKENS, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     trainer = make(tmp_path, **settings)

@@ -152,6 +152,7 @@ def final(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["a new adapter", "another adapter"])
+@pytest.mark.every(2)
 def test_a_resumed_run_compares_with_what_the_run_began_with_bit_for_bit(
     fresh: bool, straight: tuple[Path, Gradients], tmp_path: Path
 ) -> None:

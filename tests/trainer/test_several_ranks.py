@@ -171,6 +171,7 @@ def bad_reward(completions: list[str], prompts: list[str], **kwargs: Any) -> lis
     return [float(len(text)) for text in completions]
 
 
+@pytest.mark.slow
 def test_an_error_of_a_reward_in_one_rank_is_told_by_all_and_what_was_trained_is_saved(tmp_path: Path) -> None:
     first, second = Ranked(tmp_path, 2, train, reward=bad_reward, max_steps=5, max_completion_length=4).wait()
     assert "no digits" in second and "RankError" not in second
@@ -187,6 +188,7 @@ def nan_reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [float("nan") if bad and not place else float(len(text) % 5) for place, text in enumerate(completions)]
 
 
+@pytest.mark.slow
 def test_a_step_with_a_reward_of_nan_in_one_rank_is_skipped_in_all(tmp_path: Path) -> None:
     ranks = Ranked(tmp_path, 2, train, reward=nan_reward, max_steps=3, max_completion_length=4).wait()
     assert [line["optimizer/skipped"] for line in ranks[0][1]] == [0.0, 1.0, 0.0]

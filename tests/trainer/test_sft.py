@@ -134,6 +134,7 @@ def plain_gradients(
     ({"max_tokens_per_micro_batch": 90}, "offload"), ({"max_tokens_per_micro_batch": 90}, True),
     ({"logits_chunk": 3}, False),
 ], ids=str)
+@pytest.mark.every(2)
 def test_the_gradient_is_that_of_transformers_cross_entropy_however_the_step_is_cut(
     settings: dict[str, Any], checkpointing: Any, tmp_path: Path
 ) -> None:
@@ -495,6 +496,7 @@ def hand_over(model: FastPeftModel, folder: Path) -> None:
     assert all(torch.equal(value, base[name]) for name, value in model.named_parameters() if not value.requires_grad)
 
 
+@pytest.mark.slow
 def test_the_first_rollouts_of_grpo_have_the_taught_format_and_the_reference_keeps_it(tmp_path: Path) -> None:
     hand_over(load_another(), tmp_path)
 

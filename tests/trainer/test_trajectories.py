@@ -154,6 +154,7 @@ def test_settings_change_for_one_step(first: list[RolloutGroup], tmp_path: Path)
 @pytest.mark.parametrize(("change", "weighed"), [
     (lambda turn: setattr(turn, "exact", False), True), (lambda turn: None, False),
 ], ids=["another temperature", "as the policy"])
+@pytest.mark.every(2)
 def test_what_was_drawn_otherwise_is_weighed_and_not_held_against_the_sampler(
     change: Callable[[Any], None], weighed: bool, first: list[RolloutGroup], tmp_path: Path
 ) -> None:

@@ -143,6 +143,7 @@ def split_at(rollout: Rollout, prompt: list[int], *starts: int) -> Rollout:
 
 
 @every_row("name", OPTIONS)
+@pytest.mark.slow
 def test_splits_with_all_that_came_before_as_their_prompts_do_not_change_the_gradient(
     name: str, policy: Policy
 ) -> None:

@@ -190,6 +190,7 @@ def test_a_resized_embedding_is_refused_before_anything_is_trained_or_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_resized_model_that_was_saved_first_trains_loads_and_exports(tmp_path: Path) -> None:
     tokenizer = changed()
     tokenizer.add_tokens([f"<new {number}>" for number in range(99)])

@@ -112,6 +112,7 @@ def caches(model: Any) -> list[Tensor]:
     return [tensor for layer in layers for tensor in (layer if isinstance(layer, list | tuple) else [layer])]
 
 
+@pytest.mark.slow
 def test_closing_frees_the_cache_and_the_model_and_a_closed_engine_says_so(
     engine: VLLMEngine, prompts: list[list[int]]
 ) -> None:

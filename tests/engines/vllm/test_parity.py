@@ -52,6 +52,7 @@ def sample(engine: VLLMEngine, tokens: int = 40, n: int = 8) -> list[list[Rollou
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.every(2)
 def test_the_sampler_agrees_with_the_trainer_before_and_after_the_adapter_moves(
     family: str, kind: str, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ LONG_LANE = ("ignore_eos", "longer than the context", "special tokens in the tex
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.slow] * (name in LONG_LANE)) for name in PARAMS])
+@pytest.mark.every(2)
 def test_greedy_completions_end_and_read_as_with_transformers_engine(
     engine: VLLMEngine, other: TransformersEngine, prompts: list[list[int]], name: str
 ) -> None:
@@ -102,6 +103,7 @@ def test_no_two_completions_share_their_random_numbers(engine: VLLMEngine, promp
     *(pytest.param(options, marks=pytest.mark.slow) for options in (
         {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8})),
 ], ids=str)
+@pytest.mark.every(2)
 def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
     engine: VLLMEngine, policy: Policy, prompts: list[list[int]], options: dict[str, Any]
 ) -> None:

@@ -133,6 +133,7 @@ def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: lis
 
 
 @needs_mcp
+@pytest.mark.slow
 def test_calls_run_side_by_side_and_one_that_is_given_up_disturbs_no_other(server: list[str]) -> None:
     with start(server) as tools:
         box = Toolbox(tools, tiny_with("qwen3"), 64)
@@ -140,6 +141,7 @@ def test_calls_run_side_by_side_and_one_that_is_given_up_disturbs_no_other(serve
 
 
 @needs_mcp
+@pytest.mark.slow
 def test_a_server_that_listens_at_a_url_gives_its_tools_and_outlives_the_session(url: str) -> None:
     with mcp_tools(url=url) as tools:
         box = Toolbox(tools, tiny_with("qwen3"), 64)
@@ -206,6 +208,7 @@ def test_a_call_that_a_dying_session_never_answers_is_an_outage_and_is_not_waite
 
 
 @needs_mcp
+@pytest.mark.slow
 def test_a_session_ends_when_nothing_holds_its_tools(server: list[str]) -> None:
     box = Toolbox([*start(server, names=["wait"], prefix="a_")], tiny_with("qwen3"), 64)
     assert list(box.tools) == ["a_wait"]

@@ -159,6 +159,7 @@ def test_a_good_call_is_kept_beside_a_broken_one() -> None:
 @pytest.mark.parametrize("unit", [
     "word ", "{", '{"name": "a", ', "<tool_call>", "</tool_call>", "<function=a>", "<parameter=a>", "</parameter>", "[",
     "<arg_key>", "<|tool_call_start|>[f(", "<think>", '{"a":', "\n"])
+@pytest.mark.every(2)
 def test_a_megabyte_of_anything_is_read_and_does_not_hang(form: str, unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
     for whole in (text, WRITTEN[form].replace("Rome", text)):
@@ -182,6 +183,7 @@ def test_any_arguments_come_back_from_json(form: str, arguments: dict[str, Any])
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
+@pytest.mark.every(2)
 def test_no_completion_raises_and_none_with_a_mark_is_plain_text(form: str, data: st.DataObject) -> None:
     words = st.sampled_from([*FORMS[form].marks, *WRITTEN[form].partition("weather"), '"', "}", "a", "\n"]) | st.text()
     found = read(form, text := "".join(data.draw(st.lists(words, max_size=8))))

@@ -231,6 +231,7 @@ def test_fake_tensors_tell_the_hosts_bytes_from_the_devices() -> None:
     assert plain_peak - peak >= 5 * one
 
 
+@pytest.mark.slow
 def test_what_kept_layers_save_stays_on_the_device_and_the_others_inputs_still_go() -> None:
     tokens, one = 4096, 4096 * 1024 * 2
     _, host, after, _ = fake_step(tokens, offloaded=True)

@@ -34,6 +34,7 @@ def logits(model: Any) -> torch.Tensor:
     return found.float()
 
 
+@pytest.mark.every(2)
 def test_a_merged_model_is_base_plus_adapter_for_plain_transformers(
     saved: tuple[FastPeftModel, Path], merged: tuple[Path, str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_base_that_is_stored_in_4_bit_is_read_as_it_is(tmp_path: Path, unequal
 
 
 @pytest.mark.parametrize("held", [True, "block", *CHECKPOINTS])
+@pytest.mark.every(4)
 def test_what_was_trained_on_fp8_weights_is_merged_with_them(held: bool | str, tmp_path: Path, unequal: None) -> None:
     """Quantized while loading, or stored in FP8: the loaded model and the files give the same, base plus adapter."""
     base, asked = tmp_path / "base", {} if held in CHECKPOINTS else {"load_in_fp8": held}
@@ -199,6 +201,7 @@ def test_logits_that_differ_stop_the_export(adapter: Path, tmp_path: Path, monke
     assert names_beside(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_base_quantized_out_of_bfloat16_is_compared_with_the_same_weights(copy: Path, tmp_path: Path) -> None:
     edit_record(copy, load_in_4bit=True, dtype="bfloat16")  # stored in float32: other weights come out of that
     done = export(copy, "merged", tmp_path / "merged")

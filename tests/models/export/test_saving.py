@@ -39,6 +39,7 @@ def tools(tmp_path: Path) -> Path:
     (None, ["q8_0"]),
     (["q4_k_m", "q8_0", "q5_k_m"], ["q4_k_m", "q5_k_m", "q8_0"]),
 ])
+@pytest.mark.every(3)
 def test_gguf_files_of_a_loaded_model_are_those_of_the_command(
     method: Any, files: list[str], model: FastPeftModel, tools: Path, tmp_path: Path, unequal: None
 ) -> None:

@@ -37,6 +37,7 @@ def train(
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_does_not_end_the_run(model: FastPeftModel, tmp_path: Path) -> None:
     with serving(by_length) as server:
         judge = rewards.UrlJudge(server.url, "m", "k", retries=0)
@@ -62,6 +63,7 @@ def test_one_group_without_a_judgement_does_not_take_the_others_with_it(model: F
     assert line["judge/ruler/failed"] == 0.5 and line["groups/with_signal"] == 1 and line["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_base_model_that_babbles_does_not_end_the_run(model: FastPeftModel, tmp_path: Path) -> None:
     judge = rewards.SelfJudge(model, max_tokens=8)
     (line,) = train(model, [rewards.ruler(judge), correct_answer], tmp_path, max_steps=1)
@@ -79,6 +81,7 @@ def test_a_reason_that_no_file_can_hold_does_not_end_the_run(model: FastPeftMode
     assert [json.loads(line)["extra"]["odd"] for line in lines] == ["half ?"] * 8
 
 
+@pytest.mark.slow
 def test_a_check_before_the_run_shows_a_failing_judge(model: FastPeftModel) -> None:
     config = GRPOConfig(**SETTINGS)
     with serving(in_turn((401, {"error": {"message": "wrong key"}}))) as server:

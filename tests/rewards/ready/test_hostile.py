@@ -47,6 +47,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.every(2)
 def test_a_hostile_completion_does_not_hold_up_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is so long that what takes time quadratic in its length takes minutes, and the rest some hundredths."""
     columns: dict[str, Any] = {column: [value] for column, value in ROW.items()}

@@ -212,6 +212,7 @@ def test_long_runs_are_smoothed_and_the_page_says_how(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["word ", "<&\"", "漢字", "\ud800"])
+@pytest.mark.every(2)
 def test_a_page_of_any_run_has_at_most_500_kb_and_still_shows_samples(tmp_path: Path, text: str) -> None:
     long = text * 20_000
     rows = [metric(step, **{f"rewards/f{number}/mean": 0.01 * number for number in range(30)})
@@ -324,6 +325,7 @@ def test_what_a_policy_a_tool_or_an_environment_wrote_cannot_break_out_of_an_epi
 
 
 @pytest.mark.parametrize(("turns", "text"), [(2, "word " * 20_000), (500, "\u6f22<&" * 200)])
+@pytest.mark.every(2)
 def test_long_episodes_fit_into_500_kb_and_say_which_turns_they_show(tmp_path: Path, turns: int, text: str) -> None:
     page = page_of(tmp_path, [metric(1)], [played(step, turns, text) for step in range(1, 60)])
     assert (tmp_path / "report.html").stat().st_size <= MOST_BYTES

@@ -90,6 +90,7 @@ def job(queue: JobQueue, number: int) -> Job:
     return queue.one(number)
 
 
+@pytest.mark.slow
 def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, dispatcher: Dispatcher) -> None:
     first, second, third = submit(queue, "wait"), submit(queue), submit(queue, priority=1)
     dispatcher.start_run(queue.one(first))
@@ -109,6 +110,7 @@ def test_an_error_is_told_in_the_runs_own_words(queue: JobQueue, dispatcher: Dis
     assert job(queue, number).why.startswith("ValueError: the data are gone (exit status 1)")
 
 
+@pytest.mark.slow
 def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dispatcher: Dispatcher) -> None:
     number = submit(queue, "wait")
     until(dispatcher, lambda: is_ready(queue, number))
@@ -121,6 +123,7 @@ def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dis
     assert (queue.folder_of(job(queue, number)) / "run" / "goTrue-1.0").exists()
 
 
+@pytest.mark.slow
 def test_shares_run_together_and_the_next_server_finds_one_that_runs_and_one_that_ended_meanwhile(
     queue: JobQueue, dispatcher: Dispatcher, recipes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,7 @@ def test_64_clients_at_once_each_get_their_own_conversation_token_by_token() -> 
     worker.close()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_a_thousand_calls() -> None:
     worker = scripted_desk(lambda prompt: "Good day.")
     chat = chat_over(worker, histories=ConversationCache(worker.tokenizer, max_turns=50, max_tokens=5000))

@@ -48,6 +48,7 @@ class Branch:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if family(name) not in NO_TEXT])
+@pytest.mark.every(3)
 def test_random_trees_of_conversations_go_on_from_exactly_the_ids_that_were_drawn(name: str) -> None:
     rng, histories = random.Random(name), ConversationCache(tokenizer_of(name), parse="hermes")
     branches = [Branch(talk, list(talk.opening)) for talk in (Talk(name, number) for number in range(4))]

@@ -85,6 +85,7 @@ def test_the_turns_of_a_conversation_are_what_the_trainer_computes(room: Room) -
     assert all(close_to(turn, room.recomputed(turn)) for turn in turns)
 
 
+@pytest.mark.every(2)
 def test_a_seed_gives_the_same_tokens_again_in_other_company(room: Room) -> None:
     async def many(count: int) -> list[list[int]]:
         replies = await asyncio.gather(*(room.client.chat.completions.create(
@@ -95,6 +96,7 @@ def test_a_seed_gives_the_same_tokens_again_in_other_company(room: Room) -> None
     assert len({room.turn(room.ask(GUESS)).completion_ids[0] for _ in range(12)}) > 1
 
 
+@pytest.mark.every(2)
 def test_the_live_adapter_a_saved_one_and_the_base_model_take_turns(room: Room) -> None:
     turns = {name: room.turn(room.ask(GUESS, model=name, seed=5)) for name in ("live", "base", "saved@3", "live")}
     assert turns["saved@3"].completion_ids == turns["live"].completion_ids
@@ -104,6 +106,7 @@ def test_the_live_adapter_a_saved_one_and_the_base_model_take_turns(room: Room) 
     assert close_to(turns["live"], room.recomputed(turns["saved@3"]))
 
 
+@pytest.mark.every(2)
 def test_conversations_with_two_models_by_turns_go_on_from_what_was_computed_with_each(room: Room) -> None:
     said: dict[str, list[Any]] = {"live": [GUESS], "base": [GUESS]}
     turns: list[tuple[str, Turn]] = []

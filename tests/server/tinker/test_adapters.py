@@ -70,6 +70,7 @@ def gradients(made: Adapters, model: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tokens", [None, 8])
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.every(2)
 def test_log_probabilities_and_gradients_are_those_of_whole_logits(loss: str, tokens: int | None) -> None:
     made = created(adapters(tokens), "a", "b")
     logprobs, slopes = dense(made, "b", loss, data())

@@ -54,6 +54,7 @@ def told(server: Server, content: bytes, **headers: str) -> str:
 
 @given(st.integers(0, 300), st.integers(0, 255))
 @FUZZ
+@pytest.mark.slow
 def test_a_body_that_is_cut_off_or_has_a_wrong_byte_touches_no_other_model(
     server: Server, models: tuple[str, str], place: int, byte: int
 ) -> None:

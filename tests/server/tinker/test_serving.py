@@ -12,6 +12,7 @@ tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not i
 @pytest.mark.parametrize("loading", [
     {"load_in_4bit": True}, {"offload_embedding": True}, {"load_in_4bit": True, "offload_embedding": True},
     {"load_in_4bit": None, "load_in_fp8": True}], ids=["4bit", "offload", "both", "fp8"])
+@pytest.mark.every(2)
 def test_it_trains_and_samples(tmp_path: Path, loading: dict[str, Any]) -> None:
     with serving(tmp_path, **loading) as served, tinker_client(served) as client:
         training = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1, train_unembed=False).result()

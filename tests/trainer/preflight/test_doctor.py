@@ -143,6 +143,7 @@ def test_a_library_may_break_in_any_way(name: str, error: Exception) -> None:
 
 
 @pytest.mark.parametrize(("name", "missing"), [("torch", True), ("torch", False)])
+@pytest.mark.every(2)
 def test_the_command_itself_survives_without_a_library(name: str, missing: bool, tmp_path: Path) -> None:
     error = f"ModuleNotFoundError('No module named {name}')" if missing else "OSError('undefined symbol')"
     script = textwrap.dedent(BLOCK.format(name=name, error=error, missing=missing))
