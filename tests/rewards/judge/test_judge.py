@@ -10,8 +10,11 @@ from scripted import Scripted
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.judge.judge import Complaints, Meter, unanswered
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, BadReplyError, Question, read_group, read_single
+from lowmem_grpo.rewards.judge.judge import QUIET_SECONDS, Meter
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
+from lowmem_grpo.rewards.judge.reply import BadReplyError, read_group
+
+SINGLE = Question("p", ("a",), "r", high=10.0)
 
 
 def group(*answers: str) -> Question:
@@ -71,16 +74,16 @@ def test_a_judge_is_not_told_what_it_was_made_to_say(reply: str) -> None:
 
 
 def test_every_reason_can_be_written_down() -> None:
-    (_, reason), = read_single('{"score": 7, "reason": "nice \\ud83d <think>"}', 0, 10)
+    (_, reason), = SINGLE.read('{"score": 7, "reason": "nice \\ud83d <think>"}')
     assert reason == "nice ? <think>"
 
 
 def test_a_single_score_is_read_on_its_own_scale() -> None:
-    assert read_single('{"reason": "good", "score": 7}', 0, 10) == [(7.0, "good")]
-    assert read_single('{"score": 7}', 0, 10) == [(7.0, "")]
+    assert SINGLE.read('{"reason": "good", "score": 7}') == [(7.0, "good")]
+    assert SINGLE.read('{"score": 7}') == [(7.0, "")]
     for reply in ('{"score": 11}', '{"reason": "good"}', scores(1)):
         with pytest.raises(BadReplyError):
-            read_single(reply, 0, 10)
+            SINGLE.read(reply)
 
 
 # questions
@@ -239,14 +242,20 @@ def test_no_more_is_kept_than_the_cache_holds() -> None:
 
 
 def test_a_kind_of_trouble_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints(quiet_seconds=600.0)
-    for _ in range(3):
-        complaints.say("m", unanswered("down", "it is down", "Start it"))
-    complaints.say("m", unanswered("slow", "it is slow", "Wait"))
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
-    complaints.said["down"] -= 600.0  # a while ago
-    complaints.say("m", unanswered("down", "it is down", "Start it"))
-    assert "it is down (2 more times since this was last said)" in caplog.records[-1].message
+    judge = Scripted()
+
+    def fail(*kinds: str) -> list[str]:
+        now, _ = judge.begin([])
+        for kind in kinds:
+            now.report(kind, f"it is {kind}", "Wait")
+        judge.end(now)
+        assert {record.levelno for record in caplog.records} == {logging.WARNING}
+        return [record.message for record in caplog.records]
+
+    assert len(fail("down", "down", "slow")) == len(fail("down")) == 2
+    judge.warned["down"] -= QUIET_SECONDS  # a while ago
+    assert fail("down", "slow")[2:] == [
+        "judge scripted: it is down; those completions have no reward. What to do: Wait"]
 
 
 def test_the_summary_tells_what_the_meter_counted() -> None:
