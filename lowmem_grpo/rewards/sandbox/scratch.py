@@ -22,10 +22,12 @@ class ScratchFolder:
 
     def __init__(self) -> None:
         sweep(tempfile.gettempdir())
-        self.path, self._lock = "", -1
-        while self._lock < 0:  # the lock fails only if another program's sweep came first
-            self.path = tempfile.mkdtemp(prefix=PREFIX)
-            self._lock = locked(self.path)
+        folder = tempfile.mkdtemp(prefix=f".{PREFIX}")  # under a name that no sweep takes, until it is locked
+        self._lock = open_folder(folder)
+        with contextlib.suppress(OSError):  # a file system without locks, where no sweep removes anything
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = folder.replace(f".{PREFIX}", PREFIX)
+        os.rename(folder, self.path)
 
     def usage(self, most: int) -> tuple[int, int]:
         """Return (files, bytes) in the folder, counted up to `most` files; more than `most` if it cannot be read."""
@@ -53,23 +55,8 @@ class ScratchFolder:
             self._lock = -1
 
 
-def locked(folder: str) -> int:
-    """Return a descriptor that holds the folder's lock; -1 if another program holds the lock or has removed the folder.
-    On a file system without locks the descriptor holds none, and no sweep removes anything there."""
-    try:
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return -1
-    with contextlib.suppress(OSError):
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(place)
-            return -1
-    if os.path.isdir(folder):
-        return place
-    os.close(place)
-    return -1
+def open_folder(folder: str) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 @functools.cache
@@ -84,7 +71,7 @@ def sweep(below: str) -> None:
 def remove_unowned(folder: str) -> None:
     """Remove a folder if no process holds its lock."""
     with contextlib.suppress(OSError):
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        place = open_folder(folder)
         try:
             fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(folder)
