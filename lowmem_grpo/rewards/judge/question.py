@@ -7,10 +7,10 @@ with which all trajectories of a group begin are shown once.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.engines.prompt_inputs import with_object
 from lowmem_grpo.rewards.judge.controls import broken
 from lowmem_grpo.rewards.judge.reply import Ratings, json_object, rating_of, read_group, writable
 
@@ -143,12 +143,8 @@ def line_of(message: Mapping[str, Any]) -> str:
 
 def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool call's name and its arguments, parsed if they are JSON."""
-    function = call.get("function") or call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # arguments that are not JSON stay text
-            arguments = json.loads(arguments)
-    return {"name": function.get("name"), "arguments": arguments}
+    function = with_object(call.get("function") or call)
+    return {"name": function.get("name"), "arguments": function.get("arguments")}
 
 
 def shortened(content: Any) -> Any:

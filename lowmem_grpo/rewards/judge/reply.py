@@ -5,9 +5,9 @@ import sys
 from typing import Any
 
 from lowmem_grpo.rewards.ready.reading import FENCE, unfenced
-from lowmem_grpo.runs.findings import Finding
 
 Ratings = list[tuple[float, str]]  # (score, reason) of each answer of a question
+Trouble = tuple[str, str, str]  # the kind, the problem and the fix, for the user
 
 THOUGHT, THOUGHT_END = "<think>", "</think>"  # some servers leave a model's thinking in its reply
 SHOWN = 80  # characters of a reply that messages show
@@ -19,7 +19,7 @@ class BadReplyError(ValueError):
     quote, and only that is sent to the judge, since words of the reply may come from an answer. `trouble` is what the
     user is told, if it is something else than that the judge babbles."""
 
-    def __init__(self, fault: str, quoted: str = "", trouble: Finding | None = None) -> None:
+    def __init__(self, fault: str, quoted: str = "", trouble: Trouble | None = None) -> None:
         super().__init__(f"{fault}: {quoted}" if quoted else fault)
         self.fault, self.trouble = fault, trouble
 

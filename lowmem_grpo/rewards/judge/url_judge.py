@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from lowmem_grpo.rewards.judge.judge import Judge, Meter, Round
 from lowmem_grpo.rewards.judge.question import Question
-from lowmem_grpo.rewards.judge.reply import BadReplyError, Ratings, shown
-from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.rewards.judge.reply import BadReplyError, Ratings, Trouble, shown
 from lowmem_grpo.utils import COUNT, POSITIVE, TEXT, at_least, require
 
 try:
@@ -149,9 +148,8 @@ class UrlJudge(Judge):
                 fault = bad.fault
                 now.meter.retried += bool(left)
                 if not left:
-                    now.troubles.append(bad.trouble or Finding(
-                        "warning", "", f"a reply has no scores that can be used: {bad}",
-                        "take a model that follows instructions better, or a simpler rubric", "babble"))
+                    now.report(*(bad.trouble or ("babble", f"a reply has no scores that can be used: {bad}",
+                                                 "take a model that follows instructions better, or a simpler rubric")))
             except Exception as error:  # noqa: BLE001, a server's response can make the client raise anything
                 taken = getattr(getattr(error, "request", None), "headers", {}).get("x-stainless-retry-count", "0")
                 now.meter.retried += int(taken) if taken.isdigit() else 0
@@ -174,17 +172,17 @@ class UrlJudge(Judge):
             choice = answer.choices[0]
             said, is_cut = choice.message.content, choice.finish_reason == "length"
         except (AttributeError, TypeError, IndexError, KeyError) as error:
-            raise BadReplyError("the server's answer is not a chat completion", trouble=Finding(
-                "warning", "", "what the server answers is not a chat completion",
-                "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)", "api")) from error
+            raise BadReplyError("the server's answer is not a chat completion", trouble=(
+                "api", "what the server answers is not a chat completion",
+                "check that base_url is that of an OpenAI-compatible API (it usually ends in /v1)")) from error
         text = self.hide(said) if isinstance(said, str) else ""
         if is_cut:
-            raise BadReplyError("it was cut off at the limit of tokens", trouble=Finding(
-                "warning", "", f"a reply was cut off and is not read ({shown(text)})",
-                'raise the limit: options={"max_tokens": ...}, higher for a model that thinks first', "cut"))
+            raise BadReplyError("it was cut off at the limit of tokens", trouble=(
+                "cut", f"a reply was cut off and is not read ({shown(text)})",
+                'raise the limit: options={"max_tokens": ...}, higher for a model that thinks first'))
         return text
 
-    def trouble_of(self, error: Exception) -> tuple[str, str, str]:
+    def trouble_of(self, error: Exception) -> Trouble:
         """Return the kind of a request's error, the problem, and the fix."""
         if isinstance(refused := error.__cause__ or error, RefusedAnswerError):
             return ("large", f"{self.url} says too much: {refused}",

@@ -107,12 +107,12 @@ class CodeVerifier(Verifier):
         cases = {name: read_cases(*row) for name, row in known.items() if name not in faulty}
         pairs = [(self.where(text) or "", repr(row)) if repr(row) in cases else None
                  for text, row in zip(completions, rows, strict=True)]
-        distinct, known = list(dict.fromkeys(filter(None, pairs))), self._last
-        if not set(distinct) <= known.keys():
-            unknown = [pair for pair in distinct if known.get(pair) is None]
+        distinct, last = list(dict.fromkeys(filter(None, pairs))), self._last
+        if not set(distinct) <= last.keys():
+            unknown = [pair for pair in distinct if last.get(pair) is None]
             ran = dict(zip(unknown, self._run_all(unknown, cases), strict=True))
-            self._last = known = {pair: ran[pair] if pair in ran else known[pair] for pair in distinct}
-        return [None if pair is None else known[pair] for pair in pairs]
+            self._last = last = {pair: ran[pair] if pair in ran else last[pair] for pair in distinct}
+        return [None if pair is None else last[pair] for pair in pairs]
 
     def _run_all(self, pairs: list[tuple[str, str]], cases: dict[str, list[Case]]) -> list[list[TestVerdict] | None]:
         """Run distinct pairs of a code and the key of its tests in `cases`, `workers` at a time."""
