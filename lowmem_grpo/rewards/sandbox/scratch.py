@@ -1,20 +1,20 @@
 """The scratch directory of a sandboxed process: its usage and its removal.
 
-In a namespace it is a tmpfs, which ends with the process. With `isolation="process"` it is a folder, which its owner
-locks while it lives. If the owner is killed, the kernel releases the lock, and the next program that starts a sandbox
-removes the folder.
+In a namespace it is a tmpfs, which ends with the process. With `isolation="process"` it is a folder. That of a program
+that was killed is removed by the first sandbox of a program that starts a day later.
 """
 
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 PREFIX = "lowmem-grpo-sandbox-"
+OLD_SECONDS = 86_400.0  # without a change, far longer than any process in a sandbox lives
 
 
 class ScratchFolder:
@@ -22,12 +22,7 @@ class ScratchFolder:
 
     def __init__(self) -> None:
         sweep(tempfile.gettempdir())
-        folder = tempfile.mkdtemp(prefix=f".{PREFIX}")  # under a name that no sweep takes, until it is locked
-        self._lock = open_folder(folder)
-        with contextlib.suppress(OSError):  # a file system without locks, where no sweep removes anything
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = folder.replace(f".{PREFIX}", PREFIX)
-        os.rename(folder, self.path)
+        self.path = tempfile.mkdtemp(prefix=PREFIX)
 
     def usage(self, most: int) -> tuple[int, int]:
         """Return (files, bytes) in the folder, counted up to `most` files; more than `most` if it cannot be read."""
@@ -50,33 +45,17 @@ class ScratchFolder:
 
     def remove(self) -> None:
         remove(self.path)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
-def open_folder(folder: str) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 @functools.cache
 def sweep(below: str) -> None:
-    """Remove the scratch folders in `below` that killed programs of this user have left; done once per program."""
+    """Remove the old scratch folders in `below` that killed programs of this user have left; done once per program."""
     with contextlib.suppress(OSError), os.scandir(below) as listing:
         for entry in listing:
-            if entry.name.startswith(PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                remove_unowned(entry.path)
-
-
-def remove_unowned(folder: str) -> None:
-    """Remove a folder if no process holds its lock."""
-    with contextlib.suppress(OSError):
-        place = open_folder(folder)
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(folder)
-        finally:
-            os.close(place)
+            if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
+                state = entry.stat(follow_symlinks=False)
+                if state.st_uid == os.getuid() and time.time() - state.st_mtime > OLD_SECONDS:
+                    remove(entry.path)
 
 
 def remove(folder: str) -> None:
