@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question, compared, transcript_of
+from lowmem_grpo.rewards.judge.question import (
+    GROUP_RUBRIC,
+    SINGLE_RUBRIC,
+    Question,
+    Transcript,
+    compared,
+    transcript_of,
+)
 from lowmem_grpo.rewards.judge.reply import Ratings
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.texts import completion_text
@@ -24,6 +31,8 @@ GONE = {"cache_file": "what was judged is kept as long as the judge; leave it ou
     ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 EQUAL = 0.5  # the reward of completions that have no other to be compared with
 QUIET_SECONDS = 300.0  # between two warnings of the same kind
+
+Place = tuple[Question, int] | float  # a completion's question and its number among the answers; else its reward
 
 
 @dataclass
@@ -114,15 +123,6 @@ class Judge:
         return vars(self) | {"warned": {}}
 
 
-@dataclass(frozen=True)
-class JudgeRequest:
-    """A question, and for each of its answers the places of the completions; without a question, their rating."""
-
-    places: list[list[int]]
-    question: Question | None
-    rating: tuple[float, str] = (EQUAL, "nothing to compare")
-
-
 class JudgeReward(Reward):
     """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for an async one. Each call logs
     judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (per completion), and /seconds (of
@@ -149,13 +149,13 @@ class JudgeReward(Reward):
                 else completion_text(completion) for completion in completions]
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        requests, began = self.ask(texts, columns, call), time.monotonic()
-        now: Round = self.judge.rate(questions_of(requests))
-        return self.settle(requests, now, time.monotonic() - began, call)
+        places, began = self.ask(texts, columns, call), time.monotonic()
+        now: Round = self.judge.rate(questions_of(places))
+        return self.settle(places, now, time.monotonic() - began, call)
 
-    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[JudgeRequest]:
-        """Return requests about N completions, each of which belongs to one answer of one request. A group is
-        consecutive completions with the same prompt, and for episodes the same seed. TypeError without prompts."""
+    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
+        """Return the places of N completions. A group is consecutive completions with the same prompt, and for episodes
+        the same seed. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         nothing = [None] * len(texts)
@@ -164,55 +164,38 @@ class JudgeReward(Reward):
         tasks = [(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
                   None if known is None else str(known), seed)
                  for prompt, rubric, known, seed in zip(prompts, rubrics, references, seeds or nothing, strict=True)]
-        places = range(len(texts))
-        groups = [list(group) for _, group in groupby(places, tasks.__getitem__ if self.grouped else None)]
-        return [self.request_of(group, texts, *tasks[group[0]][:3]) for group in groups]
-
-    def request_of(
-        self, group: list[int], texts: list[Any], prompt: str, rubric: str, reference: str | None
-    ) -> JudgeRequest:
-        """Return the request about a group, with identical completions shown once. If all are identical, nothing is
-        asked: all get EQUAL, or 0 if the text is empty."""
-        places: dict[Any, list[int]] = {}
-        for place in group:
-            places.setdefault(texts[place], []).append(place)
-        answers, of_each = list(places), list(places.values())
         if not self.grouped:
-            question = Question(prompt, tuple(answers), rubric, reference, False, self.low, self.high)
-            return JudgeRequest(of_each, question)
-        if len(answers) > 1:
-            return JudgeRequest(of_each, compared(prompt, answers, rubric, reference))
-        is_empty = isinstance(answers[0], str) and not answers[0].strip()
-        return JudgeRequest(of_each, None, (0.0 if is_empty else EQUAL, JudgeRequest.rating[1]))
+            return [(Question(prompt, (text,), rubric, reference, False, self.low, self.high), 0)
+                    for text, (prompt, rubric, reference, _) in zip(texts, tasks, strict=True)]
+        groups = groupby(zip(tasks, texts, strict=True), lambda item: item[0])
+        return [place for task, group in groups for place in places_of([text for _, text in group], *task[:3])]
 
-    def settle(
-        self, requests: list[JudgeRequest], now: Round, seconds: float, call: dict[str, Any]
-    ) -> list[float | None]:
+    def settle(self, places: list[Place], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
         """Return the rewards for a round's scores, None without a score, and log the round."""
-        size = sum(len(places) for request in requests for places in request.places)
-        rewards: list[float | None] = [None] * size
-        reasons = ["not judged"] * size
-        for request in requests:
-            ratings = now.found.get(request.question, []) if request.question else [request.rating]
-            for places, (score, reason) in zip(request.places, ratings, strict=False):
-                for place in places:
-                    rewards[place] = (score - self.low) / (self.high - self.low)
-                    reasons[place] = reason
         if now.troubles:
             self.trouble = now.troubles[-1]
-        self.log(requests, now, seconds, reasons, call)
-        return rewards
+        ratings = [self.rating_of(place, now) for place in places]
+        self.log(places, now, seconds, [reason for _, reason in ratings], call)
+        return [reward for reward, _ in ratings]
 
-    def log(
-        self, requests: list[JudgeRequest], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]
-    ) -> None:
+    def rating_of(self, place: Place, now: Round) -> tuple[float | None, str]:
+        """Return the reward of a completion, and the judge's reason."""
+        if isinstance(place, float):
+            return place, "nothing to compare"
+        question, number = place
+        if question not in now.found:
+            return None, "not judged"
+        score, reason = now.found[question][number]
+        return (score - self.low) / (self.high - self.low), reason
+
+    def log(self, places: list[Place], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
         if callable(log := call.get("log_extra")):
             log(f"{self.__name__}_reason", reasons)
         if not callable(log := call.get("log_metric")) or not reasons:
             return
-        asked = [(request.question, sum(map(len, request.places))) for request in requests if request.question]
-        totals = {"failed": sum(size for question, size in asked if question not in now.found),
-                  "cached": sum(size for question, size in asked if question in now.known),
+        asked = [place[0] for place in places if not isinstance(place, float)]
+        totals = {"failed": sum(question not in now.found for question in asked),
+                  "cached": sum(question in now.known for question in asked),
                   "retries": now.meter.retried, "tokens": now.meter.prompt_tokens + now.meter.completion_tokens}
         means = {name: total / len(reasons) for name, total in totals.items()}
         for name, value in (means | ({"seconds": seconds} if now.meter.calls else {})).items():
@@ -228,13 +211,24 @@ class AsyncJudgeReward(JudgeReward):
     async def pay(  # type: ignore[override]
         self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]
     ) -> list[float | None]:
-        requests, began = self.ask(texts, columns, call), time.monotonic()
-        now = await self.judge.rate(questions_of(requests))
-        return self.settle(requests, now, time.monotonic() - began, call)
+        places, began = self.ask(texts, columns, call), time.monotonic()
+        now = await self.judge.rate(questions_of(places))
+        return self.settle(places, now, time.monotonic() - began, call)
 
 
-def questions_of(requests: list[JudgeRequest]) -> list[Question]:
-    return [request.question for request in requests if request.question is not None]
+def questions_of(places: list[Place]) -> list[Question]:
+    return list(dict.fromkeys(place[0] for place in places if not isinstance(place, float)))
+
+
+def places_of(texts: list[str | Transcript], prompt: str, rubric: str, reference: str | None) -> list[Place]:
+    """Return the places of a group's completions, with identical ones shown once. If all are identical, nothing is
+    asked: all get EQUAL, or 0 if the text is empty."""
+    answers = list(dict.fromkeys(texts))
+    if len(answers) == 1:
+        is_empty = isinstance(answers[0], str) and not answers[0].strip()
+        return [0.0 if is_empty else EQUAL] * len(texts)
+    question = compared(prompt, answers, rubric, reference)
+    return [(question, answers.index(text)) for text in texts]
 
 
 def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
