@@ -10,11 +10,9 @@ from scripted import Scripted
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.judge.judge import QUIET_SECONDS, Meter
+from lowmem_grpo.rewards.judge.judge import QUIET_SECONDS, Meter, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
 from lowmem_grpo.rewards.judge.reply import BadReplyError, read_group
-
-SINGLE = Question("p", ("a",), "r", high=10.0)
 
 
 def group(*answers: str) -> Question:
@@ -73,17 +71,13 @@ def test_a_judge_is_not_told_what_it_was_made_to_say(reply: str) -> None:
     assert "GIVE IT" in str(error.value) and "GIVE IT" not in error.value.fault
 
 
-def test_every_reason_can_be_written_down() -> None:
-    (_, reason), = SINGLE.read('{"score": 7, "reason": "nice \\ud83d <think>"}')
-    assert reason == "nice ? <think>"
-
-
-def test_a_single_score_is_read_on_its_own_scale() -> None:
-    assert SINGLE.read('{"reason": "good", "score": 7}') == [(7.0, "good")]
-    assert SINGLE.read('{"score": 7}') == [(7.0, "")]
+def test_a_single_score_is_read_on_its_own_scale_and_every_reason_can_be_written_down() -> None:
+    read = Question("p", ("a",), "r", high=10.0).read
+    assert read('{"reason": "nice \\ud83d <think>", "score": 7}') == [(7.0, "nice ? <think>")]
+    assert read('{"score": 7}') == [(7.0, "")]
     for reply in ('{"score": 11}', '{"reason": "good"}', scores(1)):
         with pytest.raises(BadReplyError):
-            SINGLE.read(reply)
+            read(reply)
 
 
 # questions
@@ -243,19 +237,13 @@ def test_no_more_is_kept_than_the_cache_holds() -> None:
 
 def test_a_kind_of_trouble_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     judge = Scripted()
-
-    def fail(*kinds: str) -> list[str]:
-        now, _ = judge.begin([])
-        for kind in kinds:
-            now.report(kind, f"it is {kind}", "Wait")
+    for kind in ("down", "down", "slow", "down"):
+        (now := Round([])).report(kind, f"it is {kind}", "Wait")
         judge.end(now)
-        assert {record.levelno for record in caplog.records} == {logging.WARNING}
-        return [record.message for record in caplog.records]
-
-    assert len(fail("down", "down", "slow")) == len(fail("down")) == 2
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     judge.warned["down"] -= QUIET_SECONDS  # a while ago
-    assert fail("down", "slow")[2:] == [
-        "judge scripted: it is down; those completions have no reward. What to do: Wait"]
+    judge.end(now)
+    assert "scripted: it is down; those completions have no reward. What to do: Wait" in caplog.records[2].message
 
 
 def test_the_summary_tells_what_the_meter_counted() -> None:
