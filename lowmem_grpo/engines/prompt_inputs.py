@@ -149,7 +149,7 @@ def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
 
 def with_object(function: Any) -> Any:
     """Return a function whose arguments, if JSON text, are parsed to an object."""
-    with suppress(TypeError, ValueError):  # an object already, or no JSON
+    with suppress(TypeError, ValueError, RecursionError):  # an object already, or no JSON that can be read
         return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
     return function
 

@@ -27,7 +27,6 @@ from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.calling.contract import RewardError
 from lowmem_grpo.rewards.judge.judge import Judge, ruler
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
-from lowmem_grpo.rewards.judge.url_judge import UrlJudge
 from lowmem_grpo.rewards.ready.formats import too_long
 from lowmem_grpo.rewards.texts import completion_texts
 from lowmem_grpo.trainer.lifecycle import update_summary
@@ -158,7 +157,7 @@ class JudgeOptions(RecipeOptions):
     judge_key: str | None = None
     """Its API key; None is OPENAI_API_KEY. Your own server takes any text."""
 
-    def url_judge(self) -> UrlJudge | None:
+    def url_judge(self) -> Judge | None:
         """Return the judge on a server; None if the base model judges. Raises ValueError for options that conflict."""
         if self.judge == SELF:
             extra = [name for name in ("judge_model", "judge_key") if getattr(self, name) is not None]
@@ -169,6 +168,8 @@ class JudgeOptions(RecipeOptions):
             raise ValueError(f'judge is {self.judge!r}; allowed are "self" and an address that begins with http')
         if self.judge_model is None:
             raise ValueError("judge_model is missing: the name by which the server knows its model")
+        from lowmem_grpo.rewards.judge.url_judge import UrlJudge  # it needs the package openai
+
         return UrlJudge(self.judge, self.judge_model, self.judge_key)
 
     def self_judge(self, model: FastPeftModel, setup: Setup) -> SelfJudge:

@@ -3,6 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lowmem_grpo.rewards.texts import completion_texts
@@ -71,11 +72,11 @@ class Reward(ABC):
 
 
 class TextReward(Reward):
-    """A reward of each text alone, without a column."""
+    """A reward of each text alone, without a column; `settings` are further arguments of the rule."""
 
-    def __init__(self, name: str, rule: Callable[[str], float | None]) -> None:
+    def __init__(self, name: str, rule: Callable[..., float | None], **settings: Any) -> None:
         super().__init__(name)
-        self.rule = rule
+        self.rule = partial(rule, **settings)
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         return [self.rule(text) for text in texts]
@@ -84,9 +85,9 @@ class TextReward(Reward):
 class LabelReward(Reward):
     """A reward of each text and its row's value in one column; None if that value is None."""
 
-    def __init__(self, name: str, rule: Callable[[str, Any], float | None], column: str) -> None:
+    def __init__(self, name: str, rule: Callable[..., float | None], column: str, **settings: Any) -> None:
         super().__init__(name, (column,))
-        self.rule = rule
+        self.rule = partial(rule, **settings)
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         pairs = zip(texts, columns[self.columns[0]], strict=True)
@@ -97,9 +98,9 @@ class TokenReward(Reward):
     """A reward of each completion's token ids as sampled, before decoding and without a chat template; of an episode,
     the ids that the policy sampled in all its turns."""
 
-    def __init__(self, name: str, rule: Callable[[list[int]], float]) -> None:
+    def __init__(self, name: str, rule: Callable[..., float], **settings: Any) -> None:
         super().__init__(name)
-        self.rule = rule
+        self.rule = partial(rule, **settings)
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:

@@ -35,10 +35,10 @@ class Verifier(ABC):
 class LabelVerifier(Verifier):
     """A verifier that compares each text with its row's value in one column."""
 
-    def __init__(self, name: str, judge: Callable[[str, Any], Verdict], column: str) -> None:
-        """`judge` takes a completion's text and a label. A list is several labels, any of which is right; None is no
-        label, and gives no verdict."""
-        self.name, self.judge, self.columns = name, judge, (column,)
+    def __init__(self, name: str, judge: Callable[..., Verdict], column: str, **settings: Any) -> None:
+        """`judge` takes a completion's text, a label and the `settings`. A list is several labels, any of which is
+        right; None is no label, and gives no verdict."""
+        self.name, self.judge, self.columns = name, functools.partial(judge, **settings), (column,)
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
         labels = columns[self.columns[0]]
@@ -56,8 +56,8 @@ def any_of(label: Any, judge: Callable[[Any], Verdict]) -> Verdict:
 class TextVerifier(Verifier):
     """A verifier that needs only the text."""
 
-    def __init__(self, name: str, judge: Callable[[str], Verdict]) -> None:
-        self.name, self.judge = name, judge
+    def __init__(self, name: str, judge: Callable[..., Verdict], **settings: Any) -> None:
+        self.name, self.judge = name, functools.partial(judge, **settings)
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
         return [self.judge(text) for text in completions]

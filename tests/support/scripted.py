@@ -14,7 +14,7 @@ from lowmem_grpo.engines.decoding import in_rounds
 from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories
 from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.workers import WorkerJob
-from lowmem_grpo.rewards.judge.judge import Judge, Round, unanswered
+from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rollout.episodes import Episodes
 from lowmem_grpo.types import Rollout
@@ -115,7 +115,7 @@ class Scripted(Judge):
         for question in waiting:
             now.meter.prompt_tokens += 10
             if self.fails:
-                now.troubles.append(unanswered("babble", "it babbles", "take another"))
+                now.report("babble", "it babbles", "take another")
             else:
                 self.learn(now, question, [(min(len(text), question.high), text[:3]) for text in question.answers])
         return self.end(now)

@@ -14,7 +14,7 @@ works inside a notebook's running loop. `reward_batch.py` calls functions early,
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -206,22 +206,12 @@ def put(values: list[Any], places: Sequence[int], parts: list[Any]) -> None:
 def means_of(functions: list[list[CallRecorder]]) -> dict[str, float]:
     """Return the means of the values passed to log_metric. The values from several calls of a function are weighted so
     that they give the mean of a single call on the whole batch."""
-    logged: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    cut = set()
+    weighed: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    cut = {name for recorders in functions if len(recorders) > 1 for recorder in recorders for name in recorder.values}
     for recorders in functions:
-        for name, value, weight in weighed(recorders):
-            logged[name].append((value, weight))
-            if len(recorders) > 1:
-                cut.add(name)
-    means = {name: sum(v * w for v, w in values) / sum(w for _, w in values) for name, values in logged.items()}
+        for name in dict.fromkeys(name for recorder in recorders for name in recorder.values):
+            logged = [pair for recorder in recorders if name in recorder.values for pair in recorder.weighted(name)]
+            total = sum(weight for _, weight in logged)  # in a single call each value has weight 1, as in TRL
+            weighed[name] += [(value, weight / total if len(recorders) > 1 else 1.0) for value, weight in logged]
+    means = {name: sum(v * w for v, w in values) / sum(w for _, w in values) for name, values in weighed.items()}
     return {name: float(f"{mean:.{DIGITS}g}") if name in cut else mean for name, mean in means.items()}
-
-
-def weighed(recorders: list[CallRecorder]) -> Iterator[tuple[str, float, float]]:
-    """Yield (metric, value, weight) of all values that one function logged. In a single call each value has weight 1,
-    as in TRL; the weights of values from several calls sum to 1."""
-    for name in dict.fromkeys(name for recorder in recorders for name in recorder.values):
-        logged = [pair for recorder in recorders if name in recorder.values for pair in recorder.weighted(name)]
-        total = sum(weight for _, weight in logged)
-        for value, weight in logged:
-            yield name, value, weight / total if len(recorders) > 1 else 1.0

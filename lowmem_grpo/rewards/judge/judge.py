@@ -4,26 +4,35 @@ the judge fails, the group is left out of the step, and the run continues."""
 import inspect
 import logging
 import math
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any
-from urllib.parse import urlsplit
 
-from lowmem_grpo.rewards.judge.forms import GroupForm, JudgeForm, JudgeRequest, SingleForm
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question, Ratings
+from lowmem_grpo.rewards.judge.question import (
+    GROUP_RUBRIC,
+    SINGLE_RUBRIC,
+    Question,
+    Transcript,
+    compared,
+    transcript_of,
+)
+from lowmem_grpo.rewards.judge.reply import Ratings
 from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.runs.findings import Finding
+from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.utils import TEXT, at_least, require
 
 logger = logging.getLogger(__name__)
 
 GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
     ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
+EQUAL = 0.5  # the reward of completions that have no other to be compared with
 QUIET_SECONDS = 300.0  # between two warnings of the same kind
-LOCK = threading.Lock()  # guards the records of warnings
+
+Place = tuple[Question, int] | float  # a completion's question and its number among the answers; else its reward
 
 
 @dataclass
@@ -52,6 +61,10 @@ class Round:
     meter: Meter = field(default_factory=Meter)
     troubles: list[Finding] = field(default_factory=list)
 
+    def report(self, kind: str, problem: str, fix: str) -> None:
+        """Note that a question has no answer for this reason."""
+        self.troubles.append(Finding("warning", "", problem, fix, kind))
+
 
 class Judge:
     """The base of judges, whose method `rate(questions) -> Round` may be async and raises no error for a failure."""
@@ -60,25 +73,25 @@ class Judge:
     time_limit: float  # seconds within which `rate` returns
     rate: Any  # defined by each judge
 
-    def __init__(self, name: str, cache_size: int) -> None:
-        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative."""
+    def __init__(self, name: str, cache_size: int, **gone: Any) -> None:
+        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative, TypeError, with
+        what to do instead, for an option in `gone`, which is unknown or was removed."""
+        for option in gone:
+            advice = GONE.get(option, "see docs/judge.md for its options")
+            raise TypeError(f"a judge has no option {option!r}: {advice}")
         require("cache_size", cache_size, at_least(0))
         self.name, self.cache_size = name, cache_size
         self.cache: OrderedDict[str, Ratings] = OrderedDict()
         self.meter = Meter()
-        self.complaints = Complaints()
+        self.warned: dict[str, float] = {}  # time of the last warning, by kind
 
     def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
         """Return a round with the ratings found in the cache, and the distinct questions that must be asked."""
-        now = Round(questions)
-        waiting: list[Question] = []
-        for question in dict.fromkeys(questions):
-            if (ratings := self.cache.get(question.key)) is None:
-                waiting.append(question)
-            else:
-                now.found[question] = ratings
+        now, distinct = Round(questions), dict.fromkeys(questions)
+        now.found = {question: ratings for question in distinct if (ratings := self.cache.get(question.key))}
         now.known = set(now.found)
-        now.meter.cached, now.meter.calls = len(now.found), len(waiting)
+        waiting = [question for question in distinct if question not in now.known]
+        now.meter.cached, now.meter.calls = len(now.known), len(waiting)
         return now, waiting
 
     def learn(self, now: Round, question: Question, ratings: Ratings) -> None:
@@ -88,11 +101,15 @@ class Judge:
             self.cache.popitem(last=False)
 
     def end(self, now: Round) -> Round:
-        """Count the failed questions, add the round to the meter, warn of its troubles, and return it."""
-        now.meter.failed = sum(question not in now.found for question in dict.fromkeys(now.questions))
+        """Count the failed questions, add the round to the meter, and return it. Warn of each kind of its troubles at
+        most once per QUIET_SECONDS."""
+        now.meter.failed = len(set(now.questions) - now.found.keys())
         self.meter.add(now.meter)
-        for trouble in {trouble.kind: trouble for trouble in now.troubles}.values():
-            self.complaints.say(self.name, trouble)
+        for trouble in now.troubles:
+            if (moment := time.monotonic()) - self.warned.get(trouble.kind, -math.inf) >= QUIET_SECONDS:
+                self.warned[trouble.kind] = moment
+                problem = f"{trouble.problem}; those completions have no reward"
+                logger.warning("%s", replace(trouble, about=f"judge {self.name}", problem=problem))
         return now
 
     def summary(self) -> str:
@@ -102,57 +119,8 @@ class Judge:
                 f"retried, {meter.failed:,} failed; {meter.prompt_tokens:,} prompt and {meter.completion_tokens:,} "
                 f"completion tokens")
 
-
-def unanswered(kind: str, problem: str, fix: str) -> Finding:
-    """Return the finding that a question has no answer for this reason."""
-    return Finding("warning", "", problem, fix, kind)
-
-
-class UnansweredError(Exception):
-    """There is no reply with scores, for the reason in `trouble`. `fault` is what the judge is told if it is asked
-    again; None if that would not help."""
-
-    def __init__(self, trouble: Finding, fault: str | None = None) -> None:
-        super().__init__(trouble.problem)
-        self.trouble, self.fault = trouble, fault
-
-
-class Complaints:
-    """Warns of each kind of trouble at most once per `quiet_seconds`; a later warning counts the suppressed ones."""
-
-    def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
-        self.quiet_seconds = quiet_seconds
-        self.said: dict[str, float] = {}  # time of the last warning, by kind
-        self.unsaid: dict[str, int] = {}  # suppressed warnings since then, by kind
-
-    def say(self, judge: str, trouble: Finding) -> None:
-        with LOCK:
-            now, before = time.monotonic(), self.said.get(trouble.kind)
-            if before is not None and now - before < self.quiet_seconds:
-                self.unsaid[trouble.kind] = self.unsaid.get(trouble.kind, 0) + 1
-                return
-            self.said[trouble.kind], more = now, self.unsaid.pop(trouble.kind, 0)
-        often = f" ({more} more times since this was last said)" if more else ""
-        problem = f"{trouble.problem}{often}; those completions have no reward"
-        logger.warning("%s", replace(trouble, about=f"judge {judge}", problem=problem))
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"quiet_seconds": self.quiet_seconds, "said": {}, "unsaid": {}}
-
-
-def check_gone(options: dict[str, Any]) -> None:
-    """Raise TypeError, with what to do instead, for an option that is unknown or was removed."""
-    for name in options:
-        raise TypeError(f"a judge has no option {name!r}: {GONE.get(name, 'see docs/judge.md for its options')}")
-
-
-def is_address(url: str) -> bool:
-    """Return whether `url` is a server's URL: http or https, with a host and a valid port, if any."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+        return vars(self) | {"warned": {}}
 
 
 class JudgeReward(Reward):
@@ -162,65 +130,75 @@ class JudgeReward(Reward):
 
     required = True
 
-    def __init__(self, name: str, judge: Judge, form: JudgeForm) -> None:
-        super().__init__(name, form.columns)
-        self.judge, self.form = judge, form
+    def __init__(self, name: str, judge: Judge, rubric: str, rubric_column: str | None, reference: str | None,
+                 score_range: tuple[float, float] | None = None) -> None:
+        """Each completion is judged alone in `score_range`; if that is None, side by side with others of its group."""
+        super().__init__(name, tuple(dict.fromkeys(column for column in (rubric_column, reference) if column)))
+        self.judge, self.rubric, self.rubric_column, self.reference = judge, rubric, rubric_column, reference
+        self.grouped, (self.low, self.high) = score_range is None, score_range or (0.0, 1.0)
         self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
         self.trouble: Finding | None = None  # the last reason for a None, shown by `rewards.check`
 
     @property
-    def meter(self) -> Any:
+    def meter(self) -> Meter:
         return self.judge.meter
 
     def read(self, completions: list[Any]) -> list[Any]:
-        return [self.form.read(completion) for completion in completions]
+        """Return what the judge sees of each completion: its text; in a group, an episode's transcript."""
+        return [transcript_of(completion) if self.grouped and isinstance(completion, list) and len(completion) > 1
+                else completion_text(completion) for completion in completions]
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        requests, began = self.ask(texts, columns, call), time.monotonic()
-        now: Any = self.judge.rate(questions_of(requests))
-        return self.settle(requests, now, time.monotonic() - began, call)
+        places, began = self.ask(texts, columns, call), time.monotonic()
+        now: Round = self.judge.rate(questions_of(places))
+        return self.settle(places, now, time.monotonic() - began, call)
 
-    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[JudgeRequest]:
-        """Return the requests about N completions; TypeError if the call has no prompts."""
+    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
+        """Return the places of N completions. A group is consecutive completions with the same prompt, and for episodes
+        the same seed. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
+        nothing = [None] * len(texts)
+        rubrics, references = (columns[name] if name else nothing for name in (self.rubric_column, self.reference))
         seeds = call.get("seed") if "environments" in call else None  # equal prompts may be different tasks
-        return self.form.questions(texts, columns, prompts, seeds)
+        tasks = [(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
+                  None if known is None else str(known), seed)
+                 for prompt, rubric, known, seed in zip(prompts, rubrics, references, seeds or nothing, strict=True)]
+        if not self.grouped:
+            return [(Question(prompt, (text,), rubric, reference, False, self.low, self.high), 0)
+                    for text, (prompt, rubric, reference, _) in zip(texts, tasks, strict=True)]
+        groups = groupby(zip(tasks, texts, strict=True), lambda item: item[0])
+        return [place for task, group in groups for place in places_of([text for _, text in group], *task[:3])]
 
-    def settle(
-        self, requests: list[JudgeRequest], now: Round, seconds: float, call: dict[str, Any]
-    ) -> list[float | None]:
+    def settle(self, places: list[Place], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
         """Return the rewards for a round's scores, None without a score, and log the round."""
-        size = sum(len(places) for request in requests for places in request.places)
-        rewards: list[float | None] = [None] * size
-        reasons = ["not judged"] * size
-        for request in requests:
-            alone = [(None, "nothing to compare")] * len(request.places)
-            ratings = now.found.get(request.question) if request.question else alone
-            for places, (score, reason) in zip(request.places, ratings or [], strict=False):
-                for place in places:
-                    rewards[place] = request.equal if score is None else self.form.worth(score)
-                    reasons[place] = reason
         if now.troubles:
             self.trouble = now.troubles[-1]
-        self.log(requests, now, seconds, reasons, call)
-        return rewards
+        ratings = [self.rating_of(place, now) for place in places]
+        self.log(places, now, seconds, [reason for _, reason in ratings], call)
+        return [reward for reward, _ in ratings]
 
-    def log(
-        self, requests: list[JudgeRequest], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]
-    ) -> None:
+    def rating_of(self, place: Place, now: Round) -> tuple[float | None, str]:
+        """Return the reward of a completion, and the judge's reason."""
+        if isinstance(place, float):
+            return place, "nothing to compare"
+        question, number = place
+        if question not in now.found:
+            return None, "not judged"
+        score, reason = now.found[question][number]
+        return (score - self.low) / (self.high - self.low), reason
+
+    def log(self, places: list[Place], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
         if callable(log := call.get("log_extra")):
             log(f"{self.__name__}_reason", reasons)
         if not callable(log := call.get("log_metric")) or not reasons:
             return
-        meter = now.meter
-        totals = {
-            "failed": completions_of(requests, lambda question: question not in now.found),
-            "cached": completions_of(requests, lambda question: question in now.known), "retries": meter.retried,
-            "tokens": meter.prompt_tokens + meter.completion_tokens,
-        }
+        asked = [place[0] for place in places if not isinstance(place, float)]
+        totals = {"failed": sum(question not in now.found for question in asked),
+                  "cached": sum(question in now.known for question in asked),
+                  "retries": now.meter.retried, "tokens": now.meter.prompt_tokens + now.meter.completion_tokens}
         means = {name: total / len(reasons) for name, total in totals.items()}
-        for name, value in (means | ({"seconds": seconds} if meter.calls else {})).items():
+        for name, value in (means | ({"seconds": seconds} if now.meter.calls else {})).items():
             log(f"judge/{self.__name__}/{name}", value)
 
 
@@ -233,19 +211,24 @@ class AsyncJudgeReward(JudgeReward):
     async def pay(  # type: ignore[override]
         self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]
     ) -> list[float | None]:
-        requests, began = self.ask(texts, columns, call), time.monotonic()
-        now = await self.judge.rate(questions_of(requests))
-        return self.settle(requests, now, time.monotonic() - began, call)
+        places, began = self.ask(texts, columns, call), time.monotonic()
+        now = await self.judge.rate(questions_of(places))
+        return self.settle(places, now, time.monotonic() - began, call)
 
 
-def questions_of(requests: list[JudgeRequest]) -> list[Any]:
-    return [request.question for request in requests if request.question is not None]
+def questions_of(places: list[Place]) -> list[Question]:
+    return list(dict.fromkeys(place[0] for place in places if not isinstance(place, float)))
 
 
-def completions_of(requests: list[JudgeRequest], holds: Callable[[Question], bool]) -> int:
-    """Return the number of completions in the requests whose question satisfies `holds`."""
-    return sum(len(places) for request in requests if request.question and holds(request.question)
-               for places in request.places)
+def places_of(texts: list[str | Transcript], prompt: str, rubric: str, reference: str | None) -> list[Place]:
+    """Return the places of a group's completions, with identical ones shown once. If all are identical, nothing is
+    asked: all get EQUAL, or 0 if the text is empty."""
+    answers = list(dict.fromkeys(texts))
+    if len(answers) == 1:
+        is_empty = isinstance(answers[0], str) and not answers[0].strip()
+        return [0.0 if is_empty else EQUAL] * len(texts)
+    question = compared(prompt, answers, rubric, reference)
+    return [(question, answers.index(text)) for text in texts]
 
 
 def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
@@ -260,7 +243,7 @@ def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[floa
     low, high = (float(bound) for bound in score_range)
     if not (math.isfinite(high - low) and low < high):
         raise ValueError(f"score_range is {score_range}; it must be (worst, best), with worst below best")
-    return reward(name, judge, SingleForm(rubric, rubric_column, reference, low, high))
+    return reward(name, judge, rubric, rubric_column, reference, (low, high))
 
 
 def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,
@@ -273,14 +256,14 @@ def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = N
     the same prompt, and for episodes the same seed. `reference` and `rubric_column` work as in `judged`. The reward is
     None if the judge failed. After RULER (ART).
     """
-    return reward(name, judge, GroupForm(rubric, rubric_column, reference))
+    return reward(name, judge, rubric, rubric_column, reference)
 
 
-def reward(name: str, judge: Judge, form: JudgeForm) -> JudgeReward:
+def reward(name: str, judge: Judge, rubric: str, *columns_and_range: Any) -> JudgeReward:
     """Return an AsyncJudgeReward if `judge.rate` is async, else a JudgeReward. Raises as `judged` does."""
-    require("rubric", form.rubric, TEXT)
+    require("rubric", rubric, TEXT)
     if not isinstance(judge, Judge):
         raise TypeError(f"{name} needs a judge, and got a {type(judge).__name__}: give rewards.UrlJudge(base_url, "
                         "model) or rewards.SelfJudge(model)")
     waits = inspect.iscoroutinefunction(judge.rate)
-    return (AsyncJudgeReward if waits else JudgeReward)(name, judge, form)
+    return (AsyncJudgeReward if waits else JudgeReward)(name, judge, rubric, *columns_and_range)

@@ -1,22 +1,23 @@
-"""The question to a judge and the parser of its reply, which is strict: a reply in any other form gives no score.
-Control tokens in the material are broken by a space, so that no answer can end its turn or imitate another role."""
+"""The question to a judge: its words, and the material that it judges, which no answer can leave.
+
+Whole trajectories are written with one message per line, as JSON, so that no message can look like two. The messages
+with which all trajectories of a group begin are shown once.
+"""
 
 import hashlib
 import json
-import math
-import re
-import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any
 
-from lowmem_grpo.rewards.ready.reading import FENCE, unfenced
+from lowmem_grpo.engines.prompt_inputs import with_object
+from lowmem_grpo.rewards.judge.controls import broken
+from lowmem_grpo.rewards.judge.reply import Ratings, json_object, rating_of, read_group, writable
 
-Ratings = list[tuple[float, str]]  # (score, reason) of each answer of a question
+RESULT_CHARS = 4000  # in a message to the agent; a longer text is cut in the middle
+NOTHING = "(nothing more)"
 
-THOUGHT, THOUGHT_END = "<think>", "</think>"  # some servers leave a model's thinking in its reply
-SHOWN = 80  # characters of a reply that messages show
-REASON = 2000  # characters of a reason that are kept
+Transcript = tuple[str, ...]  # one line per message
 
 SINGLE_RUBRIC = """\
 - An answer that does all that the task asks, without a mistake, gets the highest score.
@@ -98,8 +99,9 @@ class Question:
 
     def read(self, reply: str) -> Ratings:
         """Return (score, reason) of each answer in order. BadReplyError for a reply in any other form."""
-        bounds = self.low, self.high
-        return read_group(reply, len(self.answers), *bounds) if self.grouped else read_single(reply, *bounds)
+        if self.grouped:
+            return read_group(reply, len(self.answers), self.low, self.high)
+        return [rating_of(json_object(reply), self.low, self.high)]
 
     @property
     def key(self) -> str:
@@ -111,176 +113,47 @@ def digest(texts: list[str]) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-class BadReplyError(ValueError):
-    """A reply without the required scores. The message may quote the reply; `fault` describes the problem without a
-    quote, and only that is sent to the judge, since words of the reply may come from an answer."""
-
-    def __init__(self, fault: str, quoted: str = "") -> None:
-        super().__init__(f"{fault}: {quoted}" if quoted else fault)
-        self.fault = fault
-
-
-def read_single(reply: str, low: float, high: float) -> list[tuple[float, str]]:
-    """Return [(score, reason)] of `{"score": ..., "reason": ...}`. BadReplyError for anything else."""
-    return [rating_of(json_object(reply), low, high)]
-
-
-def read_group(reply: str, count: int, low: float, high: float) -> list[tuple[float, str]]:
-    """Return (score, reason) of answers 1 to `count`. BadReplyError unless each has exactly one score, in range."""
-    entries = json_object(reply).get("scores")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise BadReplyError('it has no list of objects under "scores"')
-    ratings: dict[int, tuple[float, str]] = {}
-    for entry in entries:
-        name = id_of(entry.get("id"))
-        if name is None or not 1 <= name <= count:
-            raise BadReplyError(f"it scores an answer that is none of 1 to {count}", f"{entry.get('id')!r:.20}")
-        if name in ratings:
-            raise BadReplyError(f"it scores answer {name} twice")
-        ratings[name] = rating_of(entry, low, high)
-    missing = [str(name) for name in range(1, count + 1) if name not in ratings]
-    if missing:
-        raise BadReplyError(f"it has no score for answer {', '.join(missing)}")
-    return [ratings[name] for name in range(1, count + 1)]
+def compared(prompt: str, answers: Sequence[str | Transcript], rubric: str, reference: str | None = None) -> Question:
+    """Return the question about distinct answers side by side. If one is a transcript, all are shown as transcripts,
+    and the lines that all begin with go to the prompt."""
+    texts = tuple(answer for answer in answers if isinstance(answer, str))
+    if len(texts) == len(answers):
+        return Question(prompt, texts, rubric, reference, grouped=True)
+    transcripts = [transcript_of([{"role": "assistant", "content": answer}]) if isinstance(answer, str) else answer
+                   for answer in answers]
+    least = min(map(len, transcripts))
+    shared = next((number for number in range(least) if len({lines[number] for lines in transcripts}) > 1), least)
+    task = "\n".join(filter(None, [prompt, *transcripts[0][:shared]]))
+    rest = tuple("\n".join(lines[shared:]) or NOTHING for lines in transcripts)
+    return Question(task, rest, rubric, reference, grouped=True, transcripts=True)
 
 
-def id_of(value: Any) -> int | None:
-    """Return an answer's number, given as an integer or as its digits; None for any other value."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}", value):
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def transcript_of(messages: Sequence[Mapping[str, Any]]) -> Transcript:
+    """Return one JSON line for each message: its role, content and tool calls."""
+    return tuple(map(line_of, messages))
 
 
-def rating_of(entry: dict[str, Any], low: float, high: float) -> tuple[float, str]:
-    """Return (score, reason) of a JSON object; the reason may be missing, and is cut at REASON characters.
-    BadReplyError unless the score is a number from `low` to `high`."""
-    score, reason = entry.get("score"), entry.get("reason")
-    if not is_number(score):
-        raise BadReplyError('its "score" is not a number', f"{score!r:.40}")
-    if not low <= score <= high:
-        raise BadReplyError(f"its score {score!r:.20} is not within {low:g} to {high:g}")
-    return float(score), writable(reason[:REASON]) if isinstance(reason, str) else ""
+def line_of(message: Mapping[str, Any]) -> str:
+    role, content = str(message.get("role", "")), message.get("content")
+    said: dict[str, Any] = {"role": role, "content": content if role == "assistant" else shortened(content)}
+    if calls := message.get("tool_calls"):
+        said["calls"] = [call_of(call) for call in calls]
+    return as_line(said)
 
 
-def is_number(score: object) -> TypeGuard[float]:
-    """Return whether a value is a finite int or float that a float can hold, and not a bool."""
-    try:
-        return isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
-    except OverflowError:
-        return False
+def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call's name and its arguments, parsed if they are JSON."""
+    function = with_object(call.get("function") or call)
+    return {"name": function.get("name"), "arguments": function.get("arguments")}
 
 
-def json_object(reply: str) -> dict[str, Any]:
-    """Return the one JSON object in a reply, after any thinking and inside any code fence. BadReplyError if there is
-    any other text around it, because an object in such text may be a quote from an answer."""
-    said = reply.rpartition(THOUGHT_END)[2]
-    try:
-        return object_alone(reply)  # first, because a reason may mention the think tags
-    except BadReplyError as error:
-        if THOUGHT in said and not said.lstrip().startswith(("{", FENCE)):
-            raise BadReplyError("its thinking has no end", shown(reply)) from error
-    return object_alone(said)
+def shortened(content: Any) -> Any:
+    """Return a text with its middle cut out if it is longer than RESULT_CHARS."""
+    if not isinstance(content, str) or len(content) <= RESULT_CHARS:
+        return content
+    half = RESULT_CHARS // 2
+    return f"{content[:half]} [... {len(content) - 2 * half} characters are left out here ...] {content[-half:]}"
 
 
-def object_alone(said: str) -> dict[str, Any]:
-    """Return the JSON object that a text consists of, with or without a code fence; BadReplyError if it is not one."""
-    text = unfenced(said, anywhere=False)
-    if not text.startswith("{"):
-        raise BadReplyError("it is not just one JSON object", shown(said))
-    try:
-        value = json.loads(text, object_pairs_hook=distinct, parse_constant=no_constant)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise BadReplyError("it is not just one JSON object", shown(said)) from error
-    except ValueError as error:  # an integer of thousands of digits, or a BadReplyError
-        raise error if isinstance(error, BadReplyError) else BadReplyError(f"it is no usable JSON: {error}") from error
-    assert isinstance(value, dict)  # it begins with a brace
-    return value
-
-
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's members; BadReplyError if a key occurs twice, since neither of two scores would count."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        raise BadReplyError("an object in it has the same key twice")
-    return members
-
-
-def no_constant(name: str) -> Any:
-    raise BadReplyError(f"it has {name} in place of a number")
-
-
-def shown(reply: str) -> str:
-    text = " ".join(reply[: 4 * SHOWN].split())
-    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...") if text else "it is empty"
-
-
-def writable(text: str) -> str:
-    """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by question marks."""
-    return text.encode(errors="replace").decode()
-
-
-# Names of control tokens of well-known model families, in angle brackets and in square ones.
-ANGLE = ("s", "bos", "eos", "pad", "unk", "mask", "cls", "sep", "sop", "eop", "eod", "eot", "eoh", "eoa", "eoc",
-         "endoftext", "think", "tools?", "tool_calls?", "tool_responses?", "tool_results?", "arg_key", "arg_value",
-         "im_start", "im_end", "role", r"\w{1,40}_token", r"(?:start|end|begin|beginning)_of_\w{1,40}",
-         r"seed:\w{1,40}", r"fim_\w{1,20}",
-         r"(?:unused_?|reserved_|reserved_token_|extra_id_|special_|tokens_unused_|mask:)\d{1,6}")
-SQUARE = ("INST", "SYSTEM_PROMPT", "MODEL_SETTINGS", "AVAILABLE_TOOLS", "TOOL_CALLS", "TOOL_RESULTS", "TOOL_CONTENT",
-          "ARGS", "CALL_ID", "THINK", "PREFIX", "MIDDLE", "SUFFIX", "IMG", "IMG_BREAK", "IMG_END", "AUDIO",
-          "BEGIN_AUDIO", "gMASK", "sMASK", "MASK", "CLS", "SEP", "PAD", "UNK", "BOS", "EOS", "EOT", "@BOS@",
-          "multimodal", "(?:start|end)_header_id", r"extra_id_\d{1,6}")
-CONTROL = re.compile(r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and DeepSeek's with wide bars
-                     r"|/?[|\uff5c][\w\"]{1,40}>|/?[\w\"]{1,40}[|\uff5c]>"  # Gemma 4's <|turn> and <turn|>
-                     rf"|/?(?:{'|'.join(ANGLE)})>"  # </s>, <start_of_turn>
-                     r"|</?SYS>>)"  # Llama 2
-                     rf"|\[(?=/?(?:{'|'.join(SQUARE)})\]"  # Mistral, Kimi, GLM
-                     r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
-                     r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
-                     r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
-                     r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's switches /think and /no_think
-                     re.IGNORECASE)
-INVISIBLE = re.compile(r"[\u034f\u115f\u1160\u3164\u180b-\u180f\ufe00-\ufe0f]")  # in addition to Unicode category Cf
-TRIES = 20
-
-
-def broken(text: str) -> str:
-    """Return the text with a space inside each likely control token of well-known model families, for a judge whose
-    tokenizer is unknown; also inside those that appear only after `usual` has normalised the text."""
-    text = CONTROL.sub(lambda match: f"{match[0]} ", text)
-    if text.isascii():
-        return text
-    seen, places = usual(text)
-    ends = [places[match.end() - 1] + 1 for match in CONTROL.finditer(seen)]
-    return " ".join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
-
-
-def usual(text: str) -> tuple[str, list[int]]:
-    """Return the text as many tokenizers normalise it (without invisible characters, and in NFKC, which narrows wide
-    characters), and for each of its characters the index in `text` that it comes from."""
-    pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
-             and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
-    return "".join(char for char, _ in pairs), [place for _, place in pairs]
-
-
-def without_controls(text: str, tokenizer: Any) -> str:
-    """Return the text with a space inside each text that the tokenizer would encode as a control token."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
-    for control in sorted(controls, key=len, reverse=True):
-        text = text.replace(control, f"{control[0]} {control[1:]}")
-    return text if not tokenizer.is_fast else without_spans(text, tokenizer, controls)
-
-
-def without_spans(text: str, tokenizer: Any, controls: set[str]) -> str:
-    """Return the text with a space inside each control token that appears only after the tokenizer's normalisation,
-    such as wide characters or lower case. Each try breaks all of them, since breaking one may create another."""
-    numbers = {*tokenizer.convert_tokens_to_ids(sorted(controls))} - {tokenizer.unk_token_id}
-    for _ in range(TRIES):
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = [span for number, span in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-                 if number in numbers and span[1] - span[0] > 1]
-        for start, _ in reversed(spans):
-            text = f"{text[:start + 1]} {text[start + 1:]}"
-        if not spans:
-            break
-    return text
+def as_line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -5,8 +5,11 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
-from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
-from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown, without_controls
+from lowmem_grpo.memory.oom import RunMemory
+from lowmem_grpo.rewards.judge.controls import without_controls
+from lowmem_grpo.rewards.judge.judge import Judge, Round
+from lowmem_grpo.rewards.judge.question import Question
+from lowmem_grpo.rewards.judge.reply import BadReplyError, shown
 from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
 
 TOKENS_OF_A_RATING = 24  # room for a reply, in tokens for each answer
@@ -26,45 +29,57 @@ class SelfJudge(Judge):
         """`model` is the model from FastLanguageModel; a question and its reply must fit into its max_seq_length.
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
         all questions of a step. A generation cannot be aborted, but no second one begins after half of that time."""
-        check_gone(gone)
-        require("max_tokens", max_tokens, COUNT)
-        require("temperature", temperature, ZERO_OR_MORE)
-        require("time_limit", time_limit, POSITIVE)
-        super().__init__("self", cache_size)
+        super().__init__("self", cache_size, **gone)
+        for name, value, rule in (("max_tokens", max_tokens, COUNT), ("temperature", temperature, ZERO_OR_MORE),
+                                  ("time_limit", time_limit, POSITIVE)):
+            require(name, value, rule)
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
         self.tokenizer = model.loaded.tokenizer  # the base model's; a trainer may use another one
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)
-        from lowmem_grpo.memory.oom import RunMemory
-
         self.memory = RunMemory()  # with its own batch bound, since questions are longer than the run's prompts
 
     def rate(self, questions: list[Question]) -> Round:
         """Return a round with the ratings of the questions that the base model answered. Failures raise no error."""
         now, waiting = self.begin(questions)
-        began = time.monotonic()
+        began, faults = time.monotonic(), self.ask(dict.fromkeys(waiting), self.temperature, now)
+        if faults and time.monotonic() - began < self.time_limit / 2:
+            faults |= self.ask(faults, max(self.temperature, SECOND_TEMPERATURE), now)
+        if left := [str(fault) for question, fault in faults.items() if question not in now.found]:
+            now.report("babble", f"{len(left)} of {len(questions)} replies have no scores that can be used: {left[0]}",
+                       "take a larger model, raise max_tokens, or judge by URL: a small model may not follow the form")
+        return self.end(now)
+
+    def ask(self, faults: dict[Question, Any], temperature: float, now: Round) -> dict[Question, BadReplyError]:
+        """Ask the base model all questions in one batch, each with the error of the reply before, if any. Return the
+        error of each reply without scores."""
+        asked = {question: ids for question, bad in faults.items()
+                 if (ids := self.encode(question, bad and bad.fault, now)) is not None}
+        if not asked:
+            return {}
+        now.meter.retried += sum(faults[question] is not None for question in asked)
         try:
-            asked = {question: ids for question in waiting if (ids := self.encode(question, None, now)) is not None}
-            faults = self.ask(asked, self.temperature, now)
-            again = {question: ids for question, bad in faults.items()
-                     if (ids := self.encode(question, bad.fault, now)) is not None}
-            if again and time.monotonic() - began < self.time_limit / 2:
-                now.meter.retried += len(again)
-                faults |= self.ask(again, max(self.temperature, SECOND_TEMPERATURE), now)
-            left = [str(bad) for question, bad in faults.items() if question not in now.found]
-            if left:
-                now.troubles.append(unanswered(
-                    "babble", f"{len(left)} of {len(questions)} replies have no scores that can be used: {left[0]}",
-                    "take a larger model, raise max_tokens, or judge by URL: a small model may not follow the form",
-                ))
-        finally:
-            self.end(now)
-        return now
+            outputs = self.generate(list(asked.values()), SamplingParams(
+                temperature=temperature, max_tokens=self.max_tokens, seed=self.seed))
+        except (RuntimeError, ValueError, ArithmeticError) as error:  # too little memory, NaN logits, a dead engine
+            now.report("engine", f"the engine could not answer ({type(error).__name__}: {error})",
+                       "lower max_seq_length, num_generations or max_completion_length, or judge by URL")
+            return {}
+        bad_replies: dict[Question, BadReplyError] = {}
+        for (question, ids), (reply,) in zip(asked.items(), outputs, strict=True):
+            now.meter.prompt_tokens += len(ids)
+            now.meter.completion_tokens += len(reply.completion_ids)
+            try:
+                if reply.finish_reason == "length":
+                    raise BadReplyError("it was cut off at max_tokens", shown(reply.text))
+                self.learn(now, question, question.read(reply.text))
+            except BadReplyError as bad:
+                bad_replies[question] = bad
+        return bad_replies
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:
         """Return a question's ids as one user turn (some templates have no system turn); None if it is too long."""
         tokenizer = self.tokenizer
-        text = "\n\n".join(message["content"] for message in question.messages(fault))
-        text = without_controls(text, tokenizer)
+        text = without_controls("\n\n".join(message["content"] for message in question.messages(fault)), tokenizer)
         if tokenizer.chat_template:
             text = chat_text(tokenizer, [{"role": "user", "content": text}], self.template_kwargs)
             ids = list(tokenizer(text, add_special_tokens=False).input_ids)
@@ -73,38 +88,10 @@ class SelfJudge(Judge):
         room = self.model.loaded.max_seq_length - len(ids)
         if room >= min(self.max_tokens, TOKENS_OF_A_RATING * len(question.answers)):
             return ids
-        now.troubles.append(unanswered(
-            "long", f"a question of {len(ids)} tokens leaves too little room for its reply in a context of "
-            f"{self.model.loaded.max_seq_length}",
-            "load with a larger max_seq_length, or lower num_generations or max_completion_length",
-        ))
+        now.report("long", f"a question of {len(ids)} tokens leaves too little room for its reply in a context of "
+                   f"{self.model.loaded.max_seq_length}",
+                   "load with a larger max_seq_length, or lower num_generations or max_completion_length")
         return None
-
-    def ask(self, asked: dict[Question, list[int]], temperature: float, now: Round) -> dict[Question, BadReplyError]:
-        """Ask the base model all questions in one batch. Return the error of each reply without scores."""
-        if not asked:
-            return {}
-        params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed)
-        try:
-            outputs = self.generate(list(asked.values()), params)
-        except (RuntimeError, ValueError, ArithmeticError) as error:  # too little memory, NaN logits, a dead engine
-            now.troubles.append(unanswered(
-                "engine", f"the engine could not answer ({type(error).__name__}: {error})",
-                "lower max_seq_length, num_generations or max_completion_length, or judge by URL",
-            ))
-            return {}
-        faults: dict[Question, BadReplyError] = {}
-        for question, ids, output in zip(asked, asked.values(), outputs, strict=True):
-            (reply,) = output
-            now.meter.prompt_tokens += len(ids)
-            now.meter.completion_tokens += len(reply.completion_ids)
-            try:
-                if reply.finish_reason == "length":
-                    raise BadReplyError("it was cut off at max_tokens", shown(reply.text))
-                self.learn(now, question, question.read(reply.text))
-            except BadReplyError as bad:
-                faults[question] = bad
-        return faults
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
         """Return the base model's rollouts for each prompt, from the run's engine, which sleeps afterwards."""

@@ -1,6 +1,5 @@
 """Verifiers of answers (the same text, the same number, a boxed answer, a pattern, JSON), and rewards for numbers."""
 
-import functools
 import json
 import math
 import re
@@ -30,7 +29,7 @@ def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool
 
     `where` finds the answer: `whole` (default), `last_line`, `boxed`, `in_tag("answer")`, `after("####")`.
     """
-    return LabelVerifier("answer_match", functools.partial(same_text, where=where, ignore_case=ignore_case), column)
+    return LabelVerifier("answer_match", same_text, column, where=where, ignore_case=ignore_case)
 
 
 def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict:
@@ -49,8 +48,7 @@ def number_match(column: str = "answer", where: Place = last_number, tolerance: 
     """
     if not 0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance is {tolerance!r}; it must be 0 or above; 0.01 is one per cent")
-    judge = functools.partial(same_number, where=where, tolerance=Fraction(tolerance))
-    return LabelVerifier("number_match", judge, column)
+    return LabelVerifier("number_match", same_number, column, where=where, tolerance=Fraction(tolerance))
 
 
 def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Verdict:
@@ -112,7 +110,7 @@ def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVer
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"regex_match got {pattern!r}, which is no regular expression: {error}") from error
-    return TextVerifier("regex_match", functools.partial(fits, pattern=compiled, where=where))
+    return TextVerifier("regex_match", fits, pattern=compiled, where=where)
 
 
 def fits(text: str, pattern: re.Pattern[str], where: Place) -> Verdict:
@@ -139,7 +137,7 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
         validator.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"json_match got an invalid schema: {error.message}") from error
-    return TextVerifier("json_match", functools.partial(holds, validator=validator(schema)))
+    return TextVerifier("json_match", holds, validator=validator(schema))
 
 
 def holds(text: str, validator: Any = None) -> bool:
@@ -164,7 +162,7 @@ def finite(number: str) -> float:
 
 def number_present(present: float = 1.0, absent: float = -1.0, where: Place = last_number) -> TextReward:
     """Return a reward: `present` if there is a number, by default anywhere in the completion, else `absent`."""
-    return TextReward("number_present", functools.partial(pay_presence, where=where, amounts=(present, absent)))
+    return TextReward("number_present", pay_presence, where=where, amounts=(present, absent))
 
 
 def pay_presence(text: str, where: Place, amounts: tuple[float, float]) -> float:
@@ -190,8 +188,8 @@ def proximity(
     """
     if not exact > outlier or not reach > 0:
         raise ValueError(f"exact is {exact}, outlier {outlier}, reach {reach}; needed: exact > outlier, reach > 0")
-    rule = functools.partial(pay_nearness, where=where, exact=exact, outlier=outlier, reach=Fraction(reach))
-    return LabelReward("proximity", rule, column)
+    return LabelReward("proximity", pay_nearness, column, where=where, exact=exact, outlier=outlier,
+                       reach=Fraction(reach))
 
 
 def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:

@@ -18,7 +18,6 @@ import functools
 import logging
 import os
 import re
-import threading
 import time
 from collections import Counter
 from typing import Any
@@ -84,7 +83,7 @@ class CodeVerifier(Verifier):
         self.sandbox = open_sandbox(isolation, limits)
         self.workers = workers or len(os.sched_getaffinity(0))
         self.where, self.batch_seconds = where, batch_seconds
-        self._last = Memory()
+        self._last: dict[tuple[str, str], list[TestVerdict] | None] = {}  # the last call's, since `share` asks again
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
         return [verdict_of(tests) for tests in self.judge(completions, *self.split_columns(columns))]
@@ -108,7 +107,12 @@ class CodeVerifier(Verifier):
         cases = {name: read_cases(*row) for name, row in known.items() if name not in faulty}
         pairs = [(self.where(text) or "", repr(row)) if repr(row) in cases else None
                  for text, row in zip(completions, rows, strict=True)]
-        return self._last.recall(pairs, lambda unknown: self._run_all(unknown, cases))
+        distinct, last = list(dict.fromkeys(filter(None, pairs))), self._last
+        if not set(distinct) <= last.keys():
+            unknown = [pair for pair in distinct if last.get(pair) is None]
+            ran = dict(zip(unknown, self._run_all(unknown, cases), strict=True))
+            self._last = last = {pair: ran[pair] if pair in ran else last[pair] for pair in distinct}
+        return [None if pair is None else last[pair] for pair in pairs]
 
     def _run_all(self, pairs: list[tuple[str, str]], cases: dict[str, list[Case]]) -> list[list[TestVerdict] | None]:
         """Run distinct pairs of a code and the key of its tests in `cases`, `workers` at a time."""
@@ -140,12 +144,6 @@ class CodeVerifier(Verifier):
     def share(self, amount: float = 1.0, name: str = "code_tests_passed") -> "ShareReward":
         """Return a reward of `amount` times the share of tests that pass."""
         return ShareReward(self, amount, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_last"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _last=Memory())
 
 
 class OfTests(Reward):
@@ -238,24 +236,6 @@ def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
 def untestable(tests: list[TestVerdict] | None) -> str | None:
     """Return the reason of the first test without a verdict; None if all have one."""
     return next((f"a test has no verdict: {test.reason}" for test in tests or [] if test.untestable), None)
-
-
-class Memory:
-    """A cache of the last call's verdicts, because the next reward asks for the same completions again."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, str], list[TestVerdict] | None] = {}
-        self.lock = threading.Lock()
-
-    def recall(self, pairs: list[tuple[str, str] | None], run: Any) -> list[list[TestVerdict] | None]:
-        """Return the verdicts of each pair; `run` is called with the distinct pairs that are not known yet."""
-        with self.lock:
-            distinct = list(dict.fromkeys(pair for pair in pairs if pair is not None))
-            if not set(distinct) <= set(self.found):
-                unknown = [pair for pair in distinct if self.found.get(pair) is None]
-                self.found |= zip(unknown, run(unknown), strict=True)
-                self.found = {pair: self.found[pair] for pair in distinct}
-            return [None if pair is None else self.found[pair] for pair in pairs]
 
 
 def first_fault(tests: list[TestVerdict] | None) -> str:

@@ -1,7 +1,6 @@
 """Rewards for the form of a completion: a verifier of its whole tag format and a reward for each tag; its length in
 tokens, words or characters; penalties near the run's own limit and on repetition."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ def format_match(tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False) -
     as in chat templates for reasoning, and the completion continues after it. ValueError for an odd number of tags, or
     tags that are equal or part of each other.
     """
-    return TextVerifier("format_match", functools.partial(keeps_format, tags=checked(tags), opened=opened))
+    return TextVerifier("format_match", keeps_format, tags=checked(tags), opened=opened)
 
 
 def format_kept(
@@ -36,7 +35,7 @@ def tags_counted(
 ) -> TextReward:
     """Return a reward: for each tag `once` if it occurs exactly once, else `otherwise`; a step towards the format."""
     counted = checked(tags)[1 if opened else 0 :]
-    return TextReward("tags_counted", functools.partial(pay_tags, tags=counted, amounts=(once, otherwise)))
+    return TextReward("tags_counted", pay_tags, tags=counted, amounts=(once, otherwise))
 
 
 def pay_tags(text: str, tags: tuple[str, ...], amounts: tuple[float, float]) -> float:
@@ -77,32 +76,28 @@ def length_near(target: int, spread: int, unit: str = "tokens") -> Reward:
     """Return a reward of 1 at the length `target`, which falls linearly to 0 at `spread` units from it."""
     whole_number("target", target, 0)
     whole_number("spread", spread, 1)
-    return measured("length_near", functools.partial(pay_near, target=target, spread=spread), unit)
+    return measured("length_near", pay_near, unit, target=target, spread=spread)
 
 
-def pay_near(length: int, target: int, spread: int) -> float:
-    return max(0.0, 1.0 - abs(length - target) / spread)
+def pay_near(completion: Any, unit: str, target: int, spread: int) -> float:
+    return max(0.0, 1.0 - abs(UNITS[unit](completion) - target) / spread)
 
 
 def too_long(longest: int, unit: str = "tokens", pay: float = -1.0) -> Reward:
     """Return a reward that pays `pay` for a completion of more than `longest` units, else 0."""
     whole_number("longest", longest, 0)
-    return measured("too_long", functools.partial(pay_excess, longest=longest, pay=float(pay)), unit)
+    return measured("too_long", pay_excess, unit, longest=longest, pay=float(pay))
 
 
-def pay_excess(length: int, longest: int, pay: float) -> float:
-    return pay if length > longest else 0.0
+def pay_excess(completion: Any, unit: str, longest: int, pay: float) -> float:
+    return pay if UNITS[unit](completion) > longest else 0.0
 
 
-def measured(name: str, rule: Callable[[int], float], unit: str) -> Reward:
-    """Return a reward that applies `rule` to the length in this unit. ValueError for an unknown unit."""
+def measured(name: str, rule: Callable[..., float], unit: str, **settings: Any) -> Reward:
+    """Return a reward by the length in this unit. ValueError for an unknown unit."""
     if unit not in UNITS:
         raise ValueError(f"unit is {unit!r}; allowed are {', '.join(UNITS)}")
-    return (TokenReward if unit == "tokens" else TextReward)(name, functools.partial(pay_length, rule=rule, unit=unit))
-
-
-def pay_length(completion: Any, rule: Callable[[int], float], unit: str) -> float:
-    return rule(UNITS[unit](completion))
+    return (TokenReward if unit == "tokens" else TextReward)(name, rule, unit=unit, **settings)
 
 
 def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Callable[..., list[float]]:
@@ -139,7 +134,7 @@ def repetition_penalty(ngram: int = 4, worst: float = -1.0) -> TokenReward:
     whole_number("ngram", ngram, 1)
     if not worst <= 0:
         raise ValueError(f"worst is {worst!r}; a penalty is 0 or below")
-    return TokenReward("repetition_penalty", functools.partial(pay_repetition, ngram=ngram, worst=worst))
+    return TokenReward("repetition_penalty", pay_repetition, ngram=ngram, worst=worst)
 
 
 def pay_repetition(ids: list[int], ngram: int, worst: float) -> float:

@@ -1,6 +1,5 @@
 """The rewards of the e-mail example: criteria of a good reply, each paid and logged by itself."""
 
-import functools
 import re
 from typing import Any
 
@@ -24,7 +23,7 @@ def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
 def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> LabelReward:
     """Return a reward that pays `present` if the completion contains the row's keyword as a whole word, in any case,
     else `absent`. Of a list of keywords, all are required. None if the row has no keyword."""
-    return LabelReward("keyword_present", functools.partial(pay_keywords, amounts=(present, absent)), column)
+    return LabelReward("keyword_present", pay_keywords, column, amounts=(present, absent))
 
 
 def pay_keywords(text: str, label: Any, amounts: tuple[float, float]) -> float | None:
@@ -49,7 +48,7 @@ def ideal_answer(exact: float = 1.0, other: float = 0.0, column: str = "ideal") 
 
 def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> LabelReward:
     """Return a reward: `named` if one of the first two non-blank lines names the row's recipient, else `unnamed`."""
-    return LabelReward("recipient_named", functools.partial(pay_recipient, amounts=(named, unnamed)), column)
+    return LabelReward("recipient_named", pay_recipient, column, amounts=(named, unnamed))
 
 
 def pay_recipient(text: str, label: Any, amounts: tuple[float, float]) -> float | None:
@@ -65,7 +64,7 @@ def signed(signature: str, present: float = 1.0, absent: float = 0.0) -> TextRew
     lines = stripped_lines(signature)
     if not lines:
         raise ValueError("signed got an empty signature; give the lines with which a mail should end")
-    return TextReward("signed", functools.partial(pay_signature, lines=lines, amounts=(present, absent)))
+    return TextReward("signed", pay_signature, lines=lines, amounts=(present, absent))
 
 
 def pay_signature(text: str, lines: list[str], amounts: tuple[float, float]) -> float:

@@ -1,14 +1,14 @@
 """The choice of an isolation that works on this machine, after a trial run."""
 
-import functools
 import logging
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
+from lowmem_grpo.rewards.calling.background import start_thread
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.worker import START_SECONDS, CannotStart, Worker, WorkerEnded
 
@@ -26,6 +26,7 @@ FIX = (
     'protection with isolation="process": limits on time, memory, processes and network hold there too, but if the '
     "kernel lacks Landlock 3 (Linux 6.2) the code can read and write your files"
 )
+WORKS = "works"
 WAIT = 1.0  # seconds for all unfinished trials together
 PROBE = "def probe(number):\n    return number + 1\n"
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> 
     return Sandbox(name, limits or Limits())
 
 
-@functools.cache
+@cache
 def why_not(isolation: str) -> str | None:
     """Return the reason why an isolation does not work here; None if it works. It is tried once, on a small program."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
@@ -77,7 +78,7 @@ def why_not(isolation: str) -> str | None:
     return None if reply == {"value": 2} else f"a trial run answered {reply}"
 
 
-@functools.cache
+@cache
 def warn_of_process() -> None:
     logger.warning(PROCESS_WARNING)
 
@@ -87,14 +88,12 @@ class SandboxTrials:
 
     def __init__(self, names: Sequence[str] = ISOLATIONS, why_not: Callable[[str], str | None] = why_not) -> None:
         self._why_not = why_not
-        self._reasons: dict[str, str | None] = {}  # by isolation: why it does not work; None if it works
-        self._threads = {name: threading.Thread(target=self._try, args=(name,), daemon=True) for name in names}
-        for thread in self._threads.values():
-            thread.start()
+        self._reasons: dict[str, str] = {}  # by isolation: why it does not work, or that it does
+        self._threads = {name: start_thread(f"trial of {name}", partial(self._try, name)) for name in names}
 
     def _try(self, name: str) -> None:
         try:
-            self._reasons[name] = self._why_not(name)
+            self._reasons[name] = " ".join((self._why_not(name) or WORKS).split())[:120]
         except Exception as error:  # noqa: BLE001 - the line reports any error
             self._reasons[name] = f"{type(error).__name__}: {error}"
 
@@ -103,10 +102,8 @@ class SandboxTrials:
         deadline = time.monotonic() + wait
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
-        reasons = dict(self._reasons)  # a copy, which late threads cannot change
-        works = [name for name in self._threads if name in reasons and reasons[name] is None]
+        states = {name: self._reasons.get(name, "no answer yet") for name in self._threads}
+        works = [name for name, state in states.items() if state == WORKS]
         taken = BY_DEFAULT if BY_DEFAULT in works else None
         head = taken or ("none by default, process if asked for" if works else "none")
-        states = {name: "works" if why is None else " ".join(why.split())[:120] for name, why in reasons.items()}
-        others = (f"{name}: {states.get(name, 'no answer yet')}" for name in self._threads if name != taken)
-        return f"{head} ({'; '.join(others)})"
+        return f"{head} ({'; '.join(f'{name}: {state}' for name, state in states.items() if name != taken)})"

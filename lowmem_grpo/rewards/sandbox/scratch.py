@@ -1,20 +1,20 @@
 """The scratch directory of a sandboxed process: its usage and its removal.
 
-In a namespace it is a tmpfs, which ends with the process. With `isolation="process"` it is a folder, which its owner
-locks while it lives. If the owner is killed, the kernel releases the lock, and the next program that starts a sandbox
-removes the folder.
+In a namespace it is a tmpfs, which ends with the process. With `isolation="process"` it is a folder. That of a program
+that was killed is removed by the first sandbox of a program that starts a day later.
 """
 
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 PREFIX = "lowmem-grpo-sandbox-"
+OLD_SECONDS = 86_400.0  # without a change, far longer than any process in a sandbox lives
 
 
 class ScratchFolder:
@@ -22,10 +22,7 @@ class ScratchFolder:
 
     def __init__(self) -> None:
         sweep(tempfile.gettempdir())
-        self.path, self._lock = "", -1
-        while self._lock < 0:  # the lock fails only if another program's sweep came first
-            self.path = tempfile.mkdtemp(prefix=PREFIX)
-            self._lock = locked(self.path)
+        self.path = tempfile.mkdtemp(prefix=PREFIX)
 
     def usage(self, most: int) -> tuple[int, int]:
         """Return (files, bytes) in the folder, counted up to `most` files; more than `most` if it cannot be read."""
@@ -48,48 +45,17 @@ class ScratchFolder:
 
     def remove(self) -> None:
         remove(self.path)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
-def locked(folder: str) -> int:
-    """Return a descriptor that holds the folder's lock; -1 if another program holds the lock or has removed the folder.
-    On a file system without locks the descriptor holds none, and no sweep removes anything there."""
-    try:
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return -1
-    with contextlib.suppress(OSError):
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(place)
-            return -1
-    if os.path.isdir(folder):
-        return place
-    os.close(place)
-    return -1
 
 
 @functools.cache
 def sweep(below: str) -> None:
-    """Remove the scratch folders in `below` that killed programs of this user have left; done once per program."""
+    """Remove the old scratch folders in `below` that killed programs of this user have left; done once per program."""
     with contextlib.suppress(OSError), os.scandir(below) as listing:
         for entry in listing:
-            if entry.name.startswith(PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                remove_unowned(entry.path)
-
-
-def remove_unowned(folder: str) -> None:
-    """Remove a folder if no process holds its lock."""
-    with contextlib.suppress(OSError):
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(folder)
-        finally:
-            os.close(place)
+            if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False):
+                state = entry.stat(follow_symlinks=False)
+                if state.st_uid == os.getuid() and time.time() - state.st_mtime > OLD_SECONDS:
+                    remove(entry.path)
 
 
 def remove(folder: str) -> None:

@@ -10,8 +10,9 @@ from scripted import Scripted
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.judge.judge import Complaints, Meter, unanswered
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, BadReplyError, Question, read_group, read_single
+from lowmem_grpo.rewards.judge.judge import QUIET_SECONDS, Meter, Round
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
+from lowmem_grpo.rewards.judge.reply import BadReplyError, read_group
 
 
 def group(*answers: str) -> Question:
@@ -70,17 +71,13 @@ def test_a_judge_is_not_told_what_it_was_made_to_say(reply: str) -> None:
     assert "GIVE IT" in str(error.value) and "GIVE IT" not in error.value.fault
 
 
-def test_every_reason_can_be_written_down() -> None:
-    (_, reason), = read_single('{"score": 7, "reason": "nice \\ud83d <think>"}', 0, 10)
-    assert reason == "nice ? <think>"
-
-
-def test_a_single_score_is_read_on_its_own_scale() -> None:
-    assert read_single('{"reason": "good", "score": 7}', 0, 10) == [(7.0, "good")]
-    assert read_single('{"score": 7}', 0, 10) == [(7.0, "")]
+def test_a_single_score_is_read_on_its_own_scale_and_every_reason_can_be_written_down() -> None:
+    read = Question("p", ("a",), "r", high=10.0).read
+    assert read('{"reason": "nice \\ud83d <think>", "score": 7}') == [(7.0, "nice ? <think>")]
+    assert read('{"score": 7}') == [(7.0, "")]
     for reply in ('{"score": 11}', '{"reason": "good"}', scores(1)):
         with pytest.raises(BadReplyError):
-            read_single(reply, 0, 10)
+            read(reply)
 
 
 # questions
@@ -239,14 +236,14 @@ def test_no_more_is_kept_than_the_cache_holds() -> None:
 
 
 def test_a_kind_of_trouble_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints(quiet_seconds=600.0)
-    for _ in range(3):
-        complaints.say("m", unanswered("down", "it is down", "Start it"))
-    complaints.say("m", unanswered("slow", "it is slow", "Wait"))
+    judge = Scripted()
+    for kind in ("down", "down", "slow", "down"):
+        (now := Round([])).report(kind, f"it is {kind}", "Wait")
+        judge.end(now)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
-    complaints.said["down"] -= 600.0  # a while ago
-    complaints.say("m", unanswered("down", "it is down", "Start it"))
-    assert "it is down (2 more times since this was last said)" in caplog.records[-1].message
+    judge.warned["down"] -= QUIET_SECONDS  # a while ago
+    judge.end(now)
+    assert "scripted: it is down; those completions have no reward. What to do: Wait" in caplog.records[2].message
 
 
 def test_the_summary_tells_what_the_meter_counted() -> None:

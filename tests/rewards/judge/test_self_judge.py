@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.oom import OutOfMemory
-from lowmem_grpo.rewards.judge.question import without_controls
+from lowmem_grpo.rewards.judge.controls import without_controls
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, compared
 from lowmem_grpo.types import Rollout
 from tests.attacks.judge_server import answers_in
 
@@ -225,7 +226,7 @@ def test_the_adapter_is_off_while_the_base_model_judges(model: FastPeftModel, mo
     assert rewards.ruler(judge)(prompts=asked[0], completions=asked[1]) == [None, None], "it babbles"
     assert first.found == {} and len(said) == 2, "asked again once"
     assert torch.equal(state, torch.get_rng_state()) and model.training
-    question = rewards.ruler(judge).form.questions(asked[1], {}, asked[0])[0].question
+    question = compared(asked[0][0], asked[1], GROUP_RUBRIC)
     ids = judge.encode(question, None, first)
     params = SamplingParams(temperature=0.0, max_tokens=12, seed=0)
     base = model.fast_generate([ids], params, None)[0].outputs[0].token_ids

@@ -8,7 +8,7 @@ from tables import every_row
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.calling.reward_batch import EpisodeMessages
-from lowmem_grpo.rewards.judge.forms import NOTHING, RESULT_CHARS, compared, transcript_of
+from lowmem_grpo.rewards.judge.question import NOTHING, RESULT_CHARS, compared, transcript_of
 
 SYSTEM = {"role": "system", "content": "Find the mail."}
 CALL = {"type": "function", "function": {"name": "search", "arguments": '{"words": "lunch"}'}}

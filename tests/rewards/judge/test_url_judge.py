@@ -14,8 +14,8 @@ import pytest
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.judge.chat_api import REDIRECTS
 from lowmem_grpo.rewards.judge.judge import Meter
+from lowmem_grpo.rewards.judge.url_judge import REDIRECTS
 from tests.attacks.judge_server import JudgeServer, Reply, by_length, chat, in_turn, serving
 
 TEXTS = ["a" * 3, "", "a" * 3, "a"]

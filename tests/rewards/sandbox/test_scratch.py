@@ -1,4 +1,4 @@
-"""What a killed program leaves: no process that nobody reaps, and no folder beyond the next start."""
+"""What a killed program leaves: no process that nobody reaps, and no folder for ever."""
 
 import os
 import signal
@@ -14,7 +14,6 @@ from lowmem_grpo.rewards.sandbox.scratch import PREFIX, ScratchFolder, sweep
 from lowmem_grpo.rewards.sandbox.worker import children_of, kill
 
 OWNER = """
-import time
 from lowmem_grpo.rewards.sandbox.scratch import ScratchFolder
 print(ScratchFolder().path, flush=True)
 time.sleep(100)
@@ -81,7 +80,7 @@ def below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_folder_of_a_killed_program_goes_at_the_next_start_and_that_of_a_living_one_stays(below: Path) -> None:
+def test_the_folder_of_a_killed_program_goes_a_day_later_and_that_of_a_living_one_stays(below: Path) -> None:
     killed, living = python(OWNER), python(OWNER)
     try:
         lost, kept = Path(first_line(killed)), Path(first_line(living))
@@ -89,6 +88,7 @@ def test_the_folder_of_a_killed_program_goes_at_the_next_start_and_that_of_a_liv
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         assert lost.is_dir()
+        os.utime(lost, (0, 0))
         ours = ScratchFolder()
         assert sorted(below.iterdir()) == sorted([kept, Path(ours.path)])
         ours.remove()
@@ -112,5 +112,6 @@ def test_what_is_no_folder_of_ours_is_not_removed(below: Path, name: str, make: 
     outside.mkdir()
     (outside / "kept.txt").write_text("kept")
     make(below / name, *(() if make is Path.mkdir else (outside,)))
+    os.utime(below / name, (0, 0), follow_symlinks=False)
     sweep(str(below))
     assert os.listdir(below) == [name] and (outside / "kept.txt").read_text() == "kept"

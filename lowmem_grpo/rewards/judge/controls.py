@@ -1,0 +1,72 @@
+"""Control tokens in what a judge reads, broken by a space, so that no answer can end its turn or speak as another."""
+
+import re
+import unicodedata
+from itertools import pairwise
+from typing import Any
+
+# Names of control tokens of well-known model families, in angle brackets and in square ones.
+ANGLE = ("s", "bos", "eos", "pad", "unk", "mask", "cls", "sep", "sop", "eop", "eod", "eot", "eoh", "eoa", "eoc",
+         "endoftext", "think", "tools?", "tool_calls?", "tool_responses?", "tool_results?", "arg_key", "arg_value",
+         "im_start", "im_end", "role", r"\w{1,40}_token", r"(?:start|end|begin|beginning)_of_\w{1,40}",
+         r"seed:\w{1,40}", r"fim_\w{1,20}",
+         r"(?:unused_?|reserved_|reserved_token_|extra_id_|special_|tokens_unused_|mask:)\d{1,6}")
+SQUARE = ("INST", "SYSTEM_PROMPT", "MODEL_SETTINGS", "AVAILABLE_TOOLS", "TOOL_CALLS", "TOOL_RESULTS", "TOOL_CONTENT",
+          "ARGS", "CALL_ID", "THINK", "PREFIX", "MIDDLE", "SUFFIX", "IMG", "IMG_BREAK", "IMG_END", "AUDIO",
+          "BEGIN_AUDIO", "gMASK", "sMASK", "MASK", "CLS", "SEP", "PAD", "UNK", "BOS", "EOS", "EOT", "@BOS@",
+          "multimodal", "(?:start|end)_header_id", r"extra_id_\d{1,6}")
+CONTROL = re.compile(r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and DeepSeek's with wide bars
+                     r"|/?[|\uff5c][\w\"]{1,40}>|/?[\w\"]{1,40}[|\uff5c]>"  # Gemma 4's <|turn> and <turn|>
+                     rf"|/?(?:{'|'.join(ANGLE)})>"  # </s>, <start_of_turn>
+                     r"|</?SYS>>)"  # Llama 2
+                     rf"|\[(?=/?(?:{'|'.join(SQUARE)})\]"  # Mistral, Kimi, GLM
+                     r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
+                     r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
+                     r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
+                     r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's switches /think and /no_think
+                     re.IGNORECASE)
+INVISIBLE = re.compile(r"[\u034f\u115f\u1160\u3164\u180b-\u180f\ufe00-\ufe0f]")  # in addition to Unicode category Cf
+TRIES = 20
+
+
+def broken(text: str) -> str:
+    """Return the text with a space inside each likely control token of well-known model families, for a judge whose
+    tokenizer is unknown; also inside those that appear only after `usual` has normalised the text."""
+    text = CONTROL.sub(lambda match: f"{match[0]} ", text)
+    if text.isascii():
+        return text
+    seen, places = usual(text)
+    ends = [places[match.end() - 1] + 1 for match in CONTROL.finditer(seen)]
+    return " ".join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
+
+
+def usual(text: str) -> tuple[str, list[int]]:
+    """Return the text as many tokenizers normalise it (without invisible characters, and in NFKC, which narrows wide
+    characters), and for each of its characters the index in `text` that it comes from."""
+    pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
+             and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
+    return "".join(char for char, _ in pairs), [place for _, place in pairs]
+
+
+def without_controls(text: str, tokenizer: Any) -> str:
+    """Return the text with a space inside each text that the tokenizer would encode as a control token."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
+    for control in sorted(controls, key=len, reverse=True):
+        text = text.replace(control, f"{control[0]} {control[1:]}")
+    return text if not tokenizer.is_fast else without_spans(text, tokenizer, controls)
+
+
+def without_spans(text: str, tokenizer: Any, controls: set[str]) -> str:
+    """Return the text with a space inside each control token that appears only after the tokenizer's normalisation,
+    such as wide characters or lower case. Each try breaks all of them, since breaking one may create another."""
+    numbers = {*tokenizer.convert_tokens_to_ids(sorted(controls))} - {tokenizer.unk_token_id}
+    for _ in range(TRIES):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = [span for number, span in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+                 if number in numbers and span[1] - span[0] > 1]
+        for start, _ in reversed(spans):
+            text = f"{text[:start + 1]} {text[start + 1:]}"
+        if not spans:
+            break
+    return text
