@@ -55,7 +55,7 @@ def serve(
             from lowmem_grpo.server.jobs.dispatcher import Dispatcher
             from lowmem_grpo.server.jobs.queue import JobQueue
             from lowmem_grpo.server.jobs.routes import JobsSource, make_jobs_app
-            from lowmem_grpo.server.page.page import Beside, Page, page_app
+            from lowmem_grpo.server.page.page import Page, beside, page_app
             from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, open_socket
 
             if model is not None:  # imports torch, which a queue alone does not need
@@ -84,7 +84,7 @@ def serve(
             app = make_jobs_app(queue, users, partial(checked, recipes), everywhere,
                                 None if served is None else served.routers())
             page = Page(JobsSource(queue, visible_name(host)), SignIn(users))
-            server = made_for(Beside(page_app(page, everywhere), app))
+            server = made_for(beside(page_app(page, everywhere), app))
             page.closing = lambda: server.should_exit
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
                        f"page {address.url}{page.sign_in.link(User(OWNER))} (works once; later the key signs in)")

@@ -40,9 +40,9 @@ function render(data) {
 
 // The top, alarms, answers before and after training, the log
 
-function header({ title, status, words, about, ending, accuracy, tiles }) {
+function header({ title, status, about, ending, accuracy, tiles }) {
   return make("header", "",
-    make("h1", "", title, " ", status && make("span", "status " + status, words || status)),
+    make("h1", "", title, " ", status && make("span", "status " + status, status)),
     about && make("p", "quiet", about),
     ending && make("div", "card ending " + status, make("p", "", make("b", "", ending.said)),
       ending.error && make("pre", "", ending.error), ending.lacks && make("p", "", ending.lacks)),
@@ -352,7 +352,7 @@ function showRuns({ card, runs, names }) {
   show("list", [runs, names], () => runs.map(run => make("li", "",
     run.can_show ? set(make("input"), { type: "checkbox", name: "with", value: run.name,
       checked: checked.includes(run.name), ariaLabel: "Compare " + run.title }) : make("span"),
-    set(make("a", "", make("b", "", run.title), " ", make("span", "status " + run.state, run.words),
+    set(make("a", "", make("b", "", run.title), " ", make("span", "status " + run.state, run.state),
       make("span", "quiet", run.told)), { href: "/?run=" + encodeURIComponent(run.name),
       ariaCurrent: names.includes(run.name) ? "page" : null }))));
   element("compare").hidden = runs.length < 2;

@@ -181,8 +181,8 @@ async def form_fields(request: Request) -> dict[str, str]:
 def page_app(page: Page, everywhere: bool = False) -> ASGIApp:
     """Return the application of the page at `/` and below `/page`. `everywhere` accepts any Host header. Users are
     known by a cookie, so the gate asks for no key."""
-    return WithHeaders(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
-                                       "GET / and those below /page"))
+    return with_headers(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
+                                        "GET / and those below /page"))
 
 
 def page_router(page: Page) -> APIRouter:
@@ -205,28 +205,23 @@ def page_router(page: Page) -> APIRouter:
     return router
 
 
-class WithHeaders:
-    """A middleware that adds security headers to every reply."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
+def with_headers(app: ASGIApp) -> ASGIApp:
+    """Return the application with security headers on every reply."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        await self.app(scope, receive, with_headers)
+        await app(scope, receive, send_safely)
+
+    return answer
 
 
-class Beside:
-    """An application that routes the page's paths to the page, and all others to another application."""
+def beside(page: ASGIApp, other: ASGIApp) -> ASGIApp:
+    """Return an application that routes the page's paths to the page, and all others to another application."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        ours = scope["path"] == "/" or scope["path"].startswith("/page/")
+        await (page if ours else other)(scope, receive, send)
 
-    def __init__(self, page: ASGIApp, other: ASGIApp) -> None:
-        self.page, self.other = page, other
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        ours = scope["type"] == "http" and (path == "/" or path.startswith("/page/"))
-        await (self.page if ours else self.other)(scope, receive, send)
+    return answer

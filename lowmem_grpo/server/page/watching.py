@@ -104,15 +104,14 @@ class Watching:
         follower = self.follow(run)
         shown = {"title": run.title, "actions": [(run.name, action) for action in run.actions], "log": follower.log()}
         if not run.can_show:
-            return shown | {"top": {"title": run.title, "status": run.state, "words": run.words,
+            return shown | {"top": {"title": run.title, "status": run.state,
                                     "ending": {"said": run.why or "It has written nothing yet."}}}
         return follower.content(run.run_state) | shown
 
 
 def list_row(run: Listed) -> dict[str, Any]:
     told = " \u00b7 ".join(filter(None, (run.why, ago(run.written) if run.written else "")))
-    return {"name": run.name, "title": run.title, "state": run.state, "words": run.words, "told": told,
-            "can_show": run.can_show}
+    return {"name": run.name, "title": run.title, "state": run.state, "told": told, "can_show": run.can_show}
 
 
 def ago(when: float) -> str:

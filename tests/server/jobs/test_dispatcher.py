@@ -165,8 +165,11 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
 def test_a_plan_that_fits_no_card_ends_a_job_before_it_begins(queue: JobQueue, recipes: Path) -> None:
     dispatcher = Dispatcher(queue, recipes, has_card=True)
     number = submit(queue)
-    dispatcher.plans[number] = (JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length"), time.time())
     dispatcher.poll()
+    assert dispatcher.planning is not None
+    dispatcher.planning.plan = JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length")
+    dispatcher.poll()
+    dispatcher.drop_plan()
     assert job(queue, number).state == FAILED and "lower max_seq_length" in job(queue, number).why
 
 
