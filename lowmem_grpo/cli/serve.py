@@ -85,7 +85,6 @@ def serve(
                                 None if served is None else served.routers())
             page = Page(JobsSource(queue, visible_name(host)), SignIn(users))
             server = made_for(beside(page_app(page, everywhere), app))
-            page.closing = lambda: server.should_exit
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
                        f"page {address.url}{page.sign_in.link(User(OWNER))} (works once; later the key signs in)")
             if model is not None:
@@ -186,5 +185,4 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
             click.echo(f"watching {runs_dir}\nopen {url}{sign_in.link(User(OWNER))} (works once)\n"
                        f"key {key} (for further browsers, at {url})")
             server = made_for(page_app(page, not is_loopback(host)))
-            page.closing = lambda: server.should_exit
             server.run(sockets=[listening])

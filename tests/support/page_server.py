@@ -35,7 +35,6 @@ def page_of(source: RunSource | Path) -> Page:
 def served(app: ASGIApp, page: Page) -> Iterator[str]:
     """The address of an application while it answers."""
     server = made_for(app)
-    page.closing = lambda: server.should_exit
     with open_socket("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -357,30 +357,21 @@ function showRuns({ card, runs, names }) {
       ariaCurrent: names.includes(run.name) ? "page" : null }))));
   element("compare").hidden = runs.length < 2;
 }
-function follow(data) {
-  const news = new EventSource("/page/events" + data.query);
-  let isDue = false, isBusy = false;
-  async function refresh() {  // not more often than it is worth, and not while nobody looks
-    isDue = true;
-    if (isBusy || document.hidden) return;
-    isBusy = true;
-    isDue = false;
-    try {
-      const answer = await fetch("/page/data" + data.query);
-      if (!answer.ok) throw new Error("status " + answer.status);
+async function follow({ query, version }) {  // asks for what is newer, but not while nobody looks
+  if (!document.hidden) try {
+    const answer = await fetch("/page/data" + query, { headers: { "If-None-Match": version } });
+    if (answer.status === 401) return say("signed out: load the page again", "wrong");
+    if (answer.status !== 304 && !answer.ok) throw new Error("status " + answer.status);
+    if (answer.ok) {
       const newest = await answer.json();
-      if (newest.query !== data.query) location.reload();  // the first run has begun
+      if (newest.query !== query) location.reload();  // the first run has begun
+      version = newest.version;
       render(newest);
       showRuns(newest.list);
-      say("live", "right");
-    } catch (error) { say(error.message, "wrong"); }
-    setTimeout(() => { isBusy = false; if (isDue) refresh(); }, EVERY);
-  }
-  news.onopen = () => say("live", "right");
-  news.onmessage = refresh;
-  news.onerror = () => say(news.readyState === EventSource.CLOSED ? "signed out: load the page again" : "no connection",
-    "wrong");
-  document.addEventListener("visibilitychange", () => { if (isDue) refresh(); });
+    }
+    say("live", "right");
+  } catch (error) { say(error.message, "wrong"); }
+  setTimeout(follow, EVERY, { query, version });
 }
 const data = JSON.parse(element("data").textContent);
 if (data.framed) document.body.className = "framed";

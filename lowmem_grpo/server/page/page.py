@@ -1,15 +1,13 @@
 """`Page`: the replies to a browser; the page's routes and its application."""
 
 import asyncio
-import hashlib
 import json
-from collections.abc import AsyncGenerator, Callable
 from html import escape
 from urllib.parse import parse_qs, urlsplit
 
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import MutableHeaders
-from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lowmem_grpo.runs.views.report import asset, drawing_script, plain_page, served_page, style
@@ -20,9 +18,6 @@ from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import LASTS, SignIn, User
 from lowmem_grpo.utils import MIB
 
-LOOK = 0.5  # seconds between checks of the watched runs
-QUIET = 15.0  # seconds without news until a keep-alive comment is sent
-MOST_OPEN = 64  # most pages with an open event stream
 MOST_FIELDS = 20  # most fields of a form
 SIGN_IN = """<p class="said-why">{why}</p><form method="post" action="/page/enter">
 <input name="user" autocomplete="username" value="lowmem-grpo" hidden>
@@ -37,7 +32,7 @@ HEADERS = {
                                "require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store", "X-Accel-Buffering": "no",  # proxies must not buffer events
+    "Cache-Control": "no-store",
 }
 FILES = {"page.css": style, "uplot.js": drawing_script, "page.js": lambda: asset("page/page.js")}
 KINDS = {"js": "text/javascript", "css": "text/css"}
@@ -49,8 +44,6 @@ class Page:
     def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse | None = None) -> None:
         self.source, self.sign_in = source, sign_in
         self.watching = Watching(source, card or CardUse())
-        self.closing: Callable[[], bool] = lambda: False  # whether the server is closing
-        self.open = 0
 
     def user(self, request: Request) -> User:
         """Return the signed-in user of a request. ChatError if there is none."""
@@ -95,37 +88,12 @@ class Page:
         return HTMLResponse(served_page(await asyncio.to_thread(self.watching.page_data, user, run_names(request))))
 
     async def data(self, request: Request) -> Response:
-        shown = await asyncio.to_thread(self.watching.page_data, self.user(request), run_names(request))
+        """Return the page's data as JSON, or 304 if the client has this version already."""
+        user, names = self.user(request), run_names(request)
+        if await asyncio.to_thread(self.watching.version, user, names) == request.headers.get("if-none-match"):
+            return Response(status_code=304)
+        shown = await asyncio.to_thread(self.watching.page_data, user, names)
         return Response(json.dumps(shown, allow_nan=False, separators=(",", ":")), media_type="application/json")
-
-    async def events(self, request: Request) -> Response:
-        """Return an event stream that tells a page when its content has changed."""
-        user = self.user(request)
-        if self.open >= MOST_OPEN:
-            raise ChatError(503, f"{MOST_OPEN} pages are open already; close some of them", None, "too_many_pages")
-        return StreamingResponse(self.news(request, user, run_names(request)), media_type="text/event-stream")
-
-    async def news(self, request: Request, user: User, names: list[str]) -> AsyncGenerator[bytes, None]:
-        """Yield an event whenever a check finds a change, until the browser leaves or the server closes."""
-        self.open += 1
-        told, quiet = "", 0.0
-        try:
-            yield b"retry: 1000\n\n"
-            while not self.closing() and not await request.is_disconnected():
-                if self.sign_in.user(request.cookies) is None:
-                    return
-                state, more = await asyncio.to_thread(self.watching.version, user, names)
-                version = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
-                quiet = 0.0 if version != told else quiet + LOOK
-                if version != told:
-                    told = version
-                    yield f"data: {version}\n\n".encode()
-                elif quiet >= QUIET:
-                    quiet = 0.0
-                    yield b": still here\n\n"
-                await asyncio.sleep(0 if more else LOOK)
-        finally:
-            self.open -= 1
 
     async def act(self, request: Request, action: str) -> Response:
         """Do the action of a button, or answer with a page that shows the error."""
@@ -197,7 +165,6 @@ def page_router(page: Page) -> APIRouter:
 
     router.add_api_route("/", page.show)
     router.add_api_route("/page/data", page.data)
-    router.add_api_route("/page/events", page.events)
     router.add_api_route("/page/enter", page.enter)
     router.add_api_route("/page/enter", page.enter_by_key, methods=["POST"])
     router.add_api_route("/page/leave", page.leave, methods=["POST"])

@@ -1,5 +1,6 @@
 """`Watching`: follows the runs that browsers show; `CardUse`: the utilization of the GPUs."""
 
+import hashlib
 import shutil
 import subprocess
 import time
@@ -18,6 +19,7 @@ from lowmem_grpo.utils import MIB, size_text
 QUERY = "name,utilization.gpu,memory.used,memory.total"
 KEEP = 3.0  # seconds for which an answer is cached
 WAITS = 5.0  # seconds that nvidia-smi may take
+READS = 0.5  # seconds in which unread records are read before a page is told of them
 MOST_FOLLOWED = 16  # most runs with records in memory
 MOST_COMPARED = 6  # most runs on one chart: the number of colours
 
@@ -74,19 +76,25 @@ class Watching:
         """Return the followers of the named runs that exist."""
         return {name: self.follow(run) for name in names if (run := self.source.one(user, name)) is not None}
 
-    def version(self, user: User, names: list[str]) -> tuple[tuple[Any, ...], bool]:
-        """Return a value that changes whenever the page of these runs does, and whether unread records remain."""
-        runs = self.follow_all(user, names).values()
-        runs_now = [(run.name, run.state, run.why, run.actions) for run in self.source.all(user)]
-        return (*(run.version() for run in runs), *runs_now), any(run.reading for run in runs)
+    def version(self, user: User, names: list[str]) -> str:
+        """Read what the runs wrote, and return a text that changes whenever their page does. A run of which more is
+        unread than a piece of each file is read on for a moment."""
+        until, runs = time.monotonic() + READS, self.follow_all(user, names).values()
+        while any(run.reading for run in runs) and time.monotonic() < until:
+            for run in runs:
+                run.read_news()
+        state = [*(run.version() for run in runs),
+                 *((run.name, run.state, run.why, run.actions) for run in self.source.all(user))]
+        return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
         """Return the page's data: the list, and the named run (default: the first) or charts that compare several."""
         runs = self.source.all(user)
         names = names or [run.name for run in sorted(runs, key=lambda run: not run.can_show)][:1]
-        data = {"title": self.source.title, "query": query_of(*names) if names else "", "list": {
-            "title": self.source.title, "user": user.name, "card": self.card.words(), "names": names,
-            "runs": [list_row(run) for run in runs]}}
+        data = {"title": self.source.title, "query": query_of(*names) if names else "",
+                "version": self.version(user, names), "list": {
+                    "title": self.source.title, "user": user.name, "card": self.card.words(), "names": names,
+                    "runs": [list_row(run) for run in runs]}}
         return data | (self.one_run(user, *names) if len(names) < 2 else self.several_runs(user, names))
 
     def several_runs(self, user: User, names: list[str]) -> dict[str, Any]:
