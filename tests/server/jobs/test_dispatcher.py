@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.dispatcher import Dispatcher, JobPlan
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobQueue, JobRequest
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.utils import GIB
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")

@@ -8,11 +8,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 from starlette.testclient import TestClient
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import CANCELLED, RUNNING, STOPPING, WAITING, JobQueue, JobRequest, NoSuchJobError
 from lowmem_grpo.server.jobs.routes import JobsSource, make_jobs_app
 from lowmem_grpo.server.page.page import Page, beside, page_app
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.users import JOBS, OWNER, SignIn, User, Users
 from tests.support.page_server import page_of
 from tests.support.run_pages import write_run
@@ -102,7 +102,7 @@ def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
     queue: JobQueue, source: JobsSource
 ) -> None:
     users = Users("tml-root-root-root-root-root", [(ANN, KEYS["ann"]), (NOBODY, KEYS["eve"])])
-    page = Page(source, SignIn(users), page_of(source).watching.card)
+    page = Page(source, SignIn(users))
     app = beside(page_app(page), make_jobs_app(queue, users, lambda recipe, options: None))
     anns, roots = submit(queue), submit(queue, OWNER)
     api, browser = (TestClient(app, base_url=HERE, follow_redirects=False) for _ in range(2))

@@ -10,10 +10,10 @@ from tables import every_row
 pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, STOPPING, WAITING, JobQueue
 from lowmem_grpo.server.jobs.routes import PIECE, make_jobs_app
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.users import JOBS, User, Users
 
 
