@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 
 from lowmem_grpo.server.page.page import Page, page_app
 from lowmem_grpo.server.page.sources import RunSource, RunsSource
-from lowmem_grpo.server.page.watching import CardUse
 from lowmem_grpo.server.server import made_for, open_socket
 from lowmem_grpo.server.users import OWNER, SignIn, User, Users
 
@@ -28,7 +27,7 @@ KEY, GUEST_KEY = "tml-owner-owner-owner-owner", "tml-guest-guest-guest-guest"
 def page_of(source: RunSource | Path) -> Page:
     """The page of a folder or of another source, for an owner and a guest."""
     users = Users(KEY, [(User("guest"), GUEST_KEY)])
-    return Page(RunsSource(source) if isinstance(source, Path) else source, SignIn(users), CardUse(command="/none"))
+    return Page(RunsSource(source) if isinstance(source, Path) else source, SignIn(users))
 
 
 @contextmanager

@@ -343,11 +343,10 @@ function navigation({ title, user }) {
     compare.textContent = "Compare: check two or more";
   };
   return set(make("nav", "", make("p", "brand", make("b", "", "lowmem-grpo"), " ", make("span", "quiet", title),
-    set(make("span", "quiet"), { id: "link" })), set(make("div", "quiet"), { id: "card" }), list,
+    set(make("span", "quiet"), { id: "link" })), list,
   form("post", "/page/leave", make("button", "plain", "Sign out " + user))), { ariaLabel: "Runs" });
 }
-function showRuns({ card, runs, names }) {
-  show("card", card, lines => lines.map(line => make("p", "", line)));
+function showRuns({ runs, names }) {
   const checked = [...document.querySelectorAll("#list input:checked")].map(({ value }) => value);
   show("list", [runs, names], () => runs.map(run => make("li", "",
     run.can_show ? set(make("input"), { type: "checkbox", name: "with", value: run.name,

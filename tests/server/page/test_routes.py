@@ -194,7 +194,7 @@ def test_a_long_run_is_read_on_for_a_moment_before_its_page_is_told(
     page: Page, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.server.page.run_follower.PIECE", 1000)
-    monkeypatch.setattr("lowmem_grpo.server.page.watching.READS", 600.0)
+    monkeypatch.setattr("lowmem_grpo.server.page.page.READS", 600.0)
     page.watching.version(User(OWNER), ["first"])
     assert not page.watching.follow(page.source.one(User(OWNER), "first")).reading  # type: ignore[arg-type]
 
