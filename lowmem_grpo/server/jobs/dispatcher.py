@@ -17,7 +17,7 @@ from typing import Any
 from lowmem_grpo.runs.records import SUMMARY
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, STOPPED, STOPPING, WAITING, Job, JobQueue
-from lowmem_grpo.server.page.run_follower import log_tail
+from lowmem_grpo.server.page.run_follower import json_file, log_tail
 from lowmem_grpo.utils import size_text, time_text
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Dispatcher:
             keeper.ask_to_stop(folder)
         # checked before ENDED is read: a keeper writes it just before it exits
         is_gone = time.time() - (job.began or 0.0) > COMES_UP and not keeper.is_alive(folder)
-        if end := keeper.read_json(folder / keeper.ENDED):
+        if end := json_file(folder / keeper.ENDED):
             self.record_end(job, end["code"], end["why"])
         elif is_gone:
             self.record_loss(job)
@@ -175,7 +175,7 @@ class Dispatcher:
     def record_loss(self, job: Job) -> None:
         """Record the end of a job whose run and keeper vanished, from the run's summary; without one, requeue it."""
         summary = self.queue.run_of(job) / SUMMARY
-        said = keeper.read_json(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
+        said = json_file(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
         if said.get("status") == "finished":
             self.queue.end_job(job, DONE, "", None)
         elif said.get("status") == "failed":

@@ -1,19 +1,16 @@
 """The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`; the jobs on the page."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from starlette.types import ASGIApp
 
 from lowmem_grpo.server.jobs.keeper import LOG
 from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
-from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, one_run, so_far
-from lowmem_grpo.server.requests import ChatError, Limits, json_of
-from lowmem_grpo.server.server import make_server_app
-from lowmem_grpo.server.users import JOBS, User, Users
+from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, so_far
+from lowmem_grpo.server.requests import ChatError, json_of
+from lowmem_grpo.server.users import JOBS, User
 
 PIECE = 256 * 1024  # most bytes of a log in one reply
 MOST_LISTED = 500
@@ -94,14 +91,6 @@ def piece_of(log: Path, offset: int) -> bytes:
         return file.read(PIECE)
 
 
-def make_jobs_app(
-    queue: JobQueue, users: Users, check: Check, everywhere: bool = False,
-    others: Mapping[str, APIRouter] | None = None,
-) -> ASGIApp:
-    """Return the application of the queue at /jobs and of `others` by prefix."""
-    return make_server_app({"/jobs": jobs_router(queue, check), **(others or {})}, users, Limits(), everywhere)
-
-
 class JobsSource:
     """The jobs as a `RunSource` for the page: the owner sees all jobs, a user with the right to jobs their own."""
 
@@ -117,14 +106,8 @@ class JobsSource:
         return [self.listed(job, user) for job in jobs]
 
     def one(self, user: User, name: str) -> Listed | None:
-        if (job := self.jobs(user).get(name)) is None:
-            return None
-        listed = self.listed(job, user)
-        path = listed.place[0]
-        run = one_run(path.parent, path.name)
-        said = "" if run is None or run.state == "running" else run.state
-        return replace(listed, actions=listed.actions + (("export",) if has_adapter(path) else ()),
-                       run_state="running" if job.state in LIVE else said)
+        job = self.jobs(user).get(name)
+        return None if job is None else self.listed(job, user)
 
     def act(self, user: User, name: str, action: str) -> None:
         if (job := self.jobs(user).get(name)) is None:
@@ -137,9 +120,9 @@ class JobsSource:
             raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
 
     def listed(self, job: Job, user: User) -> Listed:
-        actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
-        asked_by = "" if job.owner == user.name else job.owner
-        run = self.queue.run_of(job)
+        actions: tuple[str, ...] = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
+        asked_by, run = "" if job.owner == user.name else job.owner, self.queue.run_of(job)
+        actions += ("export",) if has_adapter(run) else ()
         told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(run), job.why)))
         return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, (run, run.parent / LOG), told,
                       job.ended or job.began or job.came, actions, can_show=is_run(run))

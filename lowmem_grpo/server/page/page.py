@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lowmem_grpo.runs.views.charts import comparison
 from lowmem_grpo.runs.views.report import MOST_POINTS, asset, drawing_script, plain_page, served_page, style
 from lowmem_grpo.server.page.run_follower import RunFollower
-from lowmem_grpo.server.page.sources import Listed, RunSource, zipped_adapter
+from lowmem_grpo.server.page.sources import Listed, RunSource, one_run, zipped_adapter
 from lowmem_grpo.server.requests import ChatError, Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import LASTS, SignIn, User
 from lowmem_grpo.utils import MIB
 
 READS = 0.5  # seconds in which unread records are read before a page is told of them
+LIVE = ("running", "stopping")  # states of a job or run with a process, whatever the run's files say
 MOST_FOLLOWED = 16  # most runs with records in memory
 MOST_COMPARED = 6  # most runs on one chart: the number of colours
 MOST_FIELDS = 20  # most fields of a form
@@ -102,7 +103,8 @@ class Watching:
         if not run.can_show:
             return shown | {"top": {"title": run.title, "status": run.state,
                                     "ending": {"said": run.why or "It has written nothing yet."}}}
-        return follower.content(run.run_state) | shown
+        now = one_run(run.place[0].parent, run.place[0].name)
+        return follower.content("running" if run.state in LIVE else now.state if now else "") | shown
 
 
 def list_row(run: Listed) -> dict[str, Any]:

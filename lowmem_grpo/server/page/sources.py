@@ -173,7 +173,6 @@ class Listed:
     why: str = ""  # its progress, why it waits or ended, and its process
     written: float = 0.0  # seconds since 1970: time of submission or of the newest record; 0.0 is unknown
     actions: tuple[str, ...] = ()  # what can be done with it: stop, resume, export
-    run_state: str = ""  # a state that the summary cannot know: running, killed, silent
     can_show: bool = True  # whether it has begun to write
 
 
@@ -226,7 +225,7 @@ class RunsSource:
         title = run.path.resolve().name if run.name == "." else run.name
         told = " \u00b7 ".join(filter(None, (so_far(run.path), run.where)))
         return Listed(run.name, title, run.state, (run.path, self.log_of(run.path)), told, run.written,
-                      tuple(name for name in can if can[name]), run.state)
+                      tuple(name for name in can if can[name]))
 
     def log_of(self, path: Path) -> Path:
         """Return the path of a run's log: in its folder, or beside the folder `run` of a server's job."""

@@ -13,6 +13,7 @@ import pytest
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.dispatcher import Dispatcher, JobPlan
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobQueue, JobRequest
+from lowmem_grpo.server.page.run_follower import json_file
 from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.utils import GIB
 
@@ -131,7 +132,7 @@ def test_shares_run_together_and_the_next_server_finds_one_that_runs_and_one_tha
     assert all(one.exists() for one in told), "each run is told its share"
     enough(queue, ends)
     monkeypatch.setattr(dispatcher, "poll", lambda: None)  # this server is gone
-    until(dispatcher, lambda: keeper.read_json(queue.folder_of(job(queue, ends)) / keeper.ENDED))
+    until(dispatcher, lambda: json_file(queue.folder_of(job(queue, ends)) / keeper.ENDED))
     following = Dispatcher(queue, recipes)
     following.poll()
     assert (job(queue, runs).state, job(queue, ends).state) == (RUNNING, DONE)
