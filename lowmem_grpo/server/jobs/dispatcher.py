@@ -116,7 +116,7 @@ class Dispatcher:
     def __init__(self, queue: JobQueue, recipes: Path | None = None, has_card: bool = False) -> None:
         """`recipes` is the folder of recipe files that jobs may name. Without a GPU only shares limit jobs."""
         self.queue, self.recipes, self.has_card = queue, recipes and recipes.resolve(), has_card
-        self.planning: Planning | None = None  # of the first job in line
+        self.planning: Planning | None = None  # for the first job in line
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.work, name="lowmem-grpo jobs", daemon=True)
 
