@@ -54,9 +54,10 @@ def serve(
             from lowmem_grpo.models.card_check import driver_version
             from lowmem_grpo.server.jobs.dispatcher import Dispatcher
             from lowmem_grpo.server.jobs.queue import JobQueue
-            from lowmem_grpo.server.jobs.routes import JobsSource, make_jobs_app
-            from lowmem_grpo.server.page.page import Beside, Page, page_app
-            from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, open_socket
+            from lowmem_grpo.server.jobs.routes import JobsSource, jobs_router
+            from lowmem_grpo.server.page.page import Page, beside, page_app
+            from lowmem_grpo.server.requests import Limits
+            from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, make_server_app, open_socket
 
             if model is not None:  # imports torch, which a queue alone does not need
                 from lowmem_grpo.server.tinker.serving import serve_model
@@ -81,11 +82,10 @@ def serve(
                 model, database, home.folder / "models", defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
                 load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)
-            app = make_jobs_app(queue, users, partial(checked, recipes), everywhere,
-                                None if served is None else served.routers())
+            routers = {"/jobs": jobs_router(queue, partial(checked, recipes)), **(served.routers() if served else {})}
+            app = make_server_app(routers, users, Limits(), everywhere)
             page = Page(JobsSource(queue, visible_name(host)), SignIn(users))
-            server = made_for(Beside(page_app(page, everywhere), app))
-            page.closing = lambda: server.should_exit
+            server = made_for(beside(page_app(page, everywhere), app))
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
                        f"page {address.url}{page.sign_in.link(User(OWNER))} (works once; later the key signs in)")
             if model is not None:
@@ -186,5 +186,4 @@ def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
             click.echo(f"watching {runs_dir}\nopen {url}{sign_in.link(User(OWNER))} (works once)\n"
                        f"key {key} (for further browsers, at {url})")
             server = made_for(page_app(page, not is_loopback(host)))
-            page.closing = lambda: server.should_exit
             server.run(sockets=[listening])

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import click
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, OVER, STOPPED, Job, JobQueue, JobRequest
+from lowmem_grpo.server.server_dir import Database
 from tests.attacks.attack import Verdict, attack_and_exit
 
 NUMBERS, PAUSE = 40, 0.04

@@ -27,9 +27,9 @@ import click
 import torch
 from safetensors.torch import load_file
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import made_for, make_server_app, open_socket
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.datum import as_bytes
 from lowmem_grpo.server.tinker.serving import serve_model

@@ -10,7 +10,7 @@ from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 from click.testing import CliRunner
-from programs import program
+from programs import kept_open, program
 
 import lowmem_grpo
 from lowmem_grpo.cli.serve import client_name, serve
@@ -32,10 +32,9 @@ def test_the_printed_link_opens_the_page_of_the_queue_and_a_signal_closes_both(t
         browser = build_opener(HTTPCookieProcessor(CookieJar()))
         browser.open(link[1], timeout=60)
         assert "No runs yet" in browser.open(link[1].partition("page/")[0], timeout=60).read().decode()
-        with browser.open(link[1].partition("page/")[0] + "page/events", timeout=60) as events:
+        with kept_open(link[1]):
             for _ in range(2 if number == signal.SIGTERM else 1):  # as `timeout` does
                 process.send_signal(number)
-            events.read()  # to the end, which the page is told: a stream that is cut off after a while raises an error
             rest = process.stdout.read()
             process.wait(60)
     assert "Traceback" not in rest, rest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.server_dir import Database
 
 TABLE = "CREATE TABLE IF NOT EXISTS things (name TEXT PRIMARY KEY, size INTEGER NOT NULL)"
 
@@ -43,7 +43,7 @@ def test_a_killed_process_keeps_what_it_committed(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", f"""
 import os, signal
 from pathlib import Path
-from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.server_dir import Database
 database = Database(Path({str(path)!r}), [{TABLE!r}])
 with database.write() as connection:
     connection.execute("INSERT INTO things VALUES ('kept', 1)")

@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 
 from lowmem_grpo.server.page.page import Page, page_app
 from lowmem_grpo.server.page.sources import RunSource, RunsSource
-from lowmem_grpo.server.page.watching import CardUse
 from lowmem_grpo.server.server import made_for, open_socket
 from lowmem_grpo.server.users import OWNER, SignIn, User, Users
 
@@ -28,14 +27,13 @@ KEY, GUEST_KEY = "tml-owner-owner-owner-owner", "tml-guest-guest-guest-guest"
 def page_of(source: RunSource | Path) -> Page:
     """The page of a folder or of another source, for an owner and a guest."""
     users = Users(KEY, [(User("guest"), GUEST_KEY)])
-    return Page(RunsSource(source) if isinstance(source, Path) else source, SignIn(users), CardUse(command="/none"))
+    return Page(RunsSource(source) if isinstance(source, Path) else source, SignIn(users))
 
 
 @contextmanager
 def served(app: ASGIApp, page: Page) -> Iterator[str]:
     """The address of an application while it answers."""
     server = made_for(app)
-    page.closing = lambda: server.should_exit
     with open_socket("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -7,8 +7,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 LONGEST = 400.0  # seconds until a program that hangs is killed, so that its test fails
 
@@ -74,3 +76,15 @@ def ran(module: str, *words: Any, **environment: str) -> subprocess.CompletedPro
 def providers(*names: str) -> list[str]:
     """Options that name them."""
     return [word for name in names for word in ("--provider", name)]
+
+
+@contextmanager
+def kept_open(url: str) -> Iterator[None]:
+    """A connection to a server that a browser keeps for its next request."""
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection.request("GET", "/health")
+    assert connection.getresponse().read()
+    try:
+        yield
+    finally:
+        connection.close()

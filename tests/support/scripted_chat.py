@@ -41,9 +41,6 @@ class ScriptedChat:
     def names(self) -> Mapping[str, str | None]:
         return {"agent": LIVE, "base/model": None}
 
-    def models(self) -> list[str]:
-        return list(self.names())
-
     def parent(self, turn: str) -> str | None:
         return self.before[turn]
 

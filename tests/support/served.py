@@ -19,7 +19,6 @@ from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.rewards import EngineJudge
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, OnGroup, Request
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
@@ -27,6 +26,7 @@ from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE, Call
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import made_for, make_server_app, open_socket
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.server.users import Allowances, User, Users
 from lowmem_grpo.types import Rollout

@@ -12,9 +12,9 @@ from small_models import shallow
 from starlette.testclient import TestClient
 from torch import Tensor
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.datum import as_bytes
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model

@@ -40,9 +40,9 @@ function render(data) {
 
 // The top, alarms, answers before and after training, the log
 
-function header({ title, status, words, about, ending, accuracy, tiles }) {
+function header({ title, status, about, ending, accuracy, tiles }) {
   return make("header", "",
-    make("h1", "", title, " ", status && make("span", "status " + status, words || status)),
+    make("h1", "", title, " ", status && make("span", "status " + status, status)),
     about && make("p", "quiet", about),
     ending && make("div", "card ending " + status, make("p", "", make("b", "", ending.said)),
       ending.error && make("pre", "", ending.error), ending.lacks && make("p", "", ending.lacks)),
@@ -343,44 +343,34 @@ function navigation({ title, user }) {
     compare.textContent = "Compare: check two or more";
   };
   return set(make("nav", "", make("p", "brand", make("b", "", "lowmem-grpo"), " ", make("span", "quiet", title),
-    set(make("span", "quiet"), { id: "link" })), set(make("div", "quiet"), { id: "card" }), list,
+    set(make("span", "quiet"), { id: "link" })), list,
   form("post", "/page/leave", make("button", "plain", "Sign out " + user))), { ariaLabel: "Runs" });
 }
-function showRuns({ card, runs, names }) {
-  show("card", card, lines => lines.map(line => make("p", "", line)));
+function showRuns({ runs, names }) {
   const checked = [...document.querySelectorAll("#list input:checked")].map(({ value }) => value);
   show("list", [runs, names], () => runs.map(run => make("li", "",
     run.can_show ? set(make("input"), { type: "checkbox", name: "with", value: run.name,
       checked: checked.includes(run.name), ariaLabel: "Compare " + run.title }) : make("span"),
-    set(make("a", "", make("b", "", run.title), " ", make("span", "status " + run.state, run.words),
+    set(make("a", "", make("b", "", run.title), " ", make("span", "status " + run.state, run.state),
       make("span", "quiet", run.told)), { href: "/?run=" + encodeURIComponent(run.name),
       ariaCurrent: names.includes(run.name) ? "page" : null }))));
   element("compare").hidden = runs.length < 2;
 }
-function follow(data) {
-  const news = new EventSource("/page/events" + data.query);
-  let isDue = false, isBusy = false;
-  async function refresh() {  // not more often than it is worth, and not while nobody looks
-    isDue = true;
-    if (isBusy || document.hidden) return;
-    isBusy = true;
-    isDue = false;
-    try {
-      const answer = await fetch("/page/data" + data.query);
-      if (!answer.ok) throw new Error("status " + answer.status);
+async function follow({ query, version }) {  // asks for what is newer, but not while nobody looks
+  if (!document.hidden) try {
+    const answer = await fetch("/page/data" + query, { headers: { "If-None-Match": version } });
+    if (answer.status === 401) return say("signed out: load the page again", "wrong");
+    if (answer.status !== 304 && !answer.ok) throw new Error("status " + answer.status);
+    if (answer.ok) {
       const newest = await answer.json();
-      if (newest.query !== data.query) location.reload();  // the first run has begun
+      if (newest.query !== query) location.reload();  // the first run has begun
+      version = newest.version;
       render(newest);
       showRuns(newest.list);
-      say("live", "right");
-    } catch (error) { say(error.message, "wrong"); }
-    setTimeout(() => { isBusy = false; if (isDue) refresh(); }, EVERY);
-  }
-  news.onopen = () => say("live", "right");
-  news.onmessage = refresh;
-  news.onerror = () => say(news.readyState === EventSource.CLOSED ? "signed out: load the page again" : "no connection",
-    "wrong");
-  document.addEventListener("visibilitychange", () => { if (isDue) refresh(); });
+    }
+    say("live", "right");
+  } catch (error) { say(error.message, "wrong"); }
+  setTimeout(follow, EVERY, { query, version });
 }
 const data = JSON.parse(element("data").textContent);
 if (data.framed) document.body.className = "framed";

@@ -17,6 +17,7 @@ from typing import Any
 from lowmem_grpo.runs.records import SUMMARY
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, STOPPED, STOPPING, WAITING, Job, JobQueue
+from lowmem_grpo.server.page.run_follower import json_file, log_tail
 from lowmem_grpo.utils import size_text, time_text
 
 logger = logging.getLogger(__name__)
@@ -43,24 +44,25 @@ class Planning:
 
     def __init__(self, job: int, arguments: Sequence[str]) -> None:
         """`job` is the job's number; `arguments` are its recipe and options."""
-        self.job = job
+        self.job, self.began = job, time.time()
         command = [sys.executable, "-m", "lowmem_grpo.server.jobs.dispatcher", *arguments]
         self.process = subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                         stderr=subprocess.DEVNULL)
+        self.plan: JobPlan | None = None
 
     def result(self) -> JobPlan | None:
         """Return the plan; None while the process runs, and an empty plan if it failed."""
-        if self.process.poll() is None:
-            return None
-        lines = self.process.communicate()[0].strip().splitlines()
-        try:
-            return JobPlan(**json.loads(lines[-1]))
-        except (IndexError, ValueError, TypeError):
-            return JobPlan()
+        if self.plan is None and self.process.poll() is not None:
+            lines = self.process.communicate()[0].strip().splitlines()
+            try:
+                self.plan = JobPlan(**json.loads(lines[-1]))
+            except (IndexError, ValueError, TypeError):
+                self.plan = JobPlan()
+        return self.plan
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        with self.process:  # waits, and closes the pipe
+            self.process.kill()
 
 
 def obstacle(job: Job, plan: JobPlan | None, live: Sequence[Job]) -> str:
@@ -114,8 +116,7 @@ class Dispatcher:
     def __init__(self, queue: JobQueue, recipes: Path | None = None, has_card: bool = False) -> None:
         """`recipes` is the folder of recipe files that jobs may name. Without a GPU only shares limit jobs."""
         self.queue, self.recipes, self.has_card = queue, recipes and recipes.resolve(), has_card
-        self.planning: Planning | None = None
-        self.plans: dict[int, tuple[JobPlan, float]] = {}  # by waiting job: its plan, and when it was made
+        self.planning: Planning | None = None  # for the first job in line
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.work, name="lowmem-grpo jobs", daemon=True)
 
@@ -126,8 +127,7 @@ class Dispatcher:
         """End the thread. Running jobs continue, and the next server finds them."""
         self.closing.set()
         self.thread.join()
-        if self.planning is not None:
-            self.planning.close()
+        self.drop_plan()
 
     def work(self) -> None:
         while not self.closing.wait(EVERY):
@@ -140,11 +140,13 @@ class Dispatcher:
         """Record the jobs that ended, then start waiting jobs in order until one has no room."""
         for job in self.queue.live():
             self.check_run(job)
-        for job in self.queue.waiting():
-            if why := self.why_not(job):
-                self.explain(job, why)
-                break
-            self.start_run(job)
+        why, waiting = "", self.queue.waiting()
+        while waiting and not (why := self.why_not(waiting[0])):
+            self.start_run(waiting.pop(0))
+        for place, job in enumerate(waiting):
+            words = f"{'one job is' if place == 1 else f'{place} jobs are'} before it in the queue" if place else why
+            if job.why != words:
+                self.queue.change(job, why=words)
 
     def check_run(self, job: Job) -> None:
         """Record the end or loss of a live job, and pass on a request to stop."""
@@ -153,7 +155,7 @@ class Dispatcher:
             keeper.ask_to_stop(folder)
         # checked before ENDED is read: a keeper writes it just before it exits
         is_gone = time.time() - (job.began or 0.0) > COMES_UP and not keeper.is_alive(folder)
-        if end := keeper.read_json(folder / keeper.ENDED):
+        if end := json_file(folder / keeper.ENDED):
             self.record_end(job, end["code"], end["why"])
         elif is_gone:
             self.record_loss(job)
@@ -173,7 +175,7 @@ class Dispatcher:
     def record_loss(self, job: Job) -> None:
         """Record the end of a job whose run and keeper vanished, from the run's summary; without one, requeue it."""
         summary = self.queue.run_of(job) / SUMMARY
-        said = keeper.read_json(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
+        said = json_file(summary) if summary.exists() and summary.stat().st_mtime > (job.began or 0.0) else {}
         if said.get("status") == "finished":
             self.queue.end_job(job, DONE, "", None)
         elif said.get("status") == "failed":
@@ -187,45 +189,38 @@ class Dispatcher:
 
     def last_line(self, job: Job) -> str:
         """Return the last line of a job's log, which usually names the error."""
-        log = self.queue.folder_of(job) / keeper.LOG
-        lines = log.read_bytes()[-4096:].decode(errors="replace").splitlines() if log.exists() else []
+        lines = log_tail(self.queue.folder_of(job) / keeper.LOG).splitlines()
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
     def why_not(self, job: Job) -> str:
         """Return why the next job cannot start; "" if it can. A job that would not fit an empty GPU fails here."""
-        plan, made = self.plans.get(job.id, (None if self.has_card else JobPlan(), 0.0))
-        why = obstacle(job, plan, self.queue.live())
-        if plan is None:
-            self.make_plan(job)
-        elif words := too_large(plan, job):
+        plan = self.plan_of(job) if self.has_card else JobPlan()
+        if plan is not None and (words := too_large(plan, job)):
             self.queue.end_job(job, FAILED, words, None)
             return words
-        elif why and time.time() - made > AGAIN:  # another program may have ended meanwhile
-            self.plans.pop(job.id, None)
-        return why
+        return obstacle(job, plan, self.queue.live())
 
-    def make_plan(self, job: Job) -> None:
-        """Start planning a job, or store the plan if it is ready."""
+    def plan_of(self, job: Job) -> JobPlan | None:
+        """Return the plan of the next job; None while it is made. An old one is given once more, then made anew, since
+        another program may have ended meanwhile."""
         if self.planning is None or self.planning.job != job.id:
-            if self.planning is not None:
-                self.planning.close()
+            self.drop_plan()
             self.planning = Planning(job.id, self.arguments_of(job))
-        if (plan := self.planning.result()) is not None:
-            self.plans[job.id], self.planning = (plan, time.time()), None
+        if (plan := self.planning.result()) is not None and time.time() - self.planning.began > AGAIN:
+            self.drop_plan()
+        if plan is not None and plan.peak_bytes != job.peak_bytes:
             self.queue.change(job, peak_bytes=plan.peak_bytes)
+        return plan
 
-    def explain(self, blocked: Job, why: str) -> None:
-        """Record why each job waits: `why` for the `blocked` job, and its place in the queue for each job behind it."""
-        for place, job in enumerate(self.queue.waiting()):
-            ahead = "one job is" if place == 1 else f"{place} jobs are"
-            words = why if job.id == blocked.id else f"{ahead} before it in the queue"
-            if job.why != words:
-                self.queue.change(job, why=words)
+    def drop_plan(self) -> None:
+        if self.planning is not None:
+            self.planning.close()
+        self.planning = None
 
     def start_run(self, job: Job) -> None:
         """Start a job. The database is updated first; if a job is started twice, the keeper's lock ends the second."""
         job = self.queue.start_job(job)
-        self.plans.pop(job.id, None)
+        self.drop_plan()
         command = [sys.executable, "-m", "lowmem_grpo", "run", *self.arguments_of(job)]
         keeper.start_keeper(self.queue.folder_of(job), command, job.time_limit)
         logger.info("job %d (%s) begins", job.id, job.recipe)

@@ -115,14 +115,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     os.replace(aside, path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def main(folder: Path) -> None:
     try:
         lock_file(folder / KEEPER)  # held until this process exits

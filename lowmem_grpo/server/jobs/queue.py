@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.server_dir import Database
 
 WAITING, RUNNING, STOPPING = "waiting", "running", "stopping"
 DONE, FAILED, STOPPED, CANCELLED = "done", "failed", "stopped", "cancelled"

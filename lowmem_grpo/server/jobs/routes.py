@@ -1,19 +1,16 @@
 """The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`; the jobs on the page."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from starlette.types import ASGIApp
 
 from lowmem_grpo.server.jobs.keeper import LOG
 from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
-from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, one_run, so_far
-from lowmem_grpo.server.requests import ChatError, Limits
-from lowmem_grpo.server.server import make_server_app
-from lowmem_grpo.server.users import JOBS, User, Users
+from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, so_far
+from lowmem_grpo.server.requests import ChatError, json_of
+from lowmem_grpo.server.users import JOBS, User
 
 PIECE = 256 * 1024  # most bytes of a log in one reply
 MOST_LISTED = 500
@@ -30,52 +27,59 @@ async def as_chat_errors() -> AsyncIterator[None]:
         raise ChatError(400, str(error), None, "invalid") from error
 
 
+def jobs_user(request: Request) -> User:
+    """Return the user of a request. ChatError if the user may not use jobs."""
+    user: User = request.scope["holder"]
+    if not user.may(JOBS):
+        raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "
+                             "its owner can allow it, with `jobs` after the key in the key file", None, "no_right")
+    return user
+
+
+def whose(user: Annotated[User, Depends(jobs_user)]) -> str | None:
+    """Return the owner name by which a user's view of jobs is filtered; None for all jobs."""
+    return None if user.is_owner else user.name
+
+
+Owner = Annotated[str | None, Depends(whose)]
+
+
 def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
     """Return the routes of a queue. `check` raises ValueError for an invalid recipe or option."""
     router = APIRouter(redirect_slashes=False, dependencies=[Depends(as_chat_errors)])
 
     @router.post("")
-    async def submit(request: Request) -> Job:
-        user, asked = user_of(request), JobRequest.from_json(await json_of(request))
+    async def submit(request: Request, user: Annotated[User, Depends(jobs_user)]) -> Job:
+        asked = JobRequest.from_json(json_of(await request.body()))
         check(asked.recipe, asked.options)
         return queue.submit(asked, user.name)
 
     @router.get("")
-    async def show_all(request: Request) -> dict[str, list[Job]]:
-        return {"jobs": queue.all(whose(user_of(request)))}
+    async def show_all(owner: Owner) -> dict[str, list[Job]]:
+        return {"jobs": queue.all(owner)}
 
     @router.get("/{number}")
-    async def show(number: int, request: Request) -> Job:
-        return queue.one(number, whose(user_of(request)))
+    async def show(number: int, owner: Owner) -> Job:
+        return queue.one(number, owner)
 
     @router.get("/{number}/log")
-    async def read_log(number: int, request: Request, offset: Annotated[str, Query(alias="from")] = "0") -> Response:
-        log = queue.folder_of(queue.one(number, whose(user_of(request)))) / LOG
+    async def read_log(number: int, owner: Owner, offset: Annotated[str, Query(alias="from")] = "0") -> Response:
+        log = queue.folder_of(queue.one(number, owner)) / LOG
         if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
             raise ValueError(f"from is {offset!r}; it is a byte of the log, a whole number from 0")
         return Response(piece_of(log, int(offset)), media_type="application/octet-stream")
 
     @router.post("/{number}/cancel")
-    async def cancel(number: int, request: Request) -> Job:
-        return queue.cancel(number, whose(user_of(request)))
+    async def cancel(number: int, owner: Owner) -> Job:
+        return queue.cancel(number, owner)
 
     @router.post("/{number}/resume")
-    async def resume(number: int, request: Request) -> Job:
-        job = queue.one(number, whose(user_of(request)))
-        body = await json_of(request)
-        options: Any = body.get("options", []) if isinstance(body, dict) else None
+    async def resume(number: int, owner: Owner, request: Request) -> Job:
+        job, options = queue.one(number, owner), json_of(await request.body()).get("options", [])
         check(job.recipe, job.options + JobRequest(job.recipe, options).options)
         return queue.resume(number, options)
 
     return router
-
-
-async def json_of(request: Request) -> Any:
-    try:
-        return await request.json()
-    except (ValueError, RecursionError) as error:
-        raise ChatError(400, f"the request's body is no JSON ({error}); send a JSON object", None,
-                        "invalid_json") from None
 
 
 def piece_of(log: Path, offset: int) -> bytes:
@@ -87,73 +91,38 @@ def piece_of(log: Path, offset: int) -> bytes:
         return file.read(PIECE)
 
 
-def user_of(request: Request) -> User:
-    """Return the user of a request. ChatError if the user may not use jobs."""
-    user: User = request.scope["holder"]
-    if not user.may(JOBS):
-        raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "
-                             "its owner can allow it, with `jobs` after the key in the key file", None, "no_right")
-    return user
-
-
-def whose(user: User) -> str | None:
-    """Return the owner name by which a user's view of jobs is filtered; None for all jobs."""
-    return None if user.is_owner else user.name
-
-
-def make_jobs_app(
-    queue: JobQueue, users: Users, check: Check, everywhere: bool = False,
-    others: Mapping[str, APIRouter] | None = None,
-) -> ASGIApp:
-    """Return the application of the queue at /jobs and of `others` by prefix."""
-    return make_server_app({"/jobs": jobs_router(queue, check), **(others or {})}, users, Limits(), everywhere)
-
-
 class JobsSource:
     """The jobs as a `RunSource` for the page: the owner sees all jobs, a user with the right to jobs their own."""
 
     def __init__(self, queue: JobQueue, title: str) -> None:
         self.queue, self.title = queue, title
 
+    def jobs(self, user: User) -> dict[str, Job]:
+        """Return the jobs that a user sees by their numbers, the newest first."""
+        return {str(job.id): job for job in self.queue.all(whose(user))} if user.may(JOBS) else {}
+
     def all(self, user: User) -> list[Listed]:
-        jobs = self.queue.all(whose(user)) if user.may(JOBS) else []
-        jobs = sorted(jobs, key=lambda job: (job.state not in LIVE, -job.id))[:MOST_LISTED]
+        jobs = sorted(self.jobs(user).values(), key=lambda job: job.state not in LIVE)[:MOST_LISTED]
         return [self.listed(job, user) for job in jobs]
 
     def one(self, user: User, name: str) -> Listed | None:
-        if (job := self.job(user, name)) is None:
-            return None
-        listed = self.listed(job, user)
-        path = listed.place[0]
-        run = one_run(path.parent, path.name)
-        said = "" if run is None or run.state == "running" else run.state
-        return replace(listed, actions=listed.actions + (("export",) if has_adapter(path) else ()),
-                       run_state="running" if job.state in LIVE else said)
-
-    def job(self, user: User, name: str) -> Job | None:
-        """Return the job of this number; None if there is none, or it is another user's."""
-        if not user.may(JOBS) or not (name.isascii() and name.isdecimal() and len(name) < 16):
-            return None
-        try:
-            return self.queue.one(int(name), whose(user))
-        except NoSuchJobError:
-            return None
+        job = self.jobs(user).get(name)
+        return None if job is None else self.listed(job, user)
 
     def act(self, user: User, name: str, action: str) -> None:
-        job = self.job(user, name)
-        if job is None:
+        if (job := self.jobs(user).get(name)) is None:
             raise NoSuchJobError(f"there is no job {name!r}")
         if action == "stop":
-            self.queue.cancel(job.id, whose(user))
+            self.queue.cancel(job.id)
         elif action == "resume":
-            self.queue.resume(job.id, [], whose(user))
+            self.queue.resume(job.id, [])
         else:
             raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
 
     def listed(self, job: Job, user: User) -> Listed:
-        actions = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
-        asked_by = "" if job.owner == user.name else job.owner
-        run = self.queue.run_of(job)
+        actions: tuple[str, ...] = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
+        asked_by, run = "" if job.owner == user.name else job.owner, self.queue.run_of(job)
+        actions += ("export",) if has_adapter(run) else ()
         told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(run), job.why)))
-        return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, job.state, (run, run.parent / LOG), told,
+        return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, (run, run.parent / LOG), told,
                       job.ended or job.began or job.came, actions, can_show=is_run(run))

@@ -36,9 +36,6 @@ class ChatHandler:
         self.worker, self.names, self.histories = worker, names, histories
         self.texts = TokenTexts(copy.deepcopy(worker.tokenizer))
 
-    def models(self) -> list[str]:
-        return list(self.names())
-
     def turn(self, name: str) -> Turn | None:
         """Return a turn by name, as the engine returned it; None if it is unknown or evicted."""
         return self.histories.turn(name)

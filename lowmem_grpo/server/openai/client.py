@@ -48,7 +48,7 @@ class ChatTransport(httpx.AsyncBaseTransport):
         """Return the model's reply. ChatError for any other route."""
         place = f"{request.method} {request.url.path}"
         if place == "GET /v1/models":
-            return as_json({"object": "list", "data": list(map(model_entry, self.chat.models()))})
+            return as_json({"object": "list", "data": list(map(model_entry, self.chat.names()))})
         if place != "POST /v1/chat/completions":
             raise ChatError(404, f"there is no {place}: the model in training answers chat completions only: "
                                  "client.chat.completions.create(...)", None, "unknown_route")

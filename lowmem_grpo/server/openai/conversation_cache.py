@@ -12,7 +12,7 @@ import secrets
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
-from lowmem_grpo.environments.tools.parsers import Reading, custom
+from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.types import Message, Turn
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,10 @@ class Dialect:
 
     key: bytes
     renderer: Renderer
-    parser: Reads | Callable[..., Any] | None
+    parser: Reads | None
 
     def read(self, completion_ids: list[int], text: str) -> Reading:
-        if self.parser is None:
-            return Reading(text)
-        return custom(self.parser, text) if callable(self.parser) else self.parser.read(completion_ids, text)
+        return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
 
 
 @dataclass(eq=False)
@@ -99,14 +97,13 @@ class ConversationCache:
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 8_000_000, max_turns: int = 50_000,
-        template_kwargs: Mapping[str, Any] | None = None, parse: Callable[..., Any] | str | None = None,
-        keys: Iterator[int] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, keys: Iterator[int] | None = None,
     ) -> None:
-        """`template_kwargs` are defaults that a request may override; `parse` is as in `Toolbox`. `keys` number the
-        conversations of all caches of a worker."""
+        """`template_kwargs` are defaults that a request may override. `keys` number the conversations of all caches of
+        a worker."""
         self.max_tokens, self.max_turns = max_tokens, max_turns
         self.tokenizer = copy.deepcopy(tokenizer)  # it keeps the options of its last call
-        self.template_kwargs, self.parse = dict(template_kwargs or {}), parse
+        self.template_kwargs = dict(template_kwargs or {})
         self.dialects: OrderedDict[bytes, Dialect] = OrderedDict()
         self.lock, self.numbers = threading.RLock(), itertools.count()
         self.keys = itertools.count() if keys is None else keys
@@ -201,9 +198,7 @@ class ConversationCache:
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.dialects:
-            parser: Any = self.parse if tools and callable(self.parse) else None
-            if tools and parser is None:
-                parser = parser_of(self.tokenizer, tools, self.parse, kwargs)  # type: ignore[arg-type]
+            parser = parser_of(self.tokenizer, tools, None, kwargs) if tools else None
             self.dialects[key] = Dialect(key, Renderer(self.tokenizer, tools, kwargs), parser)
         self.dialects.move_to_end(key)
         while len(self.dialects) > DIALECTS:

@@ -101,10 +101,10 @@ class Completions:
 
     async def models(self, request: Request) -> dict[str, Any]:
         return {"object": "list", "data": [
-            model_entry(name, SINCE) for name in self.chats(request.scope["holder"]).models()]}
+            model_entry(name, SINCE) for name in self.chats(request.scope["holder"]).names()]}
 
     async def model(self, name: str, request: Request) -> dict[str, Any]:
-        names = self.chats(request.scope["holder"]).models()
+        names = list(self.chats(request.scope["holder"]).names())
         if name not in names:
             raise ChatError(404, f"there is no model {name!r}; there are {', '.join(names)}", "model",
                             "model_not_found")

@@ -1,28 +1,33 @@
-"""`Page`: the replies to a browser; the page's routes and its application."""
+"""`Page`: the replies to a browser, and its routes; `Watching`: follows the runs that browsers show."""
 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Callable
+import time
+from functools import lru_cache
 from html import escape
-from urllib.parse import parse_qs, urlsplit
+from threading import Lock
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import MutableHeaders
-from starlette.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lowmem_grpo.runs.views.report import asset, drawing_script, plain_page, served_page, style
-from lowmem_grpo.server.page.sources import RunSource, zipped_adapter
-from lowmem_grpo.server.page.watching import MOST_COMPARED, CardUse, Watching, query_of
+from lowmem_grpo.runs.views.charts import comparison
+from lowmem_grpo.runs.views.report import MOST_POINTS, asset, drawing_script, plain_page, served_page, style
+from lowmem_grpo.server.page.run_follower import RunFollower
+from lowmem_grpo.server.page.sources import Listed, RunSource, one_run, zipped_adapter
 from lowmem_grpo.server.requests import ChatError, Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import LASTS, SignIn, User
 from lowmem_grpo.utils import MIB
 
-LOOK = 0.5  # seconds between checks of the watched runs
-QUIET = 15.0  # seconds without news until a keep-alive comment is sent
-MOST_OPEN = 64  # most pages with an open event stream
+READS = 0.5  # seconds in which unread records are read before a page is told of them
+LIVE = ("running", "stopping")  # states of a job or run with a process, whatever the run's files say
+MOST_FOLLOWED = 16  # most runs with records in memory
+MOST_COMPARED = 6  # most runs on one chart: the number of colours
 MOST_FIELDS = 20  # most fields of a form
 SIGN_IN = """<p class="said-why">{why}</p><form method="post" action="/page/enter">
 <input name="user" autocomplete="username" value="lowmem-grpo" hidden>
@@ -37,20 +42,97 @@ HEADERS = {
                                "require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store", "X-Accel-Buffering": "no",  # proxies must not buffer events
+    "Cache-Control": "no-store",
 }
 FILES = {"page.css": style, "uplot.js": drawing_script, "page.js": lambda: asset("page/page.js")}
 KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
+class Watching:
+    """An LRU cache of `MOST_FOLLOWED` run followers, shared by all browsers."""
+
+    def __init__(self, source: RunSource) -> None:
+        self.source, self.lock = source, Lock()
+        self.followers = lru_cache(MOST_FOLLOWED)(RunFollower)
+
+    def follow(self, run: Listed) -> RunFollower:
+        """Return the follower of a run, after it has read its new records."""
+        with self.lock:
+            follower = self.followers(*run.place)
+        follower.read_news()
+        return follower
+
+    def follow_all(self, user: User, names: list[str]) -> dict[str, RunFollower]:
+        """Return the followers of the named runs that exist."""
+        return {name: self.follow(run) for name in names if (run := self.source.one(user, name)) is not None}
+
+    def version(self, user: User, names: list[str]) -> str:
+        """Read what the runs wrote, and return a text that changes whenever their page does. A run of which more is
+        unread than a piece of each file is read on for a moment."""
+        until, runs = time.monotonic() + READS, self.follow_all(user, names).values()
+        while any(run.reading for run in runs) and time.monotonic() < until:
+            for run in runs:
+                run.read_news()
+        state = [*(run.version() for run in runs),
+                 *((run.name, run.state, run.why, run.actions) for run in self.source.all(user))]
+        return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+    def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
+        """Return the page's data: the list, and the named run (default: the first) or charts that compare several."""
+        runs = self.source.all(user)
+        names = names or [run.name for run in sorted(runs, key=lambda run: not run.can_show)][:1]
+        data = {"title": self.source.title, "query": query_of(*names) if names else "",
+                "version": self.version(user, names), "list": {
+                    "title": self.source.title, "user": user.name, "names": names, "runs": list(map(list_row, runs))}}
+        return data | (self.one_run(user, *names) if len(names) < 2 else self.several_runs(user, names))
+
+    def several_runs(self, user: User, names: list[str]) -> dict[str, Any]:
+        charts = comparison({name: run.charts() for name, run in self.follow_all(user, names).items()})
+        title = f"{len(names)} runs"
+        return {"title": title, "top": {"title": title, "about": ", ".join(names)},
+                "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
+
+    def one_run(self, user: User, name: str | None = None) -> dict[str, Any]:
+        """Return a run's report, buttons and log; if there is nothing to show, a text that says why."""
+        run = self.source.one(user, name) if name is not None else None
+        if run is None:
+            words = "There is no such run." if name else "No runs yet. What begins appears here by itself."
+            return {"top": {"title": self.source.title, "ending": {"said": words}}}
+        follower = self.follow(run)
+        shown = {"title": run.title, "actions": [(run.name, action) for action in run.actions], "log": follower.log()}
+        if not run.can_show:
+            return shown | {"top": {"title": run.title, "status": run.state,
+                                    "ending": {"said": run.why or "It has written nothing yet."}}}
+        now = one_run(run.place[0].parent, run.place[0].name)
+        return follower.content("running" if run.state in LIVE else now.state if now else "") | shown
+
+
+def list_row(run: Listed) -> dict[str, Any]:
+    told = " \u00b7 ".join(filter(None, (run.why, ago(run.written) if run.written else "")))
+    return {"name": run.name, "title": run.title, "state": run.state, "told": told, "can_show": run.can_show}
+
+
+def ago(when: float) -> str:
+    """Return how long ago a time was, such as "2 hours ago"."""
+    seconds = max(0.0, time.time() - when)
+    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' * (count > 1)} ago"
+    return "just now"
+
+
+def query_of(*names: str) -> str:
+    """Return the URL query that shows one run, or compares several."""
+    return "?" + urlencode([("run" if len(names) == 1 else "with", name) for name in names])
+
+
 class Page:
     """The handlers of the page's routes, which show the runs of a source."""
 
-    def __init__(self, source: RunSource, sign_in: SignIn, card: CardUse | None = None) -> None:
+    def __init__(self, source: RunSource, sign_in: SignIn) -> None:
         self.source, self.sign_in = source, sign_in
-        self.watching = Watching(source, card or CardUse())
-        self.closing: Callable[[], bool] = lambda: False  # whether the server is closing
-        self.open = 0
+        self.watching = Watching(source)
 
     def user(self, request: Request) -> User:
         """Return the signed-in user of a request. ChatError if there is none."""
@@ -95,37 +177,12 @@ class Page:
         return HTMLResponse(served_page(await asyncio.to_thread(self.watching.page_data, user, run_names(request))))
 
     async def data(self, request: Request) -> Response:
-        shown = await asyncio.to_thread(self.watching.page_data, self.user(request), run_names(request))
+        """Return the page's data as JSON, or 304 if the client has this version already."""
+        user, names = self.user(request), run_names(request)
+        if await asyncio.to_thread(self.watching.version, user, names) == request.headers.get("if-none-match"):
+            return Response(status_code=304)
+        shown = await asyncio.to_thread(self.watching.page_data, user, names)
         return Response(json.dumps(shown, allow_nan=False, separators=(",", ":")), media_type="application/json")
-
-    async def events(self, request: Request) -> Response:
-        """Return an event stream that tells a page when its content has changed."""
-        user = self.user(request)
-        if self.open >= MOST_OPEN:
-            raise ChatError(503, f"{MOST_OPEN} pages are open already; close some of them", None, "too_many_pages")
-        return StreamingResponse(self.news(request, user, run_names(request)), media_type="text/event-stream")
-
-    async def news(self, request: Request, user: User, names: list[str]) -> AsyncGenerator[bytes, None]:
-        """Yield an event whenever a check finds a change, until the browser leaves or the server closes."""
-        self.open += 1
-        told, quiet = "", 0.0
-        try:
-            yield b"retry: 1000\n\n"
-            while not self.closing() and not await request.is_disconnected():
-                if self.sign_in.user(request.cookies) is None:
-                    return
-                state, more = await asyncio.to_thread(self.watching.version, user, names)
-                version = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
-                quiet = 0.0 if version != told else quiet + LOOK
-                if version != told:
-                    told = version
-                    yield f"data: {version}\n\n".encode()
-                elif quiet >= QUIET:
-                    quiet = 0.0
-                    yield b": still here\n\n"
-                await asyncio.sleep(0 if more else LOOK)
-        finally:
-            self.open -= 1
 
     async def act(self, request: Request, action: str) -> Response:
         """Do the action of a button, or answer with a page that shows the error."""
@@ -181,8 +238,8 @@ async def form_fields(request: Request) -> dict[str, str]:
 def page_app(page: Page, everywhere: bool = False) -> ASGIApp:
     """Return the application of the page at `/` and below `/page`. `everywhere` accepts any Host header. Users are
     known by a cookie, so the gate asks for no key."""
-    return WithHeaders(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
-                                       "GET / and those below /page"))
+    return with_headers(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
+                                        "GET / and those below /page"))
 
 
 def page_router(page: Page) -> APIRouter:
@@ -197,7 +254,6 @@ def page_router(page: Page) -> APIRouter:
 
     router.add_api_route("/", page.show)
     router.add_api_route("/page/data", page.data)
-    router.add_api_route("/page/events", page.events)
     router.add_api_route("/page/enter", page.enter)
     router.add_api_route("/page/enter", page.enter_by_key, methods=["POST"])
     router.add_api_route("/page/leave", page.leave, methods=["POST"])
@@ -205,28 +261,23 @@ def page_router(page: Page) -> APIRouter:
     return router
 
 
-class WithHeaders:
-    """A middleware that adds security headers to every reply."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
+def with_headers(app: ASGIApp) -> ASGIApp:
+    """Return the application with security headers on every reply."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        await self.app(scope, receive, with_headers)
+        await app(scope, receive, send_safely)
+
+    return answer
 
 
-class Beside:
-    """An application that routes the page's paths to the page, and all others to another application."""
+def beside(page: ASGIApp, other: ASGIApp) -> ASGIApp:
+    """Return an application that routes the page's paths to the page, and all others to another application."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        ours = scope["path"] == "/" or scope["path"].startswith("/page/")
+        await (page if ours else other)(scope, receive, send)
 
-    def __init__(self, page: ASGIApp, other: ASGIApp) -> None:
-        self.page, self.other = page, other
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        ours = scope["type"] == "http" and (path == "/" or path.startswith("/page/"))
-        await (self.page if ours else self.other)(scope, receive, send)
+    return answer

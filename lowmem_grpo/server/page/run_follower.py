@@ -78,8 +78,9 @@ def last_state(line: str) -> str:
 
 
 class JsonlTail:
-    """An incremental reader of a JSON lines file. An unfinished line is left for the next read; a damaged or too long
-    line is counted and skipped, where a report would refuse the file."""
+    """An incremental reader of a JSON lines file, from its start again if it was replaced or shortened, as by a resume.
+    An unfinished line is left for the next read; a damaged or too long line is counted and skipped, where a report
+    would refuse the file."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """With `last_bytes`, the first read starts at most that far before the end of the file."""
@@ -88,20 +89,7 @@ class JsonlTail:
         self.place, self.size, self.skipped, self.damaged = 0, 0, 0, 0  # bytes, and lines
         self.inside = False  # whether `place` is inside a line that is skipped
         self.more = False  # whether the file goes on after the last piece
-
-    def is_new_file(self) -> bool:
-        """Return whether the file was replaced or shortened, as by a resume; if so, reset to read it from the start."""
-        try:
-            status = self.path.lstat()
-        except OSError:
-            return False
-        file, self.size = (status.st_dev, status.st_ino), status.st_size
-        if file == self.file and self.size >= self.place:
-            return False
-        self.file, self.damaged = file, 0
-        self.place = self.skipped = max(0, self.size - self.last_bytes) if self.last_bytes else 0
-        self.inside = self.skipped > 0
-        return True
+        self.is_new = False  # whether the last piece is the first of a file
 
     def read_records(self) -> list[Record]:
         """Read the next piece, and return its records."""
@@ -119,12 +107,18 @@ class JsonlTail:
         return [record for line in lines for record in self.checked_records(line)]
 
     def read_piece(self) -> bytes:
-        """Return the next bytes; none if the file is gone or was replaced."""
+        """Return the next bytes; none if the file is gone."""
+        self.is_new = False
         try:
             with open_plain(self.path) as file:
                 status = os.fstat(file.fileno())
+                number, self.size = (status.st_dev, status.st_ino), status.st_size
+                if number != self.file or self.size < self.place:
+                    self.is_new, self.file, self.damaged = True, number, 0
+                    self.place = self.skipped = max(0, self.size - self.last_bytes) if self.last_bytes else 0
+                    self.inside = self.skipped > 0
                 file.seek(self.place)
-                return file.read(PIECE) if (status.st_dev, status.st_ino) == self.file else b""
+                return file.read(PIECE)
         except OSError:
             return b""
 
@@ -215,13 +209,14 @@ class RunFollower:
     def read_news(self) -> None:
         """Read at most one new piece of each file; afterwards `reading` says whether there is more."""
         with self.lock:
-            if self.metrics.is_new_file():
+            steps, completions = self.metrics.read_records(), self.completions.read_records()
+            if self.metrics.is_new:
                 self.series = Series()
-            for record in self.metrics.read_records():
+            for record in steps:
                 self.series.add_record(record)
-            if self.completions.is_new_file():
+            if self.completions.is_new:
                 self.forget_samples()
-            for record in self.completions.read_records():
+            for record in completions:
                 self.add_sample(shown_sample(record))
 
     @property

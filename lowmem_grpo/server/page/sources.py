@@ -53,10 +53,6 @@ class Run:
         return self.state == "running" and holds_lock(self.path / FILE, self.owner)
 
     @property
-    def words(self) -> str:
-        return "not begun" if self.state == "nothing" else self.state
-
-    @property
     def where(self) -> str:
         if self.state not in ("running", "silent"):
             return ""
@@ -115,7 +111,7 @@ def state_of(path: Path, summary: dict[str, Any], owner: dict[str, Any], age: fl
     status = str(summary.get("status") or "")
     if status in ENDED and not owner:
         return status
-    return "killed" if owner or (path / METRICS).is_file() else "nothing"
+    return "killed" if owner or (path / METRICS).is_file() else "waiting"
 
 
 def owner_of(path: Path) -> dict[str, Any]:
@@ -161,7 +157,7 @@ def so_far(path: Path) -> str:
 def stop(run: Run) -> None:
     """Send SIGTERM to a run, which then stops after its step and saves. ValueError if its process is not reachable."""
     if not run.can_stop:
-        why = f"{run.where} is not one of this machine that holds it" if run.where else f"it is {run.words}"
+        why = f"{run.where} is not one of this machine that holds it" if run.where else f"it is {run.state}"
         raise ValueError(f"{run.name} cannot be stopped from here: {why}")
     os.kill(int(run.owner["pid"]), signal.SIGTERM)
 
@@ -172,13 +168,11 @@ class Listed:
 
     name: str  # its name in the page's URL
     title: str
-    state: str  # sets its colour: running, finished, failed and so on
-    words: str  # its state in a word
+    state: str  # running, finished, failed and so on; also its colour
     place: tuple[Path, Path]  # its folder and its log, which may not exist yet
     why: str = ""  # its progress, why it waits or ended, and its process
     written: float = 0.0  # seconds since 1970: time of submission or of the newest record; 0.0 is unknown
     actions: tuple[str, ...] = ()  # what can be done with it: stop, resume, export
-    run_state: str = ""  # a state that the summary cannot know: running, killed, silent
     can_show: bool = True  # whether it has begun to write
 
 
@@ -230,9 +224,8 @@ class RunsSource:
         can = {"stop": user.is_owner and run.can_stop, "export": has_adapter(run.path)}
         title = run.path.resolve().name if run.name == "." else run.name
         told = " \u00b7 ".join(filter(None, (so_far(run.path), run.where)))
-        return Listed(run.name, title, "waiting" if run.state == "nothing" else run.state, run.words,
-                      (run.path, self.log_of(run.path)), told, run.written, tuple(name for name in can if can[name]),
-                      run.state)
+        return Listed(run.name, title, run.state, (run.path, self.log_of(run.path)), told, run.written,
+                      tuple(name for name in can if can[name]))
 
     def log_of(self, path: Path) -> Path:
         """Return the path of a run's log: in its folder, or beside the folder `run` of a server's job."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowmem_grpo.runs.files import remove
-from lowmem_grpo.server.database import Database, Row
+from lowmem_grpo.server.server_dir import Database, Row
 from lowmem_grpo.server.tinker.adapters import LoraSettings
 from lowmem_grpo.server.tinker.request_store import UnknownError, with_settings
 

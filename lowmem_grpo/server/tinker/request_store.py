@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lowmem_grpo.server.database import Database, Row
 from lowmem_grpo.server.requests import json_of
+from lowmem_grpo.server.server_dir import Database, Row
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import LoraSettings
 

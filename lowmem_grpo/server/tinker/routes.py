@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -21,6 +21,7 @@ from lowmem_grpo.server.tinker.usage import SOON, UNLOAD
 FEW = 16  # the most parts of a promise whose answer is built without a thread
 POLL = 35.0  # seconds that a poll is held open: each further poll costs a request; clients give up after 45
 MOST = 1000  # entries of a list
+KNOWN = 8192  # sampling sessions that need no look-up in the database
 TYPES = {TRAINING: "training", SAMPLING: "sampler"}
 REASONS = ("success", "errored", "interrupted")
 HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
@@ -201,6 +202,7 @@ class PromiseRoutes:
 
     def __init__(self, training: Training, sampling: SampleService, served: Served) -> None:
         self.training, self.ledger, self.sampling, self.served = training, training.ledger, sampling, served
+        self.snapshot_of = lru_cache(KNOWN)(training.ledger.snapshot_of)  # it stays the same until it is deleted
 
     def create_sampler(self, asked: ApiRequest) -> Json:
         """Create a sampling session of the base model, or of named weights."""
@@ -225,19 +227,12 @@ class PromiseRoutes:
         asked = await ApiRequest.read(request)
         here = len(asked.body) <= SMALL
         sample = await checked(lambda: calls.read(calls.SampleRequest, asked.body), here)
-        adapter = await self.adapter_of(sample.sampling_session_id, asked.owner)
-        return JSONResponse(await checked(lambda: self.sampling.ask(sample, adapter, asked.owner), here))
+        return JSONResponse(await checked(lambda: self.sampling.ask(
+            sample, self.adapter_of(sample.sampling_session_id, asked.owner), asked.owner), here))
 
-    async def adapter_of(self, sampler: str, owner: str) -> Path | None:
-        """Return the adapter folder of a sampling session, usually cached; None is the base model."""
-        known = self.sampling.adapters.get((sampler, owner), Path())  # without a name: not cached
-        if known is None or (known.name and known.is_dir()):
-            return known
-        return await checked(lambda: self.sampling.remember(sampler, owner, self.folder_of(sampler, owner)))
-
-    def folder_of(self, sampler: str, owner: str) -> Path | None:
+    def adapter_of(self, sampler: str, owner: str) -> Path | None:
         """Return the adapter folder of a sampling session; None is the base model. UnknownError if it was deleted."""
-        snapshot = self.ledger.snapshot_of(sampler, owner)
+        snapshot = self.snapshot_of(sampler, owner)
         folder = None if snapshot is None else self.training.folder / snapshot
         if folder is not None and not folder.is_dir():
             raise UnknownError(f"sampling_session_id is {sampler!r}, and its weights were deleted: make a new sampling "

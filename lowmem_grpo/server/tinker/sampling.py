@@ -207,7 +207,6 @@ class SampleService:
         self.worker, self.bounds, self.usage, self.scoring = worker, bounds, usage, PromptScoring(worker)
         self.lock = threading.Lock()
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
-        self.adapters: dict[tuple[str, str], Path | None] = {}  # looked-up folders, by sampler and owner
 
     def ask(self, asked: SampleRequest, adapter: Path | None, owner: str) -> dict[str, Any]:
         """Return the promise of a sample from a snapshot's folder, or the base model; one promise for each `seq_id`."""
@@ -217,13 +216,6 @@ class SampleService:
                 self.promises[name] = self.begun(asked, adapter, owner)
                 self.tidy()
             return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
-
-    def remember(self, sampler: str, owner: str, adapter: Path | None) -> Path | None:
-        """Cache the adapter of a user's sampling session, so that requests need no look-up; returns it."""
-        self.adapters[sampler, owner] = adapter
-        for oldest in list(self.adapters)[:max(0, len(self.adapters) - KEPT)]:
-            self.adapters.pop(oldest, None)
-        return adapter
 
     def begun(self, asked: SampleRequest, adapter: Path | None, owner: str) -> Promise:
         """Submit a sample to the worker, and return its promise. BusyError if its user has too many waiting."""

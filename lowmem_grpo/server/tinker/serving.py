@@ -16,13 +16,13 @@ from lowmem_grpo.memory.cutting import Limits as Cut
 from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.stored_model import public_name
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.routes import Completions, openai_router
 from lowmem_grpo.server.openai.sessions import OpenSessions
 from lowmem_grpo.server.requests import ChatError, Limits
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker.adapters import Adapters
 from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, CheckpointStore
 from lowmem_grpo.server.tinker.datum import ModelBounds

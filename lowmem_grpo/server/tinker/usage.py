@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker.checkpoint_store import CheckpointStore, size_of
 from lowmem_grpo.server.tinker.request_store import (
     PASS,

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.dispatcher import Dispatcher, JobPlan
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobQueue, JobRequest
+from lowmem_grpo.server.page.run_follower import json_file
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.utils import GIB
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
@@ -134,7 +135,7 @@ def test_shares_run_together_and_the_next_server_finds_one_that_runs_and_one_tha
     assert all(one.exists() for one in told), "each run is told its share"
     enough(queue, ends)
     monkeypatch.setattr(dispatcher, "poll", lambda: None)  # this server is gone
-    until(dispatcher, lambda: keeper.read_json(queue.folder_of(job(queue, ends)) / keeper.ENDED))
+    until(dispatcher, lambda: json_file(queue.folder_of(job(queue, ends)) / keeper.ENDED))
     following = Dispatcher(queue, recipes)
     following.poll()
     assert (job(queue, runs).state, job(queue, ends).state) == (RUNNING, DONE)
@@ -168,8 +169,11 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
 def test_a_plan_that_fits_no_card_ends_a_job_before_it_begins(queue: JobQueue, recipes: Path) -> None:
     dispatcher = Dispatcher(queue, recipes, has_card=True)
     number = submit(queue)
-    dispatcher.plans[number] = (JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length"), time.time())
     dispatcher.poll()
+    assert dispatcher.planning is not None
+    dispatcher.planning.plan = JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length")
+    dispatcher.poll()
+    dispatcher.drop_plan()
     assert job(queue, number).state == FAILED and "lower max_seq_length" in job(queue, number).why
 
 

@@ -8,11 +8,13 @@ import pytest
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 from starlette.testclient import TestClient
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import CANCELLED, RUNNING, STOPPING, WAITING, JobQueue, JobRequest, NoSuchJobError
-from lowmem_grpo.server.jobs.routes import JobsSource, make_jobs_app
-from lowmem_grpo.server.page.page import Beside, Page, page_app
+from lowmem_grpo.server.jobs.routes import JobsSource, jobs_router
+from lowmem_grpo.server.page.page import Page, beside, page_app
+from lowmem_grpo.server.requests import Limits
+from lowmem_grpo.server.server import make_server_app
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.users import JOBS, OWNER, SignIn, User, Users
 from tests.support.page_server import page_of
 from tests.support.run_pages import write_run
@@ -102,8 +104,9 @@ def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
     queue: JobQueue, source: JobsSource
 ) -> None:
     users = Users("tml-root-root-root-root-root", [(ANN, KEYS["ann"]), (NOBODY, KEYS["eve"])])
-    page = Page(source, SignIn(users), page_of(source).watching.card)
-    app = Beside(page_app(page), make_jobs_app(queue, users, lambda recipe, options: None))
+    page = Page(source, SignIn(users))
+    routers = {"/jobs": jobs_router(queue, lambda recipe, options: None)}
+    app = beside(page_app(page), make_server_app(routers, users, Limits()))
     anns, roots = submit(queue), submit(queue, OWNER)
     api, browser = (TestClient(app, base_url=HERE, follow_redirects=False) for _ in range(2))
     key = {"authorization": f"Bearer {KEYS['ann']}"}

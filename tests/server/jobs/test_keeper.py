@@ -15,6 +15,7 @@ import pytest
 
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.keeper import ENDED, ORDER, RUN
+from lowmem_grpo.server.page.run_follower import json_file
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
 STUBBORN = """
@@ -68,7 +69,7 @@ def log(folder: Path) -> str:
 
 
 def outcome(folder: Path) -> tuple[int | None, str | None]:
-    ended = keeper.read_json(folder / ENDED)
+    ended = json_file(folder / ENDED)
     return ended.get("code"), ended.get("why")
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs.queue import (
     CANCELLED,
     DONE,
@@ -16,6 +15,7 @@ from lowmem_grpo.server.jobs.queue import (
     JobRequest,
     NoSuchJobError,
 )
+from lowmem_grpo.server.server_dir import Database
 
 
 @pytest.fixture

@@ -10,10 +10,12 @@ from tables import every_row
 pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, STOPPING, WAITING, JobQueue
-from lowmem_grpo.server.jobs.routes import PIECE, make_jobs_app
+from lowmem_grpo.server.jobs.routes import PIECE, jobs_router
+from lowmem_grpo.server.requests import Limits
+from lowmem_grpo.server.server import make_server_app
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.users import JOBS, User, Users
 
 
@@ -41,7 +43,7 @@ def queue(tmp_path: Path) -> JobQueue:
 def client(queue: JobQueue) -> TestClient:
     rights: dict[str, tuple[str, ...]] = {"me": (JOBS,), "them": (JOBS,), "nobody": ()}
     users = [(User(name, may), key(name)) for name, may in rights.items()]
-    app = make_jobs_app(queue, Users(key("root"), users), check)
+    app = make_server_app({"/jobs": jobs_router(queue, check)}, Users(key("root"), users), Limits())
     return TestClient(app, base_url="http://127.0.0.1", headers=holding("me"))
 
 

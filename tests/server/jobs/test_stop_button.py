@@ -8,12 +8,12 @@ import pytest
 pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 pytest.importorskip("selenium", reason="the page is driven by selenium (the extra [dev])")
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.dispatcher import Dispatcher
 from lowmem_grpo.server.jobs.queue import JobQueue, JobRequest
 from lowmem_grpo.server.jobs.routes import JobsSource
 from lowmem_grpo.server.page.page import page_app
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.users import OWNER
 from tests.support.page_server import browsing, needs_chromium, page_of, served
 

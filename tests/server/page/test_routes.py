@@ -1,6 +1,5 @@
 """The page over HTTP: only who signed in sees it, and buttons are pressed on the page only."""
 
-import asyncio
 import io
 import json
 import os
@@ -21,12 +20,7 @@ from tests.support.run_pages import append, completion, metric, write_hostile, w
 
 HERE = "http://127.0.0.1"
 OURS = {"origin": HERE}
-PATHS = ("/page/data?run=first", "/page/events?run=first")
-
-
-@pytest.fixture(autouse=True)
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowmem_grpo.server.page.page.LOOK", 0.01)
+PATHS = ("/page/data?run=first", "/page/data?with=first&with=second")
 
 
 @pytest.fixture
@@ -177,40 +171,32 @@ def test_a_name_with_markup_is_escaped(folder: Path, owner: TestClient) -> None:
     assert "<img" not in owner.get("/").text
 
 
-def event(page: Page, cookie: str, name: str, looks: int) -> list[bytes]:
-    """The first events of a page, while a run writes after the first."""
+def test_data_come_when_a_run_writes_or_the_list_changes_and_else_a_short_answer(
+    page: Page, owner: TestClient, folder: Path
+) -> None:
+    def asked(version: str) -> Any:
+        return owner.get("/page/data?run=first", headers={"if-none-match": version})
 
-    class Request:
-        cookies = {page.sign_in.name: cookie}
-
-        async def is_disconnected(self) -> bool:
-            return False
-
-    async def collected() -> list[bytes]:
-        found: list[bytes] = []
-        news: Any = page.news(Request(), User(OWNER), [name])  # type: ignore[arg-type]
-        async for one in news:
-            found.append(one)
-            if len(found) == 2:
-                append(page.source.one(User(OWNER), name).place[0] / "completions.jsonl", [completion(31)])  # type: ignore
-            if len(found) == looks:
-                await news.aclose()
-                return found
-        return found
-
-    return asyncio.run(collected())
+    version = owner.get("/page/data?run=first").json()["version"]
+    assert f'"version":"{version}"' in owner.get("/?run=first").text, "the page itself has it too"
+    assert (asked(version).status_code, asked(version).content) == (304, b"")
+    append(folder / "first/completions.jsonl", [completion(31)])
+    newer = asked(version).json()["version"]
+    assert newer != version and asked(newer).status_code == 304
+    write_run(folder / "third", 3)
+    page.source.until = 0.0  # type: ignore[attr-defined]  # as after a while
+    assert "third" in asked(newer).text
+    owner.cookies.clear()
+    assert asked(newer).status_code == 401
 
 
-def test_news_come_when_a_run_writes_and_the_connection_is_given_back(page: Page) -> None:
-    found = event(page, str(page.sign_in.by_key(KEY)), "first", 3)
-    assert found[0] == b"retry: 1000\n\n" and found[1] != found[2] and found[2].startswith(b"data: ")
-    assert page.open == 0
-
-
-def test_news_end_with_the_cookie_and_with_the_server(page: Page) -> None:
-    assert event(page, "wrong", "first", 3) == [b"retry: 1000\n\n"]
-    page.closing = lambda: True
-    assert event(page, str(page.sign_in.by_key(KEY)), "first", 3) == [b"retry: 1000\n\n"]
+def test_a_long_run_is_read_on_for_a_moment_before_its_page_is_told(
+    page: Page, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.server.page.run_follower.PIECE", 1000)
+    monkeypatch.setattr("lowmem_grpo.server.page.page.READS", 600.0)
+    page.watching.version(User(OWNER), ["first"])
+    assert not page.watching.follow(page.source.one(User(OWNER), "first")).reading  # type: ignore[arg-type]
 
 
 def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(

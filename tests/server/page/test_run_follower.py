@@ -99,7 +99,6 @@ def test_steps_cost_the_same_however_many_there_are(monkeypatch: pytest.MonkeyPa
 
 
 def steps(file: JsonlTail) -> list[int]:
-    file.is_new_file()
     return [record["step"] for record in file.read_records()]
 
 
@@ -122,9 +121,10 @@ def test_a_file_that_was_replaced_or_cut_is_read_anew(tmp_path: Path) -> None:
     assert steps(file) == [1, 2]
     (tmp_path / "other").write_text('{"step": 1}\n{"step": 9}\n{"step": 10}\n')
     os.replace(tmp_path / "other", path)
-    assert file.is_new_file() and [record["step"] for record in file.read_records()] == [1, 9, 10]
+    assert steps(file) == [1, 9, 10] and file.is_new
     path.write_text('{"step": 4}\n')
-    assert file.is_new_file() and [record["step"] for record in file.read_records()] == [4]
+    assert steps(file) == [4] and file.is_new
+    assert steps(file) == [] and not file.is_new
 
 
 def test_damaged_lines_and_steps_that_are_none_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -132,7 +132,6 @@ def test_damaged_lines_and_steps_that_are_none_are_counted_and_left_out(tmp_path
     path.write_text('{"step": 1}\n{"step": 1e999}\n{"step": -1}\n{"step": NaN}\n{"step": true}\nno\n[]\n\n\xff\n'
                     '{"step": 2, "reward": 1e999}\n', encoding="latin-1")
     file = JsonlTail(path)
-    file.is_new_file()
     assert file.read_records() == [{"step": 1}, {"step": 2, "reward": None}]
     assert file.damaged == 7
 
@@ -179,9 +178,9 @@ def test_links_and_pipes_and_what_vanishes_are_not_read_and_do_not_block(tmp_pat
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert steps(JsonlTail(tmp_path / "link.jsonl")) == steps(JsonlTail(tmp_path / "pipe.jsonl")) == []
     file = JsonlTail(tmp_path / "secret")
-    assert file.is_new_file()
-    (tmp_path / "secret").unlink()  # between a look and reading
-    assert file.read_records() == []
+    assert steps(file) == [1]
+    (tmp_path / "secret").unlink()
+    assert steps(file) == [] and not file.is_new
 
 
 def test_what_a_run_appends_is_on_the_page_after_the_next_look(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from served import MODEL
 
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import made_for, make_server_app, open_socket
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.server.users import Users
 

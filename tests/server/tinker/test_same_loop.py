@@ -13,9 +13,9 @@ from served import MODEL, Serving, serving, tinker_client
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.server.database import Database
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import Call
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.server.tinker.datum import Datum, Pass
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model

@@ -8,7 +8,7 @@ import torch
 from tinker_server import MODEL, OTHER, Server
 
 from lowmem_grpo.models.stored_model import public_name
-from lowmem_grpo.server.database import Database
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import LoraSettings
 from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, CheckpointStore, Saved, path_of
