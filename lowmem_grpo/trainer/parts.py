@@ -31,7 +31,7 @@ from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.model_setup import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.trainer.nonfinite import Guard
 from lowmem_grpo.trainer.optim import own_or_made
-from lowmem_grpo.trainer.preflight.first_steps import PlannedTime
+from lowmem_grpo.trainer.preflight.planned_time import PlannedTime
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import RolloutGroup
 
@@ -118,7 +118,7 @@ def make_parts(
     learner = Learner(policy, args, objective, optimizer, scheduler, offload=offload, fp16=fp16, bound=memory.train,
                       guard=Guard(args.nonfinite_steps, state, records), ranks=processes)
     return TrainerParts(**vars(trained), args=args, source=source, objective=objective, memory=memory, peaks=peaks,
-                        state=state, clock=Clock(peaks), records=records, learner=learner)
+                        state=state, clock=Clock(peaks if peaks.counted else None), records=records, learner=learner)
 
 
 @dataclass(frozen=True, kw_only=True)
