@@ -47,14 +47,14 @@ class StepAccumulator:
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
         totals, sums = ({name: held.cpu() for name, held in each.items()} for each in (self.totals, self.reducer.sums))
         samples = {name: [part.cpu() for part in parts] for name, parts in self.reducer.samples.items()}
-        own = totals, self.count, sums, self.reducer.weights, samples
         bad = [(places[id(rollout)], what) for rollout, what in self.flags.read()]
+        own = totals, self.count, sums, self.reducer.weights, samples, bad
         made = StepAccumulator(torch.device("cpu"))
-        for (totals, count, *reduced), flagged in ranks.gather("what micro-batches add up to", (own, bad)):
+        for totals, count, sums, weights, samples, bad in ranks.gather("what micro-batches add up to", own):
             for name, total in totals.items():
                 made.totals[name] = made.totals.get(name, torch.zeros(())) + total
-            made.reducer.join(*reduced)
-            made.flags.known += [(rollouts[place], what) for place, what in flagged]
+            made.reducer.join(sums, weights, samples)
+            made.flags.known += [(rollouts[place], what) for place, what in bad]
             made.count += count
         return made
 
