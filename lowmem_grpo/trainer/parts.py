@@ -32,8 +32,7 @@ from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.model_setup import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.trainer.nonfinite import Guard
 from lowmem_grpo.trainer.optim import own_or_made
-from lowmem_grpo.trainer.preflight.planned_time import PlannedTime
-from lowmem_grpo.trainer.run_memory import plan_memory
+from lowmem_grpo.trainer.run_memory import PlannedTime, plan_memory
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
