@@ -55,7 +55,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from lowmem_grpo.config.launcher import Place
-from lowmem_grpo.trainer.distributed import Ranks
+from lowmem_grpo.trainer.rendezvous import Heartbeat
 
 PORTS = [int(word) for word in sys.argv[1:]]
 children = []
@@ -64,8 +64,8 @@ for number in range(40):
     if not children[-1]:
         pair, rank = divmod(number, 2)
         store = TCPStore("127.0.0.1", PORTS[pair], 2, not rank, timedelta(seconds=60))
-        Ranks(Place(rank, 2, rank), store, beat=0.00001).meet("the end")
-        time.sleep(0.01)
+        Heartbeat(store, Place(rank, 2, rank), beat=0.001)
+        time.sleep(0.1)
         raise SystemExit  # the interpreter goes while the heartbeat is in torch
 failed = [code for child in children if (code := os.waitpid(child, 0)[1])]
 raise SystemExit(f"{len(failed)} of {len(children)} have failed: {failed}" if failed else 0)
