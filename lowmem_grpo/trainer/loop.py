@@ -69,8 +69,7 @@ class Trainer(TrlApi):
             raise TypeError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks")
         self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
         self.journal = Journal(self.state, self.records, self.args, parts.alarms if leads else None, leads)
-        self.saver = Saver(self.records, self.args, self.model, self.learner, self.source, self.state, self.memory,
-                           replay, list(self.rewards))
+        self.saver = Saver(parts, replay, list(self.rewards))
         check_best_metric(self.args.best_metric, self.eval_sets, self.evaluation_names(), self.may_measure)
         self.notify("on_init_end")
 
