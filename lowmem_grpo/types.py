@@ -5,13 +5,15 @@ follows `input_ids[t]` in its sequence. A sequence of L tokens therefore takes L
 target only.
 """
 
-from dataclasses import dataclass, field, fields, replace
+import copy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Message = dict[str, Any]  # `role`, `content`, and `tool_calls` or `name` if it has them
+UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
 FAILURES = ("timeout", "environment_error")  # endings of episodes that are not the policy's fault
 
 
@@ -112,6 +114,16 @@ class Rollout:
         """The advantages of the tokens (C,) if the estimator gives one to each, else the rollout's."""
         return self.advantage if self.token_advantages is None else self.token_advantages
 
+    def at_trained(self, values: Tensor) -> Tensor:
+        """Return values (C,) at the trained tokens, (N,)."""
+        return values if self.trained is None else values[torch.tensor(self.trained, dtype=torch.bool)]
+
+    def with_context(self, values: Tensor) -> Tensor:
+        """Return (C,) from values (N,) at the trained tokens, with 0 at the others."""
+        if self.trained is None:
+            return values
+        return values.new_zeros(len(self.trained)).masked_scatter(torch.tensor(self.trained, dtype=torch.bool), values)
+
 
 @dataclass
 class RolloutGroup:
@@ -186,3 +198,28 @@ class LossOutput:
     counts: dict[str, float] = field(default_factory=dict)  # by mean: the number of tokens or sequences
     samples: dict[str, Tensor] = field(default_factory=dict)  # (N,) values for percentiles over the step
     policy_loss: Tensor | None = None  # the loss without its entropy bonus
+
+
+def owned(value: Any) -> Any:
+    """Return a copy of an argument of user code, which may change it: a row is shared by all completions of its prompt
+    and by all steps that read it again. The copy shares no list, dict, array or dataclass (such as `Turn`) with it. All
+    other objects in it are shared: an environment, a client, a function, the routes of a turn."""
+    if type(value) in UNCHANGING:
+        return value
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update((name, owned(part)) for name, part in value.items())
+        return made
+    if isinstance(value, list):
+        listed = copy.copy(value)
+        listed[:] = [part if type(part) in UNCHANGING else owned(part) for part in value]
+        return listed
+    if type(value) in (tuple, set):
+        return type(value)(map(owned, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for name, part in getattr(value, "__dict__", {}).items():
+            if isinstance(part, (list, dict)):  # other fields may refer back to `value`, or be as large as routes
+                object.__setattr__(twin, name, owned(part))  # works for frozen dataclasses too
+        return twin
+    return copy.deepcopy(value) if hasattr(value, "dtype") else value

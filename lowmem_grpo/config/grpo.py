@@ -137,11 +137,9 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                              f"gradient_accumulation_steps ({every}), so that whole optimizer steps share a "
                              "generation, or divide it")
         if self.replay_buffer_size and self.vllm_importance_sampling_correction is False:
-            raise ValueError(
-                f"replay_buffer_size is {self.replay_buffer_size} and vllm_importance_sampling_correction is False: "
-                "replayed completions are of an older policy, and would be trained on as if they were of this one; "
-                "leave one of them out"
-            )
+            raise ValueError(f"replay_buffer_size is {self.replay_buffer_size} and "
+                             "vllm_importance_sampling_correction is False: replayed completions are of an older "
+                             "policy, and would be trained on as if they were of this one; leave one of them out")
         self.check_sampling_params()
 
     def check_step(self) -> None:
@@ -281,16 +279,6 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         """The draws of all steps; a seed in `vllm_sampling_params` changes all of their seeds."""
         params = self.sampling(getattr(self.vllm_sampling_params, "seed", None))
         return Draws(self.prompts_per_generation, params, self.seed)
-
-
-def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
-    """Return the most tokens that a prompt may have: `prompt`, or if it is None what the completion leaves of the
-    context. ValueError if prompt and completion do not fit the context."""
-    wanted = prompt or 1
-    if wanted + completion > context:
-        raise ValueError(f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context "
-                         f"of {context} tokens; lower one of them, or load with a larger max_seq_length")
-    return prompt or context - completion
 
 
 def check_weights(weights: list[float] | None, names: list[str]) -> None:

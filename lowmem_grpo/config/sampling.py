@@ -100,6 +100,16 @@ class Draws:
         return replace(self.params, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
 
 
+def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
+    """Return the most tokens that a prompt may have: `prompt`, or if it is None what the completion leaves of the
+    context. ValueError if prompt and completion do not fit the context."""
+    wanted = prompt or 1
+    if wanted + completion > context:
+        raise ValueError(f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context "
+                         f"of {context} tokens; lower one of them, or load with a larger max_seq_length")
+    return prompt or context - completion
+
+
 OURS = tuple(field.name for field in fields(SamplingParams))
 DERIVED = ("output_text_buffer_length",)  # vLLM computes it from `stop`
 

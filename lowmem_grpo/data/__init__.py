@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmem_grpo.config.grpo import longest_prompt
+    from lowmem_grpo.config.sampling import longest_prompt
     from lowmem_grpo.data.prompts import (
         SHOWN,
         DataError,
@@ -22,7 +22,7 @@ __all__ = [
     "SHOWN", "DataError", "Prompt", "PromptEncoder", "PromptSource", "check_dataset", "is_chat", "longest_prompt",
 ]
 
-HOMES = dict.fromkeys(__all__, "data.prompts") | {"longest_prompt": "config.grpo"}
+HOMES = dict.fromkeys(__all__, "data.prompts") | {"longest_prompt": "config.sampling"}
 
 
 def __getattr__(name: str) -> Any:

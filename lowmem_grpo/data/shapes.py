@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.examples import Example, ExampleEncoder, Examples, each_of
-from lowmem_grpo.data.owned import owned
 from lowmem_grpo.data.packing import PackEncoder, encoded, packed
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream, columns_of, comes_from, rows_of
@@ -27,6 +26,7 @@ from lowmem_grpo.data.texts import (
     TokenEncoder,
     with_answer,
 )
+from lowmem_grpo.types import owned
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 

@@ -10,14 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.owned import owned
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message, no_chat, odd_role
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, short, tools_of
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, renderer_for
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.results import TokenLimit
 from lowmem_grpo.environments.tools.toolbox import Toolbox
-from lowmem_grpo.types import Message
+from lowmem_grpo.types import Message, owned
 
 logger = logging.getLogger(__name__)
 

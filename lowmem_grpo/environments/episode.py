@@ -59,7 +59,6 @@ class Episode:
     state: str | None = None
     empty: bool = False  # the first prompt's messages are all empty, as TRL's environments allow
     ending: str = ""
-    trouble: str = ""  # the error message, if its environment failed
     trusted: int = 0  # number of leading messages that come from the dataset
     given: list[Message] = field(default_factory=list)  # the messages of the row's prompt
     asked: int = 0  # questions to the base model

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lowmem_grpo.losses.sequences import of_trained, with_context
 from lowmem_grpo.utils import NUMBERS, TRUTH, Rule, check_ranges, one_of, torch
 
 if TYPE_CHECKING:
@@ -305,7 +304,7 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     flat = flat.where(flat.isfinite(), torch.nan)  # a broken reference marks its own tokens only
     scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
     for rollout, values in zip(scored, scores.split([len(per_token) for per_token in returns]), strict=True):
-        rollout.token_advantages = with_context(rollout, values.float())
+        rollout.token_advantages = rollout.with_context(values.float())
 
 
 def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
@@ -332,5 +331,5 @@ def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
     """Return R - beta * sum_{s >= t} (log pi_s - log ref_s) at the rollout's trained tokens (N,), in float64."""
     assert rollout.ref_logprobs is not None and rollout.reward is not None
     policy = rollout.old_logprobs if rollout.old_logprobs is not None else torch.tensor(rollout.rollout_logprobs)
-    kl = of_trained(rollout, policy - rollout.ref_logprobs).double()
+    kl = rollout.at_trained(policy - rollout.ref_logprobs).double()
     return rollout.reward - beta * kl.flip(0).cumsum(0).flip(0)

@@ -16,7 +16,6 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import TYPE_CHECKING
 
 from lowmem_grpo.losses.advantages import COMPARING, ESTIMATORS, AdvantageSettings, of_group
-from lowmem_grpo.losses.sequences import with_context
 from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
@@ -91,5 +90,5 @@ def set_turn_advantages(rollout: Rollout, advantages: list[float]) -> None:
     lengths = [len(turn.completion_ids) for turn in rollout.turns]
     assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)
     each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
-    rollout.token_advantages = with_context(rollout, each.float())
+    rollout.token_advantages = rollout.with_context(each.float())
     rollout.advantage = each.mean().item() if len(each) else 0.0

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.losses.loss_types import LossTokens, LossType, clip_bounds, vespo_phi
-from lowmem_grpo.losses.sequences import sequence_means
+from lowmem_grpo.losses.loss_types import LossTokens, LossType, clip_bounds, sequence_means, vespo_phi
 
 Means = dict[str, tuple[Tensor, float]]  # name: (mean, count)
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
 from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
@@ -25,6 +24,23 @@ NEAR, TERMS = 0.1, 11  # |log rho| below which k3 is a series, and its last powe
 
 # exp(x) is infinite in float32 for x above 88, and 0 * inf is NaN, in a product and in its gradient. So the log of a
 # ratio is kept below that wherever only a bound of the ratio matters.
+
+
+def sequence_lengths(sequence_ids: Tensor, count: int | None = None) -> Tensor:
+    """Return the tokens of each sequence, (S,) int64. `count` is S; without it the call syncs with the card."""
+    if count is None:
+        return torch.bincount(sequence_ids)
+    return sequence_ids.new_zeros(count).index_add(0, sequence_ids, torch.ones_like(sequence_ids))
+
+
+def sequence_sums(values: Tensor, sequence_ids: Tensor, count: int) -> Tensor:
+    """Return the sum of `values` (N,) over each of `count` sequences, (S,); differentiable."""
+    return values.new_zeros(count).index_add(0, sequence_ids, values)
+
+
+def sequence_means(values: Tensor, sequence_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Return the mean of `values` (N,) over each sequence, (S,); 0 for a sequence without tokens."""
+    return sequence_sums(values, sequence_ids, len(lengths)) / lengths.clamp(min=1)
 
 
 def log_limit(like: Tensor) -> float:

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowmem_grpo.losses.loss_types import k3_of
+from lowmem_grpo.losses.loss_types import k3_of, sequence_means, sequence_sums
 from lowmem_grpo.losses.loss_types import ratio as ratio_of
-from lowmem_grpo.losses.sequences import sequence_means, sequence_sums
 from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:

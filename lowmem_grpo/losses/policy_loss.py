@@ -15,9 +15,15 @@ from lowmem_grpo.losses.entropy import top_entropy_mask
 from lowmem_grpo.losses.kl import KL_ESTIMATORS, weighed_kl
 from lowmem_grpo.losses.loss_metrics import Means, clip_metrics, correction_metrics, mismatch_metrics
 from lowmem_grpo.losses.loss_settings import LossSettings
-from lowmem_grpo.losses.loss_types import LOSS_TYPES, LossTokens, StepCounts
+from lowmem_grpo.losses.loss_types import (
+    LOSS_TYPES,
+    LossTokens,
+    StepCounts,
+    sequence_lengths,
+    sequence_means,
+    sequence_sums,
+)
 from lowmem_grpo.losses.off_policy import CORRECTIONS, correction_weights, off_policy_sequence_mask
-from lowmem_grpo.losses.sequences import sequence_lengths, sequence_means, sequence_sums
 from lowmem_grpo.types import LossOutput
 
 

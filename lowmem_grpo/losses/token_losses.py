@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.losses.sequences import sequence_sums
+from lowmem_grpo.losses.loss_types import sequence_sums
 
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 OFF_POLICY = ("logprobs", "advantages")

@@ -5,8 +5,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lowmem_grpo.config.grpo import GRPOConfig, longest_prompt
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.loading import TRANSFORMERS, VLLM, form_of_weights
+from lowmem_grpo.config.sampling import longest_prompt
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import plan

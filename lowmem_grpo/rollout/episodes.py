@@ -166,11 +166,7 @@ class EpisodeBatch:
     def add_rollout(self, key: int, rollout: Rollout) -> None:
         """Add a sampled turn to its episode, and pass its tool calls or environment step to a worker, or end it."""
         episode = self.live[key]
-        work = episode.add_turn(rollout)
-        if work is not None:
-            self.submit(key, work)
-        else:
-            self.finish(key)
+        self.submit(key, episode.add_turn(rollout) or episode.finish)
 
     def admit(self) -> None:
         while self.waiting and len(self.live) < self.most:
@@ -178,12 +174,11 @@ class EpisodeBatch:
 
     def start(self, key: int) -> None:
         """Start an episode, for the first time or again after a failure."""
-        index, member = divmod(key, self.n)
-        row = self.prompts[index].row
+        row = self.prompts[key // self.n].row
         spec = self.owner.specs.spec_for(row)
         self.tries[key] += 1
         self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, spec.renderer(row), spec.toolbox, None,
-                                 partial(self.seed_of, index, member), self.owner.specs.within)
+                                 partial(self.seed_of, key), self.owner.specs.within)
         self.submit(key, partial(self.reset, self.live[key]))
 
     def reset(self, episode: Episode, job: WorkerJob) -> Answer:
@@ -196,8 +191,9 @@ class EpisodeBatch:
             episode.row = specs.factories.columns_for(episode.row)
         return episode.reset(job)
 
-    def seed_of(self, index: int, member: int, turn: int | str) -> int:
+    def seed_of(self, key: int, turn: int | str) -> int:
         """Return the seed of a turn, which does not depend on timing."""
+        index, member = divmod(key, self.n)
         return random.Random(f"{self.seed}-{self.first + index}-{member}-{turn}").getrandbits(62)
 
     def submit(self, key: int, work: Callable[[WorkerJob], Any]) -> None:
@@ -243,7 +239,7 @@ class EpisodeBatch:
         if episode.ending == "context" and not episode.turns:
             self.too_long.append(len(episode.prompt))
         if episode.ending:
-            self.finish(episode.key)
+            self.submit(episode.key, episode.finish)
         else:
             self.ready.append(episode.request())
 
@@ -252,8 +248,7 @@ class EpisodeBatch:
             episode.turns[-1].seconds += seconds
         ids = self.owner.specs.asking(ask.messages)
         room = min(ask.max_tokens, self.owner.bounds.context - len(ids))
-        index, member = divmod(episode.key, self.n)
-        seed = self.seed_of(index, member, f"other-{episode.asked}")
+        seed = self.seed_of(episode.key, f"other-{episode.asked}")
         episode.asked += 1
         self.other.ask(Request(episode.key, ids, room, seed), ask)
 
@@ -261,13 +256,9 @@ class EpisodeBatch:
         episode = self.live[key]
         self.submit(key, lambda job: episode.pass_reply(job, ask, said))
 
-    def finish(self, key: int) -> None:
-        self.submit(key, self.live[key].finish)
-
     def fail(self, episode: Episode, error: BaseException) -> None:
         """Restart an episode whose environment failed or took too long, or end it if that was its last try."""
-        episode.trouble = f"{error} (group {episode.key // self.n})"
-        self.failures.append((episode.trouble, error))
+        self.failures.append((f"{error} (group {episode.key // self.n})", error))
         self.workers.submit(-1, episode.close, self.owner.bounds.call_seconds)
         if self.tries[episode.key] < TRIES and not self.owner.stopping():
             self.start(episode.key)

@@ -12,7 +12,6 @@ from torch import Tensor
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.losses.loss_types import k3_of
 from lowmem_grpo.losses.off_policy import MismatchWatch
-from lowmem_grpo.losses.sequences import with_context
 from lowmem_grpo.memory.cards import AUTO, in_8_bits
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.oom import BatchLimit, RunMemory
@@ -156,7 +155,7 @@ class ParityGate:
 def later_turns(batch: MicroBatch) -> Tensor:
     """Return a mask (N,) on the host, True for trained tokens of other turns than the first of their episode."""
     firsts = [len(r.turns[0].completion_ids) if r.turns else r.num_trained for r in batch.rollouts]
-    flags = [with_context(rollout, torch.arange(rollout.num_trained) >= first)
+    flags = [rollout.with_context(torch.arange(rollout.num_trained) >= first)
              for rollout, first in zip(batch.rollouts, firsts, strict=True)]
     return torch.cat(flags) if batch.homes is None else torch.cat(flags)[batch.homes]
 

@@ -112,6 +112,12 @@ def numbers(logs: dict[str, Any] | None) -> dict[str, float]:
     return {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
 
 
+def reward_name(key: str) -> str | None:
+    """Return NAME of the key `rewards/NAME/mean`; None for any other key."""
+    name = key.removeprefix("rewards/").removesuffix("/mean")
+    return name if key == f"rewards/{name}/mean" and name else None
+
+
 def named(logs: dict[str, Any] | None) -> dict[str, float]:
     """Return the metrics under transformers' names: eval/ for evaluations such as eval/loss, train/ for all others."""
     return {f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,13 +29,13 @@ from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.models.card_check import LARGER
 from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
-from lowmem_grpo.trainer.rendezvous import PATIENCE, Pulse, RankError, find_others
+from lowmem_grpo.trainer.rendezvous import Heartbeat, RankError, find_others
 from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-TRANSFER = timedelta(minutes=1)  # for each piece of a transfer
-PAUSE = 0.001  # seconds between two polls
+CONNECT, FOREVER = timedelta(seconds=30), timedelta(days=365)  # limits; the heartbeat ends a transfer without a partner
+PAUSE, WIDTH, NAME = 0.001, 2048, 100  # seconds between two polls; bytes of a meeting's word, characters of its name
 SLOW, STEPS = 1.5, 3  # a rank is slow at SLOW times the others' median, for STEPS steps in a row
 PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # also compared, with lowmem_grpo and torch
 OWN = ("card", "card_bytes", "processor")  # may differ from machine to machine
@@ -46,25 +46,19 @@ class Ranks:
     """The collective operations of a run's processes. All of them must call the same operations in the same order; a
     difference raises RankError. With a single process nothing is exchanged."""
 
-    def __init__(self, place: Place | None = None, store: Any = None) -> None:
-        """`store` is torch's store, which all processes can reach."""
+    def __init__(self, place: Place | None = None, store: Any = None, **pace: float) -> None:
+        """`store` is torch's store, which all processes can reach; `pace` is for the `Heartbeat`."""
         self.place = place or Place()
         self.rank, self.count, self.leads, self.here = self.place.rank, self.place.count, self.place.leads, 1
         self.slow: dict[int, int] = {}  # steps in a row in which a rank was slow
-        self.store = store
-        self.card_group: Any = None
+        self.waited = 0.0  # seconds spent waiting for other ranks, since the last step's metrics
+        self.store, self.card_group = store, cast(Any, None)
         if self.count > 1:
-            self.pulse = Pulse(self.gloo("pulse"), self.rank, self.count)
-            self.group = self.gloo("data")
+            self.heartbeat = Heartbeat(store, self.place, **pace)
+            self.group: Any = dist.ProcessGroupGloo(dist.PrefixStore("data", store), self.rank, self.count, CONNECT)
+            self.group.set_timeout(FOREVER)
             machines = self.gather("the start", platform.node())
             self.here = machines.count(machines[self.rank])
-
-    def gloo(self, name: str) -> Any:
-        """Return a new Gloo group of all processes, with time limits to connect and for each transfer."""
-        made: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), self.rank, self.count,
-                                          timedelta(seconds=PATIENCE))
-        made.set_timeout(TRANSFER)
-        return made
 
     def mine(self, things: Sequence[T], cost: Callable[[T], float]) -> list[T]:
         """Return this rank's share of things that all ranks hold, in order; all shares cost about the same."""
@@ -75,33 +69,51 @@ class Ranks:
         if self.count == 1:
             return [own]
         data = pickle.dumps(own)
-        sizes = self.pulse.meet(what, len(data))
-        sent = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-        held = [torch.empty_like(sent) for _ in sizes]
-        self.finish(what, self.group.allgather([held], [sent]))
-        return [own if rank == self.rank else pickle.loads(part[:size].numpy().tobytes())  # noqa: S301 - our own
-                for rank, (part, size) in enumerate(zip(held, sizes, strict=True))]
+        parts = self.exchange(what, data, max(self.meet(what, len(data))))
+        return [own if rank == self.rank else pickle.loads(part)  # noqa: S301 - our own; it ends before the padding
+                for rank, part in enumerate(parts)]
 
     def first(self, what: str, make: Callable[[], T]) -> T:
         """Call `make` in the first process, and return its result in all of them."""
         return self.gather(what, make() if self.leads else None)[0]  # type: ignore[return-value] # it made one
 
-    def meet(self, what: str) -> None:
-        """Wait until all processes have come here; any of them may end afterwards."""
-        if self.count > 1:
-            self.pulse.meet(what)
+    def meet(self, what: str, size: int = 0) -> list[int]:
+        """Wait until all processes have come to `what`; returns the `size` of each. Any of them may end afterwards."""
+        if self.count == 1:
+            return [size]
+        began, what = time.monotonic(), what[:NAME]
+        words = self.exchange(what, json.dumps([what, size]).encode(), WIDTH)
+        self.waited += time.monotonic() - began
+        told = [json.loads(word.rstrip(b"\0")) for word in words]
+        for rank, (name, _) in enumerate(told):
+            if name != what:
+                self.heartbeat.broken = (
+                    f"rank {rank} has come to {name!r}, and rank {self.rank} to {what!r}: their programs do not do the "
+                    "same; run one program with one set of settings in all of them")
+                self.heartbeat.check(began)
+        return [size for _, size in told]
+
+    def exchange(self, what: str, data: bytes, size: int) -> list[bytes]:
+        """Return the data of each process, padded to `size` bytes."""
+        sent = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        held = [torch.empty_like(sent) for _ in range(self.count)]
+        self.finish(what, self.group.allgather([held], [sent]))
+        return [part.numpy().tobytes() for part in held]
 
     def finish(self, what: str, work: Any) -> None:
         """Wait for a transfer; RankError if it breaks off."""
+        began = time.monotonic()
         try:
             while not work.is_completed():
-                self.pulse.check()
+                self.heartbeat.check(began)
                 time.sleep(PAUSE)
             work.wait()
-        except RankError:
-            raise
         except RuntimeError as error:
-            self.pulse.explain(what, error)
+            for group in {self.group, self.card_group or self.group}:
+                group.abort()  # the process would wait for the transfer at its end
+            if isinstance(error, RankError):
+                raise
+            self.heartbeat.explain(what, error)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -110,24 +122,22 @@ class Ranks:
         if self.count == 1:
             return
         group, device = self.reducer(parameters)
-        wide = any(p.grad is not None and p.grad.dtype == torch.float64 for p in parameters)
-        sizes = [p.numel() for p in parameters]
-        told = self.gather("the gradients", (sum(sizes), wide))
-        if len({total for total, _ in told}) > 1:
-            raise RankError(f"the ranks train different numbers of parameters: {', '.join(str(n) for n, _ in told)}; "
+        told = self.gather("the gradients", [(p.numel(), None if p.grad is None else p.grad.dtype) for p in parameters])
+        totals = [sum(size for size, _ in part) for part in told]
+        if len(set(totals)) > 1:
+            raise RankError(f"the ranks train different numbers of parameters: {', '.join(map(str, totals))}; "
                             "give LoRA the same rank and the same modules in all of them")
-        dtype = torch.float64 if any(double for _, double in told) else torch.float32
-        flat = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=device)
-        *views, there = flat.split([*sizes, len(sizes)])
-        there.copy_(torch.tensor([float(parameter.grad is not None) for parameter in parameters]))
-        for parameter, view in zip(parameters, views, strict=True):
+        kinds = [{dtype for _, dtype in of} - {None} for of in zip(*told, strict=True)]
+        held = [parameter for parameter, kind in zip(parameters, kinds, strict=True) if kind]
+        dtype = torch.float64 if any(torch.float64 in kind for kind in kinds) else torch.float32
+        flat = torch.zeros(sum(parameter.numel() for parameter in held), dtype=dtype, device=device)
+        views = [view.view_as(p) for view, p in zip(flat.split([p.numel() for p in held]), held, strict=True)]
+        for parameter, view in zip(held, views, strict=True):
             if parameter.grad is not None:
-                view.view_as(parameter).copy_(parameter.grad)
+                view.copy_(parameter.grad)
         self.finish("the gradients", group.allreduce([flat]))
-        for parameter, view, count in zip(parameters, views, there.tolist(), strict=True):
-            if count:
-                gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = gradient.copy_(view.view_as(parameter))
+        for parameter, view in zip(held, views, strict=True):
+            parameter.grad = (torch.empty_like(parameter) if parameter.grad is None else parameter.grad).copy_(view)
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> tuple[Any, torch.device]:
         """Return the group that sums gradients and its device: NCCL if each process has its own GPU, else Gloo."""
@@ -138,14 +148,14 @@ class Ranks:
             if dist.is_nccl_available() and None not in cards and len(set(cards)) == self.count:
                 self.card_group = dist.ProcessGroupNCCL(
                     dist.PrefixStore("cards", self.store), self.rank, self.count, dist.ProcessGroupNCCL.Options())
-                self.card_group.set_timeout(TRANSFER)
+                self.card_group.set_timeout(FOREVER)
         return self.card_group, torch.device("cpu") if self.card_group is self.group else device
 
     def metrics(self, step_time: float, own: dict[str, float]) -> dict[str, float]:
         """Return each process's `own` metrics of a step, with waiting and busy seconds, as ranks/RANK/NAME."""
         if self.count == 1:
             return {}
-        waited, self.pulse.waited = self.pulse.waited, 0.0
+        waited, self.waited = self.waited, 0.0
         told = self.gather("how a step went", own | {"waiting_s": waited, "busy_s": max(step_time - waited, 0.0)})
         self.warn_of_slow([measured["busy_s"] for measured in told])
         return {f"ranks/{rank}/{name}": value for rank, part in enumerate(told) for name, value in part.items()}
@@ -177,7 +187,7 @@ class Ranks:
             yield
         except BaseException as error:
             if self.count > 1:
-                self.pulse.fail(error)
+                self.heartbeat.fail(error)
             raise
 
 

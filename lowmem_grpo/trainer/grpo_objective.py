@@ -16,7 +16,6 @@ from lowmem_grpo.losses.loss_types import LOSS_TYPES, StepCounts
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
 from lowmem_grpo.losses.off_policy import MismatchWatch, mean_k3
 from lowmem_grpo.losses.policy_loss import grpo_loss
-from lowmem_grpo.losses.sequences import of_trained, with_context
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -76,10 +75,10 @@ class GRPOObjective(Objective):
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
         """Choose the tokens of the highest entropy, and put the KL term into the advantages, if the settings say so."""
         if self.config.top_entropy_quantile < 1:
-            entropies = [of_trained(rollout, rollout.entropy) for rollout in rollouts if rollout.entropy is not None]
+            entropies = [rollout.at_trained(rollout.entropy) for rollout in rollouts if rollout.entropy is not None]
             mask = top_entropy_mask(torch.cat(entropies or [torch.empty(0)]), self.config.top_entropy_quantile)
             for rollout, part in zip(rollouts, mask.split([r.num_trained for r in rollouts]), strict=True):
-                rollout.policy_mask = with_context(rollout, part)
+                rollout.policy_mask = rollout.with_context(part)
         if self.config.kl_in_reward:
             if self.config.state_weight and any(turn.state is not None for r in rollouts for turn in r.turns):
                 name = self.config.advantage_estimator

@@ -24,7 +24,7 @@ from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.trainer.optim import allocates_each_step, gradient_norms
 from lowmem_grpo.trainer.rewind import Gradients, OptimizerCopy, RandomStates
-from lowmem_grpo.trainer.step_accumulator import PartialGradient, StepAccumulator
+from lowmem_grpo.trainer.step_accumulator import PartialGradient, StepAccumulator, members
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
@@ -91,8 +91,6 @@ class Learner:
 
     def mine(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Return this rank's share of the groups; all shares have about the same number of tokens."""
-        if self.ranks.count == 1:
-            return groups
         return self.ranks.mine(groups, lambda group: sum(
             len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts))
 
@@ -179,7 +177,7 @@ class Learner:
             return self.accumulate(batches, totals, None if begun is None else begun.sums)
 
         sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
-        sums = self.of_all_ranks(sums, members(trained))
+        sums = sums.of_all_ranks(self.ranks, members(trained))
         metrics = sums.metrics(self.objective) | self.policy.differing_routes()
         if self.guard.passed(trained, sums.flags):
             self.objective.restore(before)  # the measured values are meaningless
@@ -247,20 +245,12 @@ class Learner:
                     sums.add(batch, self.objective_loss(batch, totals, *self.at_head(batch)))
                 return sums
 
-            sums = self.of_all_ranks(self.packer.run("an evaluation", self.mine(counted), self.limits, work,
-                                                     random.restore), members(counted))
-            return sums.metrics(self.objective)
+            sums = self.packer.run("an evaluation", self.mine(counted), self.limits, work, random.restore)
+            return sums.of_all_ranks(self.ranks, members(counted)).metrics(self.objective)
         finally:
             set_mode(self.policy.model, training)
             self.objective.restore(before)
             self.prepare_again = None
-
-    def of_all_ranks(self, sums: StepAccumulator, rollouts: list[Rollout]) -> StepAccumulator:
-        """Return the sums over the micro-batches of all ranks; `rollouts` are those of all ranks."""
-        if self.ranks.count == 1:
-            return sums
-        of_ranks = self.ranks.gather("what micro-batches add up to", sums.sent(rollouts))
-        return StepAccumulator.together(of_ranks, rollouts)
 
     def optim_step(self) -> dict[str, float]:
         """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;
@@ -305,7 +295,3 @@ class Learner:
             failed = catch_oom(step, self.policy.device, self.before.restore)
         if isinstance(failed, OutOfMemory):
             self.bound.raise_exhausted(what, failed)
-
-
-def members(groups: list[RolloutGroup]) -> list[Rollout]:
-    return [rollout for group in groups for rollout in group.rollouts]

@@ -14,20 +14,18 @@ from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.findings import Finding
-from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree
 from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_rows, evaluation_sets, indexed_rows
-from lowmem_grpo.trainer.learner import members
+from lowmem_grpo.trainer.journal import FirstSteps, Journal
 from lowmem_grpo.trainer.lifecycle import running, signals_after_steps
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, preflight
-from lowmem_grpo.trainer.preflight.first_steps import FirstSteps
 from lowmem_grpo.trainer.saver import Saver
-from lowmem_grpo.trainer.step_accumulator import PartialGradient
+from lowmem_grpo.trainer.step_accumulator import PartialGradient, members
 from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import RolloutGroup
 
@@ -71,8 +69,7 @@ class Trainer(TrlApi):
             raise TypeError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks")
         self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
         self.journal = Journal(self.state, self.records, self.args, parts.alarms if leads else None, leads)
-        self.saver = Saver(self.records, self.args, self.model, self.learner, self.source, self.state, self.memory,
-                           replay, list(self.rewards))
+        self.saver = Saver(parts, replay, list(self.rewards))
         check_best_metric(self.args.best_metric, self.eval_sets, self.evaluation_names(), self.may_measure)
         self.notify("on_init_end")
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig, longest_prompt
+from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig
+from lowmem_grpo.config.sampling import longest_prompt
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.engines.base import Engine, check_own_engine
@@ -31,8 +32,7 @@ from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.model_setup import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.trainer.nonfinite import Guard
 from lowmem_grpo.trainer.optim import own_or_made
-from lowmem_grpo.trainer.preflight.first_steps import PlannedTime
-from lowmem_grpo.trainer.run_memory import plan_memory
+from lowmem_grpo.trainer.run_memory import PlannedTime, plan_memory
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def make_parts(
     learner = Learner(policy, args, objective, optimizer, scheduler, offload=offload, fp16=fp16, bound=memory.train,
                       guard=Guard(args.nonfinite_steps, state, records), ranks=processes)
     return TrainerParts(**vars(trained), args=args, source=source, objective=objective, memory=memory, peaks=peaks,
-                        state=state, clock=Clock(peaks), records=records, learner=learner)
+                        state=state, clock=Clock(peaks if peaks.counted else None), records=records, learner=learner)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,26 +1,23 @@
-"""The rendezvous of a run's ranks, and `Pulse`, a barrier that detects lost ranks. torch cannot tell a rank that is
-sampling for ten minutes from one that is stopped, and a call to a store whose process is stopped never returns."""
+"""The rendezvous of a run's ranks, and `Heartbeat`, which finds ranks that are lost. torch cannot tell a rank that is
+sampling for ten minutes from one that is stopped."""
 
 import atexit
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lowmem_grpo.config.launcher import Place
 
-PULSE, PATIENCE = 1.0, 30.0  # seconds between two words of a rank; seconds without one after which it is lost
+BEAT, PATIENCE = 1.0, 30.0  # seconds between two beats of a rank; seconds without one after which it is lost
 START, PAUSE = timedelta(minutes=10), 0.02  # limit for all ranks to join; seconds between two checks
-LAST = 5.0  # seconds to tell the others why a rank fails
-WIDTH, LONGEST = 8192, 500  # bytes of a packed word; the most characters of its error
+LAST = 5.0  # seconds that the first rank stays at its end for the others, who may still read why the run fails
+LONGEST = 500  # the most characters of an error
 GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
@@ -28,141 +25,75 @@ class RankError(RuntimeError):
     """Another process of the run has failed, is lost, or has come to another meeting; the message says which."""
 
 
-class Word(NamedTuple):
-    """The state of a rank: number and name of its last meeting, bytes of its data there, and why it fails."""
+class Heartbeat:
+    """Writes a beat to the store every second, in a thread, and reads those of the other ranks. So the ranks wait for a
+    slow one, however long it takes, and an error names one that was killed, was stopped or cannot be reached. Only the
+    thread uses the store: a call to one whose process (the first rank's, or a launcher's) is stopped never returns."""
 
-    number: int = 0
-    what: str = ""
-    size: int = 0
-    failed: str = ""
-
-
-class Pulse:
-    """Exchanges a word with each other rank every second, in a thread. So the ranks wait for a slow one, however long
-    it takes, and an error names one that was killed, was stopped or cannot be reached."""
-
-    def __init__(self, group: Any, rank: int, count: int, pulse: float = PULSE, patience: float = PATIENCE) -> None:
-        self.group, self.rank, self.others = group, rank, [other for other in range(count) if other != rank]
-        self.pulse, self.patience = pulse, patience
-        self.word, self.words = Word(), [Word()] * count  # this rank's current word; all words of the last meeting
-        self.broken, self.ended = "", False
-        self.waited = 0.0  # seconds spent waiting for other ranks, in all meetings
-        self.news = threading.Condition()
-        self.thread = threading.Thread(target=self.run, name="pulse", daemon=True)
+    def __init__(self, store: Any, place: Place, beat: float = BEAT, patience: float = PATIENCE) -> None:
+        self.store, self.rank, self.count, self.beat, self.patience = store, place.rank, place.count, beat, patience
+        self.answered = time.monotonic()  # when the store last answered
+        self.seen = dict.fromkeys(range(place.count), (0, self.answered))  # each rank's beats, and since when
+        self.broken = ""  # why the run ends
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
         self.thread.start()
         atexit.register(self.close)  # a thread inside torch at interpreter exit would abort the process
 
     def close(self) -> None:
-        """Stop the exchange, and wait for its thread."""
-        with self.news:
-            self.ended = True
-            self.news.notify_all()
+        """Stop the beats, and wait for the thread."""
+        self.ended.set()
         self.thread.join(self.patience)
 
     def run(self) -> None:
-        """Exchange words until this rank closes or one is lost; each rank that notices a loss tells the others."""
-        while self.goes_on():
-            self.exchange(self.patience)
-        if self.broken:
-            self.word = self.word._replace(failed=self.broken)
-            self.exchange(LAST)
+        """Beat until this rank closes or the run is broken; then tell the others why."""
+        with suppress(RuntimeError):  # the store has ended, with the process that holds it
+            while not self.ended.wait(self.beat) and not self.broken:
+                self.exchange()
+            if self.broken:
+                self.store.set("broken", json.dumps(self.broken))
+            left, until = self.store.add("left", 1), time.monotonic() + LAST
+            while not self.rank and left < self.count and time.monotonic() < until:  # the store may end with this rank
+                time.sleep(PAUSE)
+                left = self.store.add("left", 0)
 
-    def goes_on(self) -> bool:
-        """Wait for the next pulse, or for news of this rank; returns False once the exchange has ended or broken."""
-        with self.news:
-            self.news.wait_for(lambda: self.ended or self.is_waiting or bool(self.word.failed), self.pulse)
-            return not self.ended and not self.broken
+    def exchange(self) -> None:
+        """Write this rank's beat, and read those of all ranks, and why the run is broken, if it is."""
+        self.store.add(f"beat/{self.rank}", 1)
+        beats, now = [self.store.add(f"beat/{rank}", 0) for rank in range(self.count)], time.monotonic()
+        self.seen |= {rank: (beat, now) for rank, beat in enumerate(beats) if beat != self.seen[rank][0]}
+        told = json.loads(self.store.get("broken")) if self.store.check(["broken"]) else ""
+        lost = next((rank for rank, (_, since) in self.seen.items() if now - since > self.patience), None)
+        self.broken = self.broken or told or ("" if lost is None else self.missing(lost))
+        self.answered = now
 
-    @property
-    def is_waiting(self) -> bool:
-        """True while this rank has come to a meeting and others have not."""
-        return self.word.number > self.words[self.rank].number
+    def missing(self, rank: int) -> str:
+        """Return the message for a lost rank."""
+        return (f"rank {rank} is lost: no sign of life for {self.patience:.0f} s while rank {self.rank} waits for it. "
+                f"Its process was killed or hangs, or its machine cannot be reached. {GOOD}")
 
-    def exchange(self, seconds: float) -> None:
-        """Send this rank's word to the others and receive theirs; in one round all ranks get the same words."""
-        word, until = self.word, time.monotonic() + seconds
-        heard, lost, moving = {self.rank: word}, dict[int, str](), dict[int, tuple[Tensor, Any, Any]]()
-        sent = torch.frombuffer(bytearray(json.dumps(word).encode().ljust(WIDTH)), dtype=torch.uint8)
-        for other in self.others:
-            with noted(lost, other):
-                space = torch.empty(WIDTH, dtype=torch.uint8)
-                moving[other] = space, self.group.send([sent], other, 0), self.group.recv([space], other, 0)
-        for other, (space, sending, receiving) in moving.items():
-            with noted(lost, other):
-                receiving.wait(until_then(until))
-                heard[other] = Word(*json.loads(space.numpy().tobytes()))
-                sending.wait(until_then(until))
-        self.judge(heard, lost)
-
-    def judge(self, heard: dict[int, Word], lost: dict[int, str]) -> None:
-        """Evaluate the words of a round: a rank has failed or is lost, or all have come to the same meeting."""
-        failed = [word.failed for word in heard.values() if word.failed]
-        with self.news:
-            if failed or lost:
-                self.broken = self.broken or (failed or [self.missing(*next(iter(lost.items())))])[0]
-            elif len({word.number for word in heard.values()}) == 1:
-                self.words = [heard[rank] for rank in sorted(heard)]
-            self.news.notify_all()
-
-    def missing(self, rank: int, error: str) -> str:
-        """Return the message for the first lost rank: once one does not answer, Gloo drops the others too."""
-        why = f"no sign of life for {self.patience:.0f} s" if "imed out" in error else "its connection has ended"
-        return (f"rank {rank} is lost: {why} while rank {self.rank} waits for it. Its process was killed or hangs, or "
-                f"its machine cannot be reached. {GOOD}")
-
-    def meet(self, what: str, size: int = 0) -> list[int]:
-        """Wait until all ranks have come to `what`; returns the `size` of each. RankError if one cannot come."""
-        began = time.monotonic()
-        with self.news:
-            self.check()
-            self.word = Word(self.word.number + 1, what[: LONGEST // 5], size)
-            self.news.notify_all()
-            while self.is_waiting:
-                self.check()
-                self.news.wait(self.pulse)  # a timeout, so that Ctrl-C works
-            self.waited += time.monotonic() - began
-            other = next((rank for rank, word in enumerate(self.words) if word.what != self.word.what), None)
-            if other is not None:
-                self.broken = (
-                    f"rank {other} has come to {self.words[other].what!r}, and rank {self.rank} to {what!r}: their "
-                    "programs do not do the same; run one program with one set of settings in all of them")
-            self.check()
-            return [word.size for word in self.words]
-
-    def check(self) -> None:
-        """Raise RankError if a rank has failed or is lost."""
-        if self.broken or not self.thread.is_alive():
+    def check(self, began: float) -> None:
+        """Raise RankError if a rank has failed or is lost; of a wait that `began` then, also if the store is silent."""
+        if not self.broken and time.monotonic() - max(began, self.answered) > self.patience + self.beat:
+            self.broken = self.missing(0)
+        if self.broken or self.ended.is_set():
             raise RankError(self.broken or "the ranks have parted already")
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank fails, unless the error came from them."""
-        with self.news:
-            if not isinstance(error, RankError) and not self.broken:
-                said = f"rank {self.rank} has failed: {type(error).__name__}: {error}"
-                self.word = self.word._replace(failed=said[:LONGEST])
-                self.news.notify_all()
-                self.news.wait_for(lambda: bool(self.broken), LAST)
+        if not isinstance(error, RankError) and not self.broken:
+            self.broken = f"rank {self.rank} has failed: {type(error).__name__}: {error}"[:LONGEST]
+            self.ended.set()
+            self.thread.join(2 * LAST)
 
     def explain(self, what: str, error: BaseException) -> None:
-        """Raise RankError for a transfer that broke off, with the reason if one is known within LAST seconds."""
-        with self.news:
-            self.news.wait_for(lambda: bool(self.broken), LAST)
-            self.check()
+        """Raise RankError for a transfer that broke off, with the reason as soon as one is known."""
+        began = time.monotonic()
+        while time.monotonic() - began < self.patience + 3 * self.beat:
+            self.check(began)
+            time.sleep(PAUSE)
         raise RankError(f"the connection between the ranks broke off at {what!r} ({error}): one of them has died, or "
                         f"cannot be reached. {GOOD}") from error
-
-
-def until_then(moment: float) -> timedelta:
-    return timedelta(seconds=max(moment - time.monotonic(), 0.1))
-
-
-@contextmanager
-def noted(lost: dict[int, str], rank: int) -> Iterator[None]:
-    """Catch an error inside, and record it as why the rank is lost; the first one is kept."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        lost.setdefault(rank, str(error))
 
 
 def find_others(place: Place) -> Any:

@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 
-from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.data.prompts import DataError, PromptSource
-from lowmem_grpo.memory.oom import RunMemory
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
-from lowmem_grpo.runs.records import RecordError, RunRecords
+from lowmem_grpo.runs.records import RecordError
 from lowmem_grpo.runs.saved_adapter import CheckpointError, MismatchError
-from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.rewind import RandomStates
 
 logger = logging.getLogger(__name__)
@@ -28,18 +24,18 @@ class Saver:
     """Writes checkpoints of a run's parts into its directory, and restores the parts from one."""
 
     def __init__(
-        self, records: RunRecords, config: TrainSettings, model: PeftModel, learner: Learner, source: PromptSource,
-        state: TrainerState, memory: RunMemory, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
+        self, parts: TrainerParts, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = ()
     ) -> None:
         """`replay` and `reward_names` are given only for runs that sample."""
-        self.records, self.run_dir, self.config, self.model = records, records.run_dir, config, model
-        self.learner, self.source, self.state = learner, source, state
-        self.memory, self.reward_names = memory, reward_names
-        self.settings = config.to_dict()  # the run's; a single step may have others
-        self.replay = ReplayBuffer(0) if replay is None else replay
-        self.random, self.saved = RandomStates(learner.policy.device), 0  # the step of the last checkpoint
+        self.records, self.run_dir = parts.records, parts.records.run_dir
+        self.config, self.model = parts.args, parts.model
+        self.learner, self.source, self.state, self.memory = parts.learner, parts.source, parts.state, parts.memory
+        self.settings = self.config.to_dict()  # the run's; a single step may have others
+        self.replay, self.reward_names = ReplayBuffer(0) if replay is None else replay, reward_names
+        self.random, self.saved = RandomStates(parts.policy.device), 0  # the step of the last checkpoint
         self.mark()
-        self.first = deepcopy((self.snapshot(), learner.optimizer.state_dict(), learner.scheduler.state_dict()))
+        states = self.learner.optimizer.state_dict(), self.learner.scheduler.state_dict()
+        self.first = deepcopy((self.snapshot(), *states))
 
     def save(self) -> Path:
         """Write a checkpoint, if this rank writes, and delete the oldest beyond `save_total_limit`, except the best."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
+from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
@@ -38,25 +39,23 @@ class StepAccumulator:
         copied.reducer.samples = {name: list(values) for name, values in self.reducer.samples.items()}
         return copied
 
-    def sent(self, rollouts: list[Rollout]) -> dict[str, Any]:
-        """Return this rank's sums for `together`, on the host; bad rollouts as indices into `rollouts`."""
+    def of_all_ranks(self, ranks: Ranks, rollouts: list[Rollout]) -> "StepAccumulator":
+        """Return the sums over all ranks, the same in each of them; `rollouts` are those of all ranks. Sums travel on
+        the host, and bad rollouts as indices into `rollouts`."""
+        if ranks.count == 1:
+            return self
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
-        return {"totals": {name: total.cpu() for name, total in self.totals.items()}, "count": self.count,
-                "sums": {name: value.cpu() for name, value in self.reducer.sums.items()},
-                "weights": self.reducer.weights,
-                "samples": {name: [part.cpu() for part in parts] for name, parts in self.reducer.samples.items()},
-                "bad": [(places[id(rollout)], what) for rollout, what in self.flags.read()]}
-
-    @classmethod
-    def together(cls, sent: list[dict[str, Any]], rollouts: list[Rollout]) -> "StepAccumulator":
-        """Return the sums over all ranks, from what each `sent`; the result is the same in every rank."""
-        made = cls(torch.device("cpu"))
-        for part in sent:
-            for name, total in part["totals"].items():
+        totals, sums = ({name: held.cpu() for name, held in each.items()} for each in (self.totals, self.reducer.sums))
+        samples = {name: [part.cpu() for part in parts] for name, parts in self.reducer.samples.items()}
+        bad = [(places[id(rollout)], what) for rollout, what in self.flags.read()]
+        own = totals, self.count, sums, self.reducer.weights, samples, bad
+        made = StepAccumulator(torch.device("cpu"))
+        for totals, count, sums, weights, samples, bad in ranks.gather("what micro-batches add up to", own):
+            for name, total in totals.items():
                 made.totals[name] = made.totals.get(name, torch.zeros(())) + total
-            made.reducer.join(part["sums"], part["weights"], part["samples"])
-            made.flags.known += [(rollouts[place], what) for place, what in part["bad"]]
-            made.count += part["count"]
+            made.reducer.join(sums, weights, samples)
+            made.flags.known += [(rollouts[place], what) for place, what in bad]
+            made.count += count
         return made
 
     def metrics(self, objective: Objective) -> dict[str, float]:
@@ -101,3 +100,7 @@ def facts_of(group: RolloutGroup) -> list[Any]:
     """Return for each rollout its id, then all that its gradient depends on besides its tokens."""
     return [(id(rollout), group.unjudged, rollout.advantage, tuple(rollout.invalid_rewards))
             for rollout in group.rollouts]
+
+
+def members(groups: list[RolloutGroup]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]

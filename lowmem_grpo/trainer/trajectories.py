@@ -29,12 +29,12 @@ from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.rollout.scoring import rollout_metrics, waiting_share
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.views.live import TrajectoryView
-from lowmem_grpo.trainer.learner import members
 from lowmem_grpo.trainer.lifecycle import running
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.optim import set_learning_rate
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, make_policy_parts, tokens_of_row
 from lowmem_grpo.trainer.preflight.subject import Turns
+from lowmem_grpo.trainer.step_accumulator import members
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.utils import check_ranges
 

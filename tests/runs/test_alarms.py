@@ -9,9 +9,9 @@ import pytest
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.alarms import ALARMS, Alarms
-from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.trainer.journal import Journal
 
 Line = dict[str, float]
 

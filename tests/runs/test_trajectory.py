@@ -8,10 +8,10 @@ import pytest
 from episodes import episode, game, tool_use, turn
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RunRecords, completion_lines, prompt_text, read_lines, to_line
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.runs.trajectory import transcript, turn_records
+from lowmem_grpo.trainer.journal import Journal
 from lowmem_grpo.types import RolloutGroup, Split
 
 ASKED = [{"role": "user", "content": "What is 6 times 7?"}]

@@ -30,8 +30,7 @@ def several(count: int) -> list[Ranks]:
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[Ranks]]:
     made = several(request.param)
     yield made
-    for one in made:
-        one.pulse.close()
+    each(made, lambda one: one.heartbeat.close())
 
 
 def each(ranks: list[Ranks], call: Callable[[Ranks], Any]) -> list[Any]:
@@ -45,7 +44,7 @@ def outcomes(ranks: list[Ranks], call: Callable[[Ranks], Any]) -> list[Any]:
         try:
             with one.together():
                 return call(one)
-        except (RankError, KeyError, AttributeError, TypeError, pickle.PicklingError) as error:
+        except (RankError, AttributeError, TypeError, pickle.PicklingError) as error:
             return error
 
     return each(ranks, outcome)
@@ -61,7 +60,7 @@ def test_one_process_alone_does_everything_itself() -> None:
 
 
 def test_all_have_what_each_had_whatever_its_size(ranks: list[Ranks]) -> None:
-    for _ in range(3):
+    for _ in range(20):
         found = each(ranks, lambda one: one.gather("things", {"rank": one.rank, "long": "é" * 1000 * one.rank}))
         assert all([thing["rank"] for thing in things] == list(range(len(ranks))) for things in found)
         assert found[0][1]["long"] == "é" * 1000
@@ -104,13 +103,6 @@ def test_gradients_are_summed_and_one_that_a_rank_lacks_counts_as_zero(ranks: li
 def test_ranks_with_different_adapters_are_told_so(ranks: list[Ranks]) -> None:
     told = outcomes(ranks, lambda one: one.sum_gradients([nn.Parameter(torch.zeros(3 + one.rank))]))
     assert all(isinstance(error, RankError) and "different numbers of parameters" in str(error) for error in told)
-
-
-def test_an_error_of_one_ends_what_the_others_wait_for(ranks: list[Ranks]) -> None:
-    told = outcomes(ranks, lambda one: one.gather("what was sampled", {}["a column"] if one.rank == 1 else 1))
-    assert repr(told[1]) == "KeyError('a column')"
-    assert all(isinstance(error, RankError) and "rank 1 has failed: KeyError: 'a column'" in str(error)
-               for error in told[:1] + told[2:])
 
 
 def test_what_cannot_be_sent_is_an_error_of_the_rank_that_has_it() -> None:

@@ -47,23 +47,26 @@ notebook_launcher(train, (Path(sys.argv[1]),), num_processes=2, use_port=sys.arg
 """
 EXITS = """
 import os
+import sys
 import time
 
 from datetime import timedelta
 
-from torch.distributed import FileStore, ProcessGroupGloo
+from torch.distributed import TCPStore
 
-from lowmem_grpo.trainer.rendezvous import Pulse
+from lowmem_grpo.config.launcher import Place
+from lowmem_grpo.trainer.rendezvous import Heartbeat
 
+PORTS = [int(word) for word in sys.argv[1:]]
 children = []
 for number in range(40):
     children.append(os.fork())
     if not children[-1]:
         pair, rank = divmod(number, 2)
-        group = ProcessGroupGloo(FileStore(f"store-{pair}", 2), rank, 2, timedelta(seconds=60))
-        Pulse(group, rank, 2, pulse=0.00001).meet("the end")
-        time.sleep(0.01)
-        raise SystemExit  # the interpreter goes while the pulse is in torch
+        store = TCPStore("127.0.0.1", PORTS[pair], 2, not rank, timedelta(seconds=60))
+        Heartbeat(store, Place(rank, 2, rank), beat=0.001)
+        time.sleep(0.1)
+        raise SystemExit  # the interpreter goes while the heartbeat is in torch
 failed = [code for child in children if (code := os.waitpid(child, 0)[1])]
 raise SystemExit(f"{len(failed)} of {len(children)} have failed: {failed}" if failed else 0)
 """
@@ -81,7 +84,7 @@ def script(text: str, folder: Path, *words: str) -> str:
 
 @pytest.mark.slow
 def test_a_process_that_has_done_its_part_ends_without_an_abort(tmp_path: Path) -> None:
-    script(EXITS, tmp_path)
+    script(EXITS, tmp_path, *(str(free_port()) for _ in range(20)))
 
 
 @pytest.mark.slow

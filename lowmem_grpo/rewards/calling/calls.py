@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
-from lowmem_grpo.data.owned import owned
 from lowmem_grpo.rewards.calling.background import BackgroundLoop, start_thread
 from lowmem_grpo.rewards.calling.contract import (
     RewardError,
@@ -26,6 +25,7 @@ from lowmem_grpo.rewards.calling.contract import (
     own_limit,
 )
 from lowmem_grpo.rewards.reward import MeanOf
+from lowmem_grpo.types import owned
 
 POLL_SECONDS = 0.1  # between checks for failures, and for Ctrl-C, which some systems deliver only between waits
 

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.config.grpo import GRPOConfig, longest_prompt
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.sampling import longest_prompt
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group
 from lowmem_grpo.data.stream import Stream, rows_of, source_of
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages

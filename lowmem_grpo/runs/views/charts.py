@@ -1,10 +1,10 @@
 """The charts of a run, including its accuracy, and charts that compare several runs."""
 
-import re
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from lowmem_grpo.runs.accuracy import wilson_interval
+from lowmem_grpo.runs.listeners import reward_name
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.runs.views.chart import Chart, Line
 from lowmem_grpo.runs.views.samples import Record
@@ -70,12 +70,6 @@ FAMILIES = ("rewards/", "verdicts/", "episodes/")
 def is_drawn(name: str) -> bool:
     """Return whether the page of a run shows this metric."""
     return name in DRAWN or name in TOLD or name.startswith(FAMILIES)
-
-
-def reward_name(key: str) -> str | None:
-    """Return NAME of the key `rewards/NAME/mean`; None for any other key."""
-    match = re.fullmatch(r"rewards/(.+)/mean", key)
-    return match[1] if match else None
 
 
 def taught(summary: Record) -> bool:

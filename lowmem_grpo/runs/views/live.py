@@ -15,10 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lowmem_grpo.runs.listeners import numbers
+from lowmem_grpo.runs.listeners import numbers, reward_name
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
 from lowmem_grpo.runs.views.chart import LINES, intervals
-from lowmem_grpo.runs.views.charts import reward_name
 from lowmem_grpo.runs.views.console import Cell, any_console, episode_lines, plain, print_line, shortened
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.utils import size_text, time_text

@@ -21,8 +21,8 @@ from lowmem_grpo.rewards.checking.diagnosis import failed, faulty_rows
 from lowmem_grpo.runs.findings import Finding, by_severity, has_error, mistakes, warn
 from lowmem_grpo.trainer.preflight import prompts, template
 from lowmem_grpo.trainer.preflight import resources as room
-from lowmem_grpo.trainer.preflight.first_steps import how_long
 from lowmem_grpo.trainer.preflight.subject import Subject
+from lowmem_grpo.trainer.run_memory import how_long
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.runs.views.live import StepTimes
 from lowmem_grpo.runs.views.terminal import CurrentStderr
-from lowmem_grpo.trainer.preflight.first_steps import FirstSteps
+from lowmem_grpo.trainer.journal import FirstSteps
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 

@@ -9,10 +9,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo import SFTConfig
-from lowmem_grpo.data.owned import owned
 from lowmem_grpo.data.shapes import Shapes
 from lowmem_grpo.environments.env_spec import Factories
-from lowmem_grpo.types import Turn
+from lowmem_grpo.types import Turn, owned
 
 
 @dataclass

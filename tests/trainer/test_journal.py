@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.runs.journal import Journal
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.trainer.journal import Journal
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 
