@@ -5,6 +5,7 @@ follows `input_ids[t]` in its sequence. A sequence of L tokens therefore takes L
 target only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -111,6 +112,9 @@ class Rollout:
     def advantages(self) -> Tensor | float:
         """The advantages of the tokens (C,) if the estimator gives one to each, else the rollout's."""
         return self.advantage if self.token_advantages is None else self.token_advantages
+
+
+OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.loading import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile, OnGroup
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile
 from lowmem_grpo.engines.batch import Batch, Passes, left_padded
 from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of
 from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, PartialRows
@@ -27,7 +27,7 @@ from lowmem_grpo.kernels.frozen import WideWeights
 from lowmem_grpo.memory.cards import graph_rows, prefill_piece
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
 RARELY = 0.5  # the same share with CUDA graphs, which are lost when the number of rows changes

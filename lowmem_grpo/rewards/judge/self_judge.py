@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
+from lowmem_grpo.data.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.rewards.judge.judge import Judge, Round, check_gone, unanswered
 from lowmem_grpo.rewards.judge.question import BadReplyError, Question, shown, without_controls
 from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
