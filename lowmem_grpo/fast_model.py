@@ -13,9 +13,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.config.loading import GET_PEFT_MODEL
+from lowmem_grpo.data.prompt_inputs import calls_of, encode, encoded
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
-from lowmem_grpo.engines.prompt_inputs import calls_of, encode, encoded
 from lowmem_grpo.engines.request_output import OutputProcessor, RequestOutput
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs

@@ -6,6 +6,7 @@ target only.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
@@ -123,6 +124,9 @@ class Rollout:
         if self.trained is None:
             return values
         return values.new_zeros(len(self.trained)).masked_scatter(torch.tensor(self.trained, dtype=torch.bool), values)
+
+
+OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.prompt_inputs import CLOSED, chat_text
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
-from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text
 
 logger = logging.getLogger(__name__)
 

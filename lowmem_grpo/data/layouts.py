@@ -19,7 +19,7 @@ from typing import Any
 from lowmem_grpo.data.chat_template import ALIASES, message_of
 from lowmem_grpo.data.code_tests import parsed
 from lowmem_grpo.data.files import cell_text, listed
-from lowmem_grpo.engines.prompt_inputs import in_text
+from lowmem_grpo.data.prompt_inputs import in_text
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "task", "puzzle", "question_content",
            "ctx", "text", "user", "messages", "conversations", "conversation", "description")

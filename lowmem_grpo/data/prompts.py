@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.files import DataError as DataError
-from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
+from lowmem_grpo.data.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)

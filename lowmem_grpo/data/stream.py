@@ -19,8 +19,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from lowmem_grpo.data.prompt_inputs import joined_text, plain_message, without_none
 from lowmem_grpo.data.prompts import DataError, DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
-from lowmem_grpo.engines.prompt_inputs import joined_text, plain_message, without_none
 
 logger = logging.getLogger(__name__)
 

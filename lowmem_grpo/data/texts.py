@@ -9,8 +9,8 @@ from bisect import bisect_left
 from typing import Any
 
 from lowmem_grpo.data.examples import IGNORED, Example, ExampleEncoder, Examples, shared_start
+from lowmem_grpo.data.prompt_inputs import CLOSED, readable, text_ids
 from lowmem_grpo.data.prompts import DataError, is_chat, no_chat, odd_role
-from lowmem_grpo.engines.prompt_inputs import CLOSED, readable, text_ids
 
 MASKS = ("completion_mask", "assistant_masks")  # columns of rows that are token ids
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template that marks the assistant's tokens

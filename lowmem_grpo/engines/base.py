@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 
-OnGroup = Callable[[int, list[Rollout]], None]  # (index of a prompt, all its rollouts)
 Meanwhile = Callable[[int], None]  # (number of unfinished sequences)
 # Optional capabilities beyond `generate(prompts, params)`: two keyword arguments of `generate`, and a method
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"

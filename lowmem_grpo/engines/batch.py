@@ -6,6 +6,7 @@ If memory has room for only some of a call's sequences (rows), the others enter 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,69 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lowmem_grpo.engines.decoding import StopCriteria, draw
-from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, PartialRows
+from lowmem_grpo.engines.generation_state import GenerationState, KeptPrefix
+from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, right_aligned
 from lowmem_grpo.kernels.frozen import WIDE, WideWeights
 from lowmem_grpo.kernels.lora_factors import Kept, kept_factors
 from lowmem_grpo.models.policy import Policy, evaluating
 
 AHEAD = 64  # upcoming positions of each row whose random numbers are looked up at once
 FED = 256  # tokens per forward pass when a prompt is continued or an interrupted row is recomputed
+
+
+@dataclass
+class DecodeState:
+    """The state of B rows that are decoded together, with a left-padded cache of L places."""
+
+    cache: GrowingCache
+    rows: Tensor  # (B,) index of the row in the call
+    counts: Tensor  # (B,) tokens drawn
+    tokens: Tensor  # (B,) the last token drawn
+    alive: Tensor  # (B,) bool, False for finished rows
+    positions: Tensor  # (B,) position id of the last token in the cache, of which positions + 1 places are filled
+    routes: Tensor | None = None  # (B, S, layers, k) experts chosen for the tokens fed last; None without experts
+
+    @classmethod
+    def holding(cls, rows: Tensor, cache: GrowingCache | None = None, held: Tensor | None = None) -> "DecodeState":
+        """Return the state of rows that have drawn nothing yet; their caches hold `held` tokens (B,), right-aligned."""
+        held = torch.zeros_like(rows) if held is None else held
+        alive = torch.ones_like(rows, dtype=torch.bool)
+        return cls(cache or GrowingCache(), rows, torch.zeros_like(rows), rows, alive, held - 1)
+
+    @property
+    def width(self) -> int:
+        """L, the places of the cache in use."""
+        return self.cache.get_seq_length()
+
+    @property
+    def real(self) -> Tensor:
+        """(B, L) bool, False for cache places with padding."""
+        return torch.arange(self.width, device=self.rows.device) >= self.width - 1 - self.positions[:, None]
+
+    @classmethod
+    def joined(cls, states: list["DecodeState"]) -> "DecodeState":
+        """Return one state with the rows of all states, which must be unfinished and lose their caches. Places on the
+        left that are padding in every row are dropped, and room for some decode steps is added."""
+        if len(states) == 1:
+            return states[0]
+        held = [int(state.positions.max()) + 1 for state in states]
+        pieces = [CacheSlice(state.cache, slice(0, len(state.rows)), state.width - places, state.width)
+                  for state, places in zip(states, held, strict=True)]
+        parts = [(state.rows, state.counts, state.tokens, state.alive, state.positions) for state in states]
+        cache = right_aligned(pieces, max(held), max(held) // 8, give=True)
+        return cls(cache, *(torch.cat(same) for same in zip(*parts, strict=True)))
+
+    def trim(self) -> None:
+        """Drop the cache places on the left that are padding in every unfinished row."""
+        width, rows = self.width, slice(0, len(self.rows))
+        held = int(self.positions.where(self.alive, 0).max()) + 1
+        self.cache = right_aligned([CacheSlice(self.cache, rows, width - held, width)], held, give=True)
+
+    def select(self, keep: Tensor) -> None:
+        """Reduce the state to these rows (R,), which may repeat."""
+        self.cache.batch_select_indices(keep)
+        self.rows, self.counts, self.tokens = self.rows[keep], self.counts[keep], self.tokens[keep]
+        self.alive, self.positions = self.alive[keep], self.positions[keep]
 
 
 class Batch:
@@ -29,30 +86,25 @@ class Batch:
 
     def __init__(self, generation: GenerationState, stops: StopCriteria) -> None:
         self.generation, self.stops = generation, stops
-        self.parts: list[PartialRows] = []  # the unfinished rows; after an error, the rows to resume
+        self.rows: list[int] = []  # the unfinished rows; after an error, the rows to resume
         self.since = 0  # tokens that each row has drawn since `find_done` last asked the device
         self.uniforms = torch.empty(0, 0)  # (B, A) fp64: random numbers of the next A positions
-        self.used = 0  # columns of `uniforms` used so far
 
-    @property
-    def running(self) -> int:
-        return sum(len(part.rows) for part in self.parts)
-
-    def take_part(self, waiting: deque[PartialRows], room: int) -> PartialRows:
-        """Move at most `room` waiting rows into the batch and return them; the caller passes their state to `enter`."""
-        first = waiting.popleft()
-        part = PartialRows(first.rows[:room], first.start)
-        if len(first.rows) > room:
-            waiting.appendleft(PartialRows(first.rows[room:], first.start))
-        self.generation.reopen_rows(part.rows)
-        self.parts.append(part)
-        return part
+    def take_rows(self, waiting: deque[int], room: int) -> list[int]:
+        """Move at most `room` waiting rows, which have drawn equally many tokens, into the batch and return them; the
+        caller passes their state to `enter`."""
+        rows, drawn = [waiting.popleft()], self.generation.drawn
+        while waiting and len(rows) < room and drawn[waiting[0]] == drawn[rows[0]]:
+            rows.append(waiting.popleft())
+        self.generation.reopen_rows(rows)
+        self.rows += rows
+        return rows
 
     def enter(self, state: DecodeState) -> None:
         """Join the state of new rows to the batch. Every row that is already in it must be unfinished."""
-        states = [state] if len(self.parts) == 1 else [self.state, state]
-        self.state = DecodeState.joined(states)
-        self.uniforms, self.used, self.seen = self.uniforms[:0, :0], 0, self.state.counts
+        alone = len(state.rows) == len(self.rows)
+        self.state = state if alone else DecodeState.joined([self.state, state])
+        self.uniforms = self.uniforms[:, :0]
 
     def draw(self, logits: Tensor) -> None:
         """Draw the next tokens from logits (B, V). Only stop strings and new random numbers synchronize with the
@@ -70,12 +122,12 @@ class Batch:
 
     def next_uniforms(self) -> Tensor:
         """Return the random numbers of the rows' next tokens, (B, 1) fp64."""
-        if self.used == self.uniforms.shape[1]:
+        if not self.uniforms.shape[1]:
             places = self.state.counts[:, None] + torch.arange(AHEAD, device=self.state.counts.device)
             last = self.generation.ids.shape[1] - 1
-            self.uniforms, self.used = self.generation.numbers(self.state.rows, places.clamp(max=last)), 0
-        self.used += 1
-        return self.uniforms[:, self.used - 1 : self.used]
+            self.uniforms = self.generation.numbers(self.state.rows, places.clamp(max=last))
+        now, self.uniforms = self.uniforms[:, :1], self.uniforms[:, 1:]
+        return now
 
     def last_tokens(self, count: int) -> list[list[int]]:
         """Return up to `count` last tokens of each row, including those just drawn."""
@@ -88,29 +140,44 @@ class Batch:
         """Return True if it is time to ask the device which rows are done, which synchronizes: after `every` tokens,
         when a row may have reached its budget, and after each token if stop strings are matched on the host. Tokens
         that a row draws after its end are discarded."""
-        full = any(part.start + self.since >= self.generation.ids.shape[1] for part in self.parts)
-        return full or self.since >= (1 if self.stops.texts else every)
+        if self.since >= (1 if self.stops.texts else every):
+            return True
+        return max(self.generation.drawn[row] for row in self.rows) + self.since >= self.generation.ids.shape[1]
 
-    def find_done(self) -> tuple[int, set[int]]:
-        """Ask the device which rows are done; returns the tokens that all rows drew since the last call, and the done
-        rows. After an error the tokens drawn since are drawn again, with the same result."""
-        state = self.state
-        drawn = self.running if self.since == 1 else int((state.counts - self.seen).sum())
-        left, done = set(state.rows[state.alive].tolist()), set[int]()
-        for part in self.parts:
-            part.start += self.since
-            done |= {*part.rows} - left
-            part.rows = [row for row in part.rows if row in left]
-        self.since, self.seen = 0, state.counts
-        return drawn, done
+    def find_done(self) -> tuple[int, list[int]]:
+        """Ask the device which rows are done; returns the tokens that all rows drew since the last call, and the rows
+        that are done since. After an error the tokens drawn since are drawn again, with the same result."""
+        state, drawn, done, total = self.state, self.generation.drawn, list[int](), 0
+        rows = torch.stack([state.rows, state.counts, state.alive.long()], 1).tolist()
+        for row, count, alive in rows:
+            if count > drawn[row]:
+                total, drawn[row] = total + count - drawn[row], count
+                done += [] if alive else [row]
+        self.rows, self.since = [row for row, _, alive in rows if alive], 0
+        return total, done
 
     def drop_finished(self) -> None:
-        """Drop the finished rows; `keep_prefixes` has saved their KV cache where it is needed."""
-        self.parts = [part for part in self.parts if part.rows]
-        if self.parts:
+        """Drop the finished rows; the KV cache of turns is kept for the next turns of their episodes."""
+        if self.generation.requests:
+            self.keep_prefixes()
+        if self.rows:
             kept = self.state.alive.nonzero().squeeze(-1)
             self.state.select(kept)
-            self.uniforms, self.seen = self.uniforms[kept], self.state.counts
+            self.uniforms = self.uniforms[kept]
+
+    def keep_prefixes(self) -> None:
+        """Keep the KV cache of finished turns. Each has grown by one unused place per step since its end."""
+        state, generation = self.state, self.generation
+        rows, held = state.rows.tolist(), (state.positions + 1).tolist()
+        done = [place for place, alive in enumerate(state.alive.tolist()) if not alive]
+        cache = state.cache.copied(torch.tensor(done, device=state.rows.device)) if self.rows else state.cache
+        for index, place in enumerate(done):
+            rollout = generation.finished.rollouts[rows[place]][0]
+            ids = generation.prompts[rows[place]] + rollout.completion_ids[:-1]
+            end = state.width - (held[place] - len(ids))
+            prefix = KeptPrefix(ids, cache, index if self.rows else place, end, rollout.routes)
+            generation.kept.rows[generation.requests[rows[place]].key] = prefix
+        generation.kept.trim(generation.room - len(self.rows))
 
 
 class Passes:
@@ -124,7 +191,7 @@ class Passes:
         """Feed tokens (B, S), `at_once` per pass, and return the next tokens' logits (B, V). `real` (B, S) is False for
         padding."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
-        routes, width = list[Tensor](), state.real.shape[1] + tokens.shape[1]
+        routes, width = list[Tensor](), state.width + tokens.shape[1]
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
             hidden = self.feed_piece(state, ids, true)[:, -1:]
             routes += [] if state.routes is None else [state.routes]
@@ -141,7 +208,6 @@ class Passes:
         mask = torch.cat([before, causal & real[:, None, :] | itself], dim=2)[:, None]
         positions = (state.positions[:, None] + real.long().cumsum(-1)).clamp(min=0)
         hidden = self.hidden(ids, positions, mask, real, state)
-        state.real = torch.cat([state.real, real], dim=1)
         state.positions = state.positions + real.sum(-1)
         return hidden
 

@@ -1,7 +1,8 @@
-"""Sampling the next token and ending completions, shared by engines; and multi-turn sampling with a user-supplied
-engine that only has `generate`, in rounds: all turns that are ready, then all that follow."""
+"""Sampling the next token, with random numbers of each row's own, and ending completions; and multi-turn sampling with
+a user-supplied engine that only has `generate`, in rounds: all turns that are ready, then all that follow."""
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+STEPS = 256  # positions per block of random numbers
+HELD = 4  # blocks held; a dropped block is regenerated with the same numbers
+
+Uniforms = Callable[[Tensor, Tensor], Tensor]  # (rows (B,), positions (B, S)) -> (B, S) fp64 from [0, 1)
 
 
 def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
@@ -36,12 +42,14 @@ def budget_of(prompt: list[int], most: int, max_seq_length: int) -> int:
     return min(most, room)
 
 
+def first_stop(text: str, params: SamplingParams) -> tuple[int, str] | None:
+    """Return the index and the text of the first stop string; None if there is none."""
+    return min(((text.index(stop), stop) for stop in params.stop_strings if stop in text), default=None)
+
+
 def cut_at_stop(text: str, params: SamplingParams) -> str:
     """Return the text up to the first stop string, which is kept if `params` says so."""
-    matches = [(text.index(stop), stop) for stop in params.stop_strings if stop in text]
-    if not matches:
-        return text
-    start, stop = min(matches)
+    start, stop = first_stop(text, params) or (len(text), "")
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
 
 
@@ -64,6 +72,46 @@ class StopCriteria:
         texts = self.tokenizer.batch_decode(last_tokens(self.reach))
         matches = [any(stop in text for stop in self.texts) for text in texts]
         return ended | torch.tensor(matches, device=ended.device)
+
+
+class RandomNumbers:
+    """Numbers from [0, 1) that depend only on a seed, the row and the position, so that a completion is the same
+    however its row was batched or interrupted."""
+
+    def __init__(self, seed: int, rows: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
+        """`part` (F, N) means that these are the rows from F on out of N: they get the numbers that a call with all N
+        rows would give them."""
+        self.seed, self.rows, self.device = seed, rows, device
+        self.first, self.whole = part or (0, rows)
+        self.blocks: dict[int, Tensor] = {}  # (R, STEPS) each: all rows at the positions of a block
+
+    def at(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Return the numbers of rows (B,) at positions (B, S): (B, S) fp64."""
+        numbers = torch.zeros(places.shape, dtype=torch.float64, device=self.device)
+        for index in (places // STEPS).unique().tolist():
+            here = self.block(index)[rows[:, None], places % STEPS]
+            numbers = torch.where(places // STEPS == index, here, numbers)
+        return numbers
+
+    def block(self, index: int) -> Tensor:
+        """Return a block (R, STEPS), regenerating it if it was dropped."""
+        if index not in self.blocks:
+            seed = random.Random(f"{self.seed}-{index}").getrandbits(62)
+            generator = torch.Generator(self.device).manual_seed(seed)
+            made = torch.rand(self.whole, STEPS, dtype=torch.float64, device=self.device, generator=generator)
+            self.blocks[index] = made[self.first : self.first + self.rows]
+        if len(self.blocks) > HELD:
+            del self.blocks[next(iter(self.blocks))]
+        return self.blocks[index]
+
+
+def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
+    """Return random numbers of `width` positions per row, each row with its own seed."""
+    table = torch.zeros(len(seeds), width, dtype=torch.float64)
+    for row, seed in enumerate(seeds):
+        table[row].uniform_(generator=torch.Generator().manual_seed(seed))
+    table = table.to(device)
+    return lambda rows, places: table[rows[:, None], places]
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """KV cache layers that grow in place, and layers with gated delta net states, on transformers' public cache classes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -152,17 +152,15 @@ def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
     return torch.where(real[:, -1].view(-1, *[1] * (after.dim() - 1)), after, before)
 
 
+@dataclass(eq=False)
 class LastingStorage:
     """Storage (2, R, H_kv, C, K) per layer that outlives the caches that use it. A cache uses rows from `first` on, and
     the first of the C places. Unused places hold finite numbers."""
 
-    def __init__(self, rows: int, capacity: int, first: int = 0, layers: dict[int, Tensor] | None = None) -> None:
-        self.rows, self.capacity, self.first = rows, capacity, first
-        self.layers: dict[int, Tensor] = {} if layers is None else layers  # by layer index, allocated at first use
-
-    def behind(self, rows: int) -> "LastingStorage":
-        """Return the same storage for a cache that starts behind `rows` rows in use."""
-        return LastingStorage(self.rows, self.capacity, rows, self.layers)
+    rows: int
+    capacity: int
+    first: int = 0
+    layers: dict[int, Tensor] = field(default_factory=dict)  # by layer index, allocated at first use
 
     def show(self, place: int, rows: int, like: Tensor) -> Tensor:
         """Return `rows` rows of the storage of layer `place`, whose keys have the shape of `like` (B, H_kv, T, K)."""

@@ -10,9 +10,9 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Self
 
-from lowmem_grpo.engines.base import Meanwhile, OnGroup
+from lowmem_grpo.engines.base import Meanwhile
 from lowmem_grpo.memory.time_plan import TAIL
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 
 MOST_PROMPTS = 100_000  # prompts whose lengths are remembered, at about 150 bytes each
 # The phases of a call's time: prefill, decode steps with many sequences, and the tail, when few are left to decode
@@ -70,21 +70,17 @@ class ExpectedLengths:
     decode alone at the end. The sampled tokens do not depend on the order.
     """
 
-    def __init__(self, most: int = MOST_PROMPTS) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self.known: OrderedDict[bytes, float] = OrderedDict()
 
     def note_groups(self, prompts: list[list[int]], groups: list[list[Rollout]]) -> None:
         """Note the completion lengths of a call."""
         for prompt, rollouts in zip(prompts, groups, strict=True):
-            self.note(prompt, [len(rollout.completion_ids) for rollout in rollouts])
-
-    def note(self, prompt: list[int], lengths: list[int]) -> None:
-        key = key_of(prompt)
-        self.known[key] = fmean(lengths)
-        self.known.move_to_end(key)
-        if len(self.known) > self.most:
-            self.known.popitem(last=False)
+            key = key_of(prompt)
+            self.known[key] = fmean(len(rollout.completion_ids) for rollout in rollouts)
+            self.known.move_to_end(key)
+            if len(self.known) > MOST_PROMPTS:
+                self.known.popitem(last=False)
 
     def order(self, prompts: list[list[int]]) -> list[int]:
         """Return the indices of the prompts, longest expected first. An unknown prompt counts as the mean of the known

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.decoding import first_stop
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy, evaluating
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -82,11 +83,9 @@ class OutputProcessor:
             return None
         if rollout.completion_ids[-1] in (self.params.stop_token_ids or []):
             return rollout.completion_ids[-1]
-        if not self.params.stop_strings:
-            return None
-        whole = self.tokenizer.decode(rollout.completion_ids)
-        matches = [(whole.index(stop), stop) for stop in self.params.stop_strings if stop in whole]
-        return min(matches)[1] if matches else None
+        text = self.tokenizer.decode(rollout.completion_ids) if self.params.stop_strings else ""
+        match = first_stop(text, self.params)
+        return None if match is None else match[1]
 
     @torch.no_grad()
     def likeliest(self, prompt_ids: list[int], rollout: Rollout) -> list[dict[int, Logprob]]:

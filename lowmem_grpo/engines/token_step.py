@@ -12,12 +12,13 @@ Rows of `generate` use buffers that live as long as the engine, so that the grap
 import logging
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.engines.batch import Passes
+from lowmem_grpo.engines.batch import DecodeState, Passes
 from lowmem_grpo.engines.cuda_graphs import (
     CudaGraph,
     Record,
@@ -28,7 +29,6 @@ from lowmem_grpo.engines.cuda_graphs import (
     refuse_graphs,
     say_plain,
 )
-from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.kv_cache import LastingStorage
 from lowmem_grpo.kernels.lora_factors import Kept
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
@@ -51,8 +51,7 @@ class StepBuffers:
         self.at = torch.zeros(1, dtype=torch.long, device=device)  # cache index at which the newest tokens are written
         self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions, self.alive = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens, dtype=torch.bool)
-        self.mask = torch.zeros(rows, capacity, dtype=torch.bool, device=device)
-        self.added: Tensor | None = None  # (R, C) additive form of the mask, kept so that attention need not build it
+        self.mask: Tensor | None = None  # (R, C), 0 for real tokens and -inf elsewhere; the first rows set its dtype
         self.out: Tensor | None = None  # (R, V), the logits of graphs
         self.graphs: dict[tuple[int, int], Run] = {}  # by number of rows and of cache places
         self.held: list[int] = []  # addresses of the weights that the graphs read
@@ -64,22 +63,17 @@ class StepBuffers:
     def hold(self, state: DecodeState, rows: int) -> None:
         """Copy the inputs of B rows into the buffers, and fix their cache and positions there. Rows from B up to `rows`
         are computed too, but their results are ignored."""
-        count, width = state.real.shape
+        real, positions = state.real, state.positions.clone()  # may be a view of the buffer cleared below
+        count, width = real.shape
         state.cache.fix(self.at, rows, self.capacity)
-        real, positions = state.real.clone(), state.positions.clone()  # may be views of the buffers cleared below
         self.at.fill_(width)
-        for part in (self.positions, self.alive, self.mask):
-            part.zero_()
-        self.tokens[:count], self.positions[:count], self.mask[:count, :width] = state.tokens, positions, real
-        if self.added is None:
-            self.added = torch.empty_like(self.mask, dtype=state.cache.growing[0].storage.dtype)
-        self.added.zero_().masked_fill_(~self.mask, -torch.inf)
+        self.positions.zero_()
+        self.alive.zero_()
+        self.tokens[:count], self.positions[:count] = state.tokens, positions
+        if self.mask is None:
+            self.mask = state.cache.growing[0].storage.new_empty(self.rows, self.capacity)
+        self.mask.fill_(-torch.inf)[:count, :width].masked_fill_(real, 0.0)
         state.positions = self.positions[:count]
-
-    def add_graph(self, key: tuple[int, int], run: Run) -> None:
-        if len(self.graphs) >= MOST_GRAPHS:
-            del self.graphs[next(iter(self.graphs))]
-        self.graphs[key] = run
 
     def forget_graphs(self) -> None:
         self.graphs.clear()
@@ -125,7 +119,7 @@ class TokenStep:
         storage = None if self.lasting is None else self.lasting.storage
         if storage is None or width > storage.capacity:
             return None
-        return storage.behind(running) if running else storage
+        return replace(storage, first=running) if running else storage
 
     def factors(self) -> Kept | None:
         """Return the cache of cast adapters that the graphs read, emptied with the graphs if another adapter is active
@@ -140,7 +134,7 @@ class TokenStep:
 
     def extend(self, state: DecodeState) -> Tensor:
         """Feed the tokens last drawn; returns the logits (B, V) of the next ones, which the next call overwrites."""
-        count, width = len(state.rows), state.real.shape[1] + 1
+        count, width = len(state.rows), state.width + 1
         if state is not self.state or state.positions is not self.positions or width > self.buffers.capacity:
             width = self.hold(state)
         buffers = self.buffers
@@ -149,7 +143,6 @@ class TokenStep:
         self.width = min(graph_width(width, self.block), buffers.capacity) if self.block > 1 else width
         logits = self.logits()[:count]
         state.cache.cut(width)
-        state.real = buffers.mask[:count, :width]
         return logits
 
     def hold(self, state: DecodeState) -> int:
@@ -157,18 +150,18 @@ class TokenStep:
         self.release()
         count, lasting = len(state.rows), self.lasting
         if lasting is not None and state.cache.lasting is lasting.storage:
-            if state.real.shape[1] >= lasting.capacity:
+            if state.width >= lasting.capacity:
                 state.trim()
             self.rows, self.buffers = min(graph_rows(count), lasting.rows), lasting
         else:
-            capacity = up_to_multiple(state.real.shape[1] + 1)
+            capacity = up_to_multiple(state.width + 1)
             self.rows, self.buffers = count, StepBuffers(count, capacity, state.rows.device)
         self.buffers.hold(state, self.rows)
         self.state, self.positions = state, state.positions
         # packed weights, whose addresses take most of the time to ask for, are compared once a call, by `factors`
         self.weights: list[Tensor] = [weight for weight in self.passes.policy.model.parameters()
                                       if weight.is_floating_point()] if self.record else []
-        return state.real.shape[1] + 1
+        return state.width + 1
 
     def release(self) -> None:
         """Let go of the current rows; the lasting buffers stay."""
@@ -184,11 +177,10 @@ class TokenStep:
         assert self.state is not None
         self.state.cache.cut(self.width)
         rows, buffers = slice(0, self.rows), self.buffers
-        positions, added = buffers.positions[rows].add_(1), buffers.added
-        assert added is not None
-        buffers.mask.index_fill_(1, buffers.at, True)
-        added.index_fill_(1, buffers.at, 0.0)
-        seen, named = added[rows, None, None, : self.width], {"newest": buffers.at} if self.block > 1 else {}
+        positions, mask = buffers.positions[rows].add_(1), buffers.mask
+        assert mask is not None
+        mask.index_fill_(1, buffers.at, 0.0)
+        seen, named = mask[rows, None, None, : self.width], {"newest": buffers.at} if self.block > 1 else {}
         # finished rows are still fed, but `alive` keeps their recurrent states from changing
         hidden = self.passes.hidden(buffers.tokens[rows, None], positions[:, None], seen, buffers.alive[rows, None],
                                     self.state, **named)
@@ -226,7 +218,9 @@ class TokenStep:
                 raise  # fewer rows may have room for a graph
             why = f"it could not be recorded ({first_line(error)})"
         if not why:
-            buffers.add_graph(key, run)
+            if len(buffers.graphs) >= MOST_GRAPHS:
+                del buffers.graphs[next(iter(buffers.graphs))]
+            buffers.graphs[key] = run
             buffers.held, self.must = addresses(self.weights), False
             self.recorded += 1
             return

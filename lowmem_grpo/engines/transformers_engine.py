@@ -14,12 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.loading import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile, OnGroup
-from lowmem_grpo.engines.batch import Batch, Passes, left_padded
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile
+from lowmem_grpo.engines.batch import FED, Batch, DecodeState, Passes, left_padded
 from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of
-from lowmem_grpo.engines.generation_state import DecodeState, GenerationState, PartialRows
-from lowmem_grpo.engines.kv_cache import right_aligned
-from lowmem_grpo.engines.prefix_cache import Continuation, PrefixCache
+from lowmem_grpo.engines.generation_state import GenerationState, Prefill, PrefixCache
 from lowmem_grpo.engines.progress import ExpectedLengths, FinishedPrompts, Pace
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
@@ -27,7 +25,7 @@ from lowmem_grpo.kernels.frozen import WideWeights
 from lowmem_grpo.memory.cards import graph_rows, prefill_piece
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
 RARELY = 0.5  # the same share with CUDA graphs, which are lost when the number of rows changes
@@ -146,7 +144,7 @@ class TransformersEngine:
 
     def decode(self, generation: GenerationState) -> None:
         """Draw every row to its end, as many at a time as memory has room for."""
-        waiting, most = deque([PartialRows(self.order(generation))]), len(generation.budgets)
+        waiting, most = deque(self.order(generation)), len(generation.budgets)
         device = self.policy.device
         while waiting:
             size = min(self.bound.under(None) or most, most)
@@ -165,8 +163,8 @@ class TransformersEngine:
                 self.decoding = False
             self.step.release()
             if isinstance(failed, OutOfMemory):
-                waiting.extendleft(part for part in reversed(batch.parts) if part.rows)
-                most = self.smaller(generation, size, batch.running, failed)
+                waiting.extendleft(reversed(batch.rows))
+                most = self.smaller(generation, size, len(batch.rows), failed)
 
     def order(self, generation: GenerationState) -> list[int]:
         """Return the rows in the order in which to start them: if not all have room, the longest expected first."""
@@ -194,44 +192,43 @@ class TransformersEngine:
 
     # One batch: rows that are decoded together
 
-    def decode_together(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
-        """Draw rows to their ends, `size` at a time, until none wait. After an error, `batch.parts` holds the
+    def decode_together(self, batch: Batch, waiting: deque[int], size: int) -> None:
+        """Draw rows to their ends, `size` at a time, until none wait. After an error, `batch.rows` holds the
         unfinished rows that had entered."""
         logits = torch.empty(0)
         self.pace.resume()
-        while batch.running or waiting:
+        while batch.rows or waiting:
             if self.have_room(batch, waiting, size):
                 logits = self.enter(batch, waiting, size, logits)
             batch.draw(logits)
             if batch.is_time_to_look(LOOK if self.step.record else 1) or self.pace.reading:
                 self.check_rows(batch, waiting, size)
-            if batch.running:
+            if batch.rows:
                 logits = self.step.extend(batch.state)
                 state = batch.state
                 batch.generation.keep_routes(state.rows, state.counts - 1, state.routes)
                 self.note_bytes(batch)
 
-    def have_room(self, batch: Batch, waiting: deque[PartialRows], size: int) -> bool:
+    def have_room(self, batch: Batch, waiting: deque[int], size: int) -> bool:
         """Return True if rows wait and at least 1/ENTER_TOGETHER of `size` rows are free."""
-        return bool(waiting) and size - batch.running >= max(1, size // ENTER_TOGETHER)
+        return bool(waiting) and size - len(batch.rows) >= max(1, size // ENTER_TOGETHER)
 
-    def check_rows(self, batch: Batch, waiting: deque[PartialRows], size: int) -> None:
+    def check_rows(self, batch: Batch, waiting: deque[int], size: int) -> None:
         """Find the finished rows, report the prompts that are complete, and drop finished rows if that pays off."""
-        steps, running, generation = batch.since, batch.running, batch.generation
+        steps, running, generation = batch.since, len(batch.rows), batch.generation
         drawn, done = batch.find_done()
         self.pace.step(running, drawn)
         self.report(generation, generation.finish_rows(done))
-        if batch.running < len(batch.state.rows) and (self.have_room(batch, waiting, size) or self.pays(batch)):
-            generation.keep_prefixes(batch.state)
+        if len(batch.rows) < len(batch.state.rows) and (self.have_room(batch, waiting, size) or self.pays(batch)):
             batch.drop_finished()
-        if batch.running or waiting:
+        if batch.rows or waiting:
             with self.pace.paused():
                 for _ in range(steps):  # one call per decode step, as the caller may count them
-                    generation.finished.between(sum(generation.unfinished))
+                    generation.finished.between(len(batch.rows) + len(waiting))
 
     def pays(self, batch: Batch) -> bool:
         """Return True if dropping the finished rows now makes decode steps cheaper."""
-        rows, left = len(batch.state.rows), batch.running
+        rows, left = len(batch.state.rows), len(batch.rows)
         if self.step.lasting is not None:
             return graph_rows(left) < graph_rows(rows)
         return left < (COMPACT_BELOW if self.step.record is None else RARELY) * rows
@@ -258,61 +255,45 @@ class TransformersEngine:
 
     # Rows that enter
 
-    def enter(self, batch: Batch, waiting: deque[PartialRows], size: int, logits: Tensor) -> Tensor:
+    def enter(self, batch: Batch, waiting: deque[int], size: int, logits: Tensor) -> Tensor:
         """Let waiting rows enter until `size` run; returns `logits` of the running rows and the new ones, (B, V)."""
         self.step.release()
-        while waiting and batch.running < size:
-            first = not batch.parts
-            part = batch.take_part(waiting, size - batch.running)
-            state, new = self.start_part(batch.generation, part, batch.running - len(part.rows))
+        while waiting and (running := len(batch.rows)) < size:
+            state, new = self.start_rows(batch.generation, batch.take_rows(waiting, size - running), running)
             batch.enter(state)
-            logits = new if first else torch.cat([logits, new])
+            logits = torch.cat([logits, new]) if running else new
             self.note_bytes(batch)
         return logits
 
-    def start_part(self, generation: GenerationState, part: PartialRows, running: int) -> tuple[DecodeState, Tensor]:
-        """Prefill the uncached tokens of a part's prompts, and the tokens its rows drew before an interruption; returns
+    def start_rows(self, generation: GenerationState, rows: list[int], running: int) -> tuple[DecodeState, Tensor]:
+        """Prefill the prompts of B rows, and the tokens that they drew before an interruption, equally many; returns
         their state and the next tokens' logits (B, V)."""
-        continued = generation.continuations(part.rows, running)
-        known = {row for more in continued for row in more.rows}
-        made = [self.continue_turns(generation, more) for more in continued]
-        if fresh := [row for row in part.rows if row not in known]:
-            made.append(self.prefill(generation, fresh, running, part.start))
+        start = generation.drawn[rows[0]]
+        made = [self.prefill(generation, each, running, start) for each in generation.prefills(rows, running)]
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
-        if part.start:
-            self.pace.read(part.start * len(part.rows))
-            logits = self.passes.feed(state, generation.ids[state.rows, : part.start])
-            generation.keep_routes(state.rows, part.start - 1, state.routes)  # earlier ones were recorded when drawn
-            state.counts = torch.full_like(state.rows, part.start)
+        if start:
+            self.pace.read(start * len(rows))
+            logits = self.passes.feed(state, generation.ids[state.rows, :start])
+            generation.keep_routes(state.rows, start - 1, state.routes)  # earlier ones were recorded when drawn
+            state.counts = torch.full_like(state.rows, start)
         return state, logits
 
-    def prefill(self, generation: GenerationState, rows: list[int], running: int, start: int
+    def prefill(self, generation: GenerationState, prefill: Prefill, running: int, start: int
                 ) -> tuple[DecodeState, Tensor]:
-        """Prefill the prompts of B rows, each prompt once; returns their state and the next tokens' logits (B, V). The
-        cache is placed in the lasting storage, behind `running` rows, if that has room for `start` more tokens."""
-        prompts, counts = generation.prompts_of(rows)
-        input_ids, real = left_padded(prompts, self.pad_id, self.policy.device)
-        state = DecodeState.holding(torch.arange(len(prompts), device=input_ids.device))
+        """Feed the uncached tokens of prompts, each prompt once; returns the state of their B rows and the next tokens'
+        logits (B, V). The cache of `generate` is placed in the lasting storage, behind `running` rows, if that has room
+        for `start` more tokens."""
+        device, cache, held = self.policy.device, prefill.held_cache(), prefill.held
+        input_ids, real = left_padded([ids[-prefill.fed :] for ids in prefill.prompts], self.pad_id, device)
+        state = DecodeState.holding(torch.arange(len(held), device=device), cache, torch.tensor(held, device=device))
         if not generation.requests:
-            state.cache.lasting = self.step.storage_for(input_ids.shape[1] + start, running)
-        logits = self.passes.feed(state, input_ids, real, at_once=prefill_piece(*input_ids.shape))
-        self.pace.read(sum(map(len, prompts)))
-        generation.keep_prompt_routes(rows, prompts, counts, state.routes)
-        owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
-        state.select(torch.tensor(owners, device=input_ids.device))
-        logits = logits[state.rows]
-        state.rows = torch.tensor(rows, device=input_ids.device)
-        return state, logits
-
-    def continue_turns(self, generation: GenerationState, more: Continuation) -> tuple[DecodeState, Tensor]:
-        """Do the same for prompts with cached prefixes, feeding only their last `more.fed` tokens."""
-        device = self.policy.device
-        cache = right_aligned([kept.piece(held) for kept, held in zip(more.kept, more.held, strict=True)],
-                              max(more.held), room=more.fed)
-        state = DecodeState.holding(torch.tensor(more.rows, device=device), cache,
-                                    torch.tensor(more.held, device=device))
-        rest = left_padded([ids[-more.fed :] for ids in more.prompts], self.pad_id, device)
-        logits = self.passes.feed(state, *rest)
-        self.pace.read(more.fed * len(more.rows))
-        generation.keep_continued_routes(more, state.routes)
+            state.cache.lasting = self.step.storage_for(prefill.fed + start, running)
+        logits = self.passes.feed(state, input_ids, real, FED if cache else prefill_piece(*input_ids.shape))
+        self.pace.read(sum(map(len, prefill.prompts)) - sum(held))
+        generation.keep_prompt_routes(prefill, state.routes)
+        owners = [place for place, rows in enumerate(prefill.rows) for _ in rows]
+        if len(owners) > len(held):
+            state.select(torch.tensor(owners, device=device))
+            logits = logits[state.rows]
+        state.rows = torch.tensor([row for rows in prefill.rows for row in rows], device=device)
         return state, logits

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.examples import shared_start
-from lowmem_grpo.engines.prompt_inputs import text_ids
+from lowmem_grpo.data.prompt_inputs import text_ids
 from lowmem_grpo.environments.template import (
     ANCHOR,
     FAMILIES,

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.engines.prompt_inputs import CLOSED, chat_text, with_functions
+from lowmem_grpo.data.prompt_inputs import CLOSED, chat_text, with_functions
 from lowmem_grpo.types import Message
 
 STEM = "Zq7w"  # prefix of stand-in words, extended until it does not occur in the messages or the template

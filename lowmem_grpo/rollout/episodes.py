@@ -19,7 +19,7 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.engines.base import Engine, OnGroup, Request, slots_of
+from lowmem_grpo.engines.base import Engine, Request, slots_of
 from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.environments.env_spec import EnvSpecs, messages_of
 from lowmem_grpo.environments.episode import Episode, EpisodeBounds
@@ -29,7 +29,7 @@ from lowmem_grpo.environments.tools.results import ToolOutage
 from lowmem_grpo.environments.workers import WorkerJob, Workers
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rollout.speakers import BaseModelPlayer
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 
 logger = logging.getLogger(__name__)
 TRIES = 2  # attempts at an episode whose environment fails

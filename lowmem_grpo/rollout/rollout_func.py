@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.data.prompt_inputs import chat_text, encode, is_message, plain, plain_message
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.engines.base import OnGroup
-from lowmem_grpo.engines.prompt_inputs import chat_text, encode, is_message, plain, plain_message
-from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
+from lowmem_grpo.types import OnGroup, Rollout, RolloutGroup, Split, Turn
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 TOKENS = (*NEEDED, "env_mask")

@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, as_group
-from lowmem_grpo.engines.base import ON_GROUP, Engine, OnGroup, capabilities_of
+from lowmem_grpo.engines.base import ON_GROUP, Engine, capabilities_of
 from lowmem_grpo.engines.progress import Pace
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.runs.state import Clock, TrainerState
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import OnGroup, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
-from lowmem_grpo.engines.base import Engine, OnGroup
+from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
@@ -28,7 +28,7 @@ from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, lengths, make_policy_parts, tokens_of_row
 from lowmem_grpo.trainer.play import EpisodeSetup
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import OnGroup, Rollout, RolloutGroup
 
 OF_EPISODES = ("turns", "episodes", "tools", "other", "tokens", "groups")  # metrics of episodes only
 

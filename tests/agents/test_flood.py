@@ -28,7 +28,7 @@ from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.trajectories import Trajectory
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, Engine, OnGroup, Request
+from lowmem_grpo.engines.base import Conversation, Engine, Request
 from lowmem_grpo.engines.decoding import in_rounds
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rollout.rollout_func import rollout_of
@@ -36,7 +36,7 @@ from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
-from lowmem_grpo.types import Rollout, Turn
+from lowmem_grpo.types import OnGroup, Rollout, Turn
 
 STATM = Path("/proc/self/statm")
 PAGE = 4096  # bytes

@@ -14,9 +14,9 @@ from trainer_runs import load, make
 from trl.trainer.utils import remove_none_values
 
 from lowmem_grpo import SFTConfig, SFTTrainer
+from lowmem_grpo.data.prompt_inputs import encode
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
 from lowmem_grpo.data.stream import Stream, columns_of, rows_of
-from lowmem_grpo.engines.prompt_inputs import encode
 from lowmem_grpo.rollout import assessment
 
 SCHEMA = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {

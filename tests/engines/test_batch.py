@@ -10,7 +10,7 @@ from memory import Failing
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import batch, generation_state
+from lowmem_grpo.engines import batch, decoding
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
@@ -121,7 +121,7 @@ def test_turns_go_on_from_rows_that_left_at_different_places(
 def test_random_numbers_of_far_places_are_each_rows_own(
     small_policy: Policy, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation_state, "STEPS", 8)  # the last places are behind all blocks that are held
+    monkeypatch.setattr(decoding, "STEPS", 8)  # the last places are behind all blocks that are held
     monkeypatch.setattr(batch, "AHEAD", 16)
     engine = TransformersEngine(small_policy, tokenizer, 60)
     params = SamplingParams(n=1, max_tokens=50, seed=9, ignore_eos=True)

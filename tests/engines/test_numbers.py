@@ -2,7 +2,7 @@
 
 import torch
 
-from lowmem_grpo.engines.generation_state import HELD, STEPS, RandomNumbers
+from lowmem_grpo.engines.decoding import HELD, STEPS, RandomNumbers
 
 
 def test_a_number_depends_on_its_row_and_its_place_only() -> None:

@@ -9,6 +9,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import progress as module
 from lowmem_grpo.engines.progress import ExpectedLengths, Pace
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.types import Rollout
 
 
 @pytest.fixture
@@ -27,7 +28,6 @@ def steps(pace: Pace, clock: list[float], *running: int, seconds: float = 1.0) -
 
 def test_a_step_after_reading_is_prefill_and_few_sequences_are_the_tail(clock: list[float]) -> None:
     pace = Pace()
-    pace.start_call()
     pace.read(30)
     steps(pace, clock, 8, seconds=4.0)
     steps(pace, clock, 8, 2, 1, 1)
@@ -40,7 +40,6 @@ def test_a_step_after_reading_is_prefill_and_few_sequences_are_the_tail(clock: l
 
 def test_what_lies_between_two_pieces_of_work_is_not_counted(clock: list[float]) -> None:
     pace = Pace()
-    pace.start_call()
     steps(pace, clock, 4)
     clock[0] += 50
     pace.resume()
@@ -64,7 +63,6 @@ def test_the_tail_is_measured_against_the_widest_of_its_own_call(clock: list[flo
 
 def test_several_tokens_may_be_drawn_in_a_step(clock: list[float]) -> None:
     pace = Pace()
-    pace.start_call()
     clock[0] += 2
     pace.step(4, drawn=11)
     assert pace.metrics()["tokens_per_second/full"] == 5.5
@@ -99,21 +97,23 @@ def test_the_transformers_engine_counts_every_token_once(small_policy: Any, toke
     assert rows or pace.spent["prefill"].tokens == sum(map(len, prompts))
 
 
+def drawn(*lengths: int) -> list[Rollout]:
+    return [Rollout([5] * length, [-1.0] * length, "stop") for length in lengths]
+
+
 def test_the_longest_expected_come_first_and_unknown_prompts_in_the_middle() -> None:
     expected = ExpectedLengths()
     assert expected.order([[1], [2], [3]]) == [0, 1, 2]
-    expected.note([1], [10, 20])
-    expected.note([2], [100, 50])
+    expected.note_groups([[1], [2]], [drawn(10, 20), drawn(100, 50)])
     assert expected.order([[1], [3], [2], [4]]) == [2, 1, 3, 0]
-    expected.note([1], [500])  # the newest answers count
+    expected.note_groups([[1]], [drawn(500)])  # the newest answers count
     assert expected.order([[1], [3], [2]]) == [0, 1, 2]
 
 
-def test_only_so_many_prompts_are_remembered() -> None:
-    expected = ExpectedLengths(most=2)
-    for number in range(4):
-        expected.note([number], [number])
+def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PROMPTS", 2)
+    expected = ExpectedLengths()
+    expected.note_groups([[number] for number in range(4)], [drawn(number) for number in range(4)])
     assert list(expected.known.values()) == [2, 3]
-    expected.note([2], [7])
-    expected.note([9], [9])
+    expected.note_groups([[2], [9]], [drawn(7), drawn(9)])
     assert list(expected.known.values()) == [7, 9]

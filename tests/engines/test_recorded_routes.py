@@ -11,7 +11,7 @@ from mixtures import LAYERS, K, mixture_folder
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.prefix_cache import PrefixCache
+from lowmem_grpo.engines.generation_state import PrefixCache
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.packing import pack

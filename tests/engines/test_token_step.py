@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import token_step
-from lowmem_grpo.engines.batch import Batch, Passes
+from lowmem_grpo.engines.batch import Batch, DecodeState, Passes
 from lowmem_grpo.engines.cuda_graphs import not_of_model
-from lowmem_grpo.engines.generation_state import DecodeState
 from lowmem_grpo.engines.token_step import TokenStep, up_to_multiple
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError

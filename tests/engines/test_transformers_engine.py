@@ -10,8 +10,7 @@ from vllm_models import differences, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import transformers_engine
-from lowmem_grpo.engines.batch import Passes
-from lowmem_grpo.engines.generation_state import DecodeState
+from lowmem_grpo.engines.batch import DecodeState, Passes
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.cards import prefill_piece
 from lowmem_grpo.memory.model_shape import ModelShape

@@ -13,8 +13,8 @@ from small_models import TINY, load_model, with_adapter
 from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.generation_state import KeptPrefix, PrefixCache, fed_together
 from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, GrowingLayer, StateLayer, right_aligned
-from lowmem_grpo.engines.prefix_cache import KeptPrefix, PrefixCache, fed_together
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.models.policy import Policy

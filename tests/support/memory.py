@@ -118,8 +118,7 @@ class Recorder:
             result = work()
         buffers = self.step.buffers
         buffers.at.sub_(1)
-        buffers.mask.index_fill_(1, buffers.at, False)
-        buffers.added.index_fill_(1, buffers.at, -torch.inf)
+        buffers.mask.index_fill_(1, buffers.at, -torch.inf)
         buffers.positions[: self.step.rows].sub_(1)
         self.recorded += 1
 

@@ -9,7 +9,7 @@ from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder
-from lowmem_grpo.engines.base import Conversation, OnGroup
+from lowmem_grpo.engines.base import Conversation
 from lowmem_grpo.engines.decoding import in_rounds
 from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories
 from lowmem_grpo.environments.episode import EpisodeBounds
@@ -17,7 +17,7 @@ from lowmem_grpo.environments.workers import WorkerJob
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rollout.episodes import Episodes
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 
 TEMPLATE = "qwen2_5"
 FREE: dict[str, Any] = {"turns": None, "completion": 4096, "context": 8192, "turn": None, "call_seconds": 60.0,

@@ -18,7 +18,7 @@ from template_tokenizers import tokenizer_of
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.rewards import EngineJudge
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, OnGroup, Request
+from lowmem_grpo.engines.base import Conversation, Request
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
@@ -29,7 +29,7 @@ from lowmem_grpo.server.server import made_for, make_server_app, open_socket
 from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.server.users import Allowances, User, Users
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 
 OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32
 MODEL = str(shallow())  # what it says matters to no test

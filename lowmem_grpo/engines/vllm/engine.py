@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.loading import FOUR
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile, OnGroup
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile
 from lowmem_grpo.engines.progress import Calls, ExpectedLengths, Pace
 from lowmem_grpo.engines.vllm import pool as vllm_pool
 from lowmem_grpo.engines.vllm import settings as vllm_settings
@@ -27,7 +27,7 @@ from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing, active_adapte
 from lowmem_grpo.memory.cards import AUTO, in_8_bits
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, catch_oom, free, is_out_of_memory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)

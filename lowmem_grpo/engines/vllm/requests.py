@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, Meanwhile, OnGroup, Request
+from lowmem_grpo.engines.base import Conversation, Meanwhile, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.engines.progress import Calls, ExpectedLengths, FinishedPrompts, Pace
 from lowmem_grpo.engines.vllm.process_state import torch_states_kept
 from lowmem_grpo.models.routes import Routes, one_prompt
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import OnGroup, Rollout
 
 COLDEST = 0.01  # vLLM silently raises lower temperatures to this
 

@@ -8,13 +8,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from lowmem_grpo.data.prompts import Prompt, is_chat
-from lowmem_grpo.engines.base import OnGroup
 from lowmem_grpo.rewards.calling.background import start_thread
 from lowmem_grpo.rewards.calling.calls import Call, Lists, check, failure, pause, stop
 from lowmem_grpo.rewards.calling.contract import RewardError, bind, is_async
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores, put_together
 from lowmem_grpo.runs.state import Clock, TrainerState
-from lowmem_grpo.types import Message, Rollout, RolloutGroup, Turn
+from lowmem_grpo.types import Message, OnGroup, Rollout, RolloutGroup, Turn
 
 LINGER = 0.02  # seconds that the worker waits, so that groups that finish together share one call
 

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.prompt_inputs import chat_text, text_ids
+from lowmem_grpo.data.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.prompt_inputs import text_ids
+from lowmem_grpo.data.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache, PromptState

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from lowmem_grpo.config.sampling import FORMAT, PENALTY
 from lowmem_grpo.config.unsupported import Table, only
-from lowmem_grpo.engines.prompt_inputs import plain_message
+from lowmem_grpo.data.prompt_inputs import plain_message
 from lowmem_grpo.server.requests import Body, ChatError, shown, words_of
 from lowmem_grpo.types import Message
 

@@ -477,7 +477,7 @@ class Digits(Length):
 
 def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here no other group is sampled until a finished one is scored."""
-    add_group, begin = RewardBatch.add_group, Batch.take_part
+    add_group, begin = RewardBatch.add_group, Batch.take_rows
 
     def add_group_and_wait(scoring: RewardBatch, index: int, rollouts: list[Rollout]) -> None:
         add_group(scoring, index, rollouts)
@@ -488,7 +488,7 @@ def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: py
         return begin(batch, waiting, room)
 
     monkeypatch.setattr(RewardBatch, "add_group", add_group_and_wait)
-    monkeypatch.setattr(Batch, "take_part", noted)
+    monkeypatch.setattr(Batch, "take_rows", noted)
     runs = {}
     for chosen in (None, False):
         reward, scored = Digits(), set[int]()  # how many calls there were when rows began to be sampled

@@ -242,12 +242,12 @@ def test_memory_that_ran_out_once_is_remembered(model: FastPeftModel, monkeypatc
     params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
     judge.memory.rollout.lower("sampling 4 at once", OutOfMemory("none left", None, 0), 2)
     rows: list[int] = []
-    begin = Batch.take_part
+    begin = Batch.take_rows
 
     def counted(self: Any, waiting: Any, room: int) -> Any:
-        part = begin(self, waiting, room)
-        rows.append(len(part.rows))
+        part: list[int] = begin(self, waiting, room)
+        rows.append(len(part))
         return part
 
-    monkeypatch.setattr(Batch, "take_part", counted)
+    monkeypatch.setattr(Batch, "take_rows", counted)
     assert len(judge.generate([[1, 2, 3]] * 4, params)) == 4 and rows == [2, 2]

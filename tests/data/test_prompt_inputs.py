@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template
 
 from lowmem_grpo.data.examples import Example, ExampleEncoder
+from lowmem_grpo.data.prompt_inputs import encode, plain_message
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.data.texts import TextEncoder
-from lowmem_grpo.engines.prompt_inputs import encode, plain_message
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.server.openai.pending import TokenTexts
