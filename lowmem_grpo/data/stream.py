@@ -5,7 +5,7 @@
     refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
 
 Rows are converted to plain values. In chat messages, keys that Arrow filled with None are removed, and a content of
-text parts becomes one text (`engines/prompt_inputs.py`). Classes of other libraries are recognised by their module
+text parts becomes one text (`data/prompt_inputs.py`). Classes of other libraries are recognised by their module
 names, so that no library is imported.
 
 The position of a run on a stream is the number of rows drawn. To resume, the stream is restarted and rows are skipped

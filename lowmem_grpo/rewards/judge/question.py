@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.engines.prompt_inputs import with_object
+from lowmem_grpo.data.prompt_inputs import with_object
 from lowmem_grpo.rewards.judge.controls import broken
 from lowmem_grpo.rewards.judge.reply import Ratings, json_object, rating_of, read_group, writable
 
