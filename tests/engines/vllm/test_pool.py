@@ -355,7 +355,7 @@ def test_an_engine_that_ends_drops_workspaces_that_would_stop_the_next_ones_grap
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
     monkeypatch.setattr(torch._C, vllm_pool.CLEAR, lambda: done.append("dropped"), raising=False)
     of_our_own = StepBuffers(1, 8, torch.device("cpu"))  # of another model, whose graphs may read such a workspace
-    of_our_own.add_graph((1, 8), lambda: torch.zeros(1))
+    of_our_own.graphs[1, 8] = lambda: torch.zeros(1)
     engine.close()
     assert done[:2] == ["waited", "dropped"] and not of_our_own.graphs
 
