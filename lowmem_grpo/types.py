@@ -5,13 +5,17 @@ follows `input_ids[t]` in its sequence. A sequence of L tokens therefore takes L
 target only.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+from lowmem_grpo.utils import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Message = dict[str, Any]  # `role`, `content`, and `tool_calls` or `name` if it has them
 UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
@@ -185,7 +189,7 @@ class MicroBatch:
         """Return values (T, ...) at the tokens that the policy sampled, (N, ...)."""
         return values.index_select(0, self.trained)
 
-    def to(self, device: torch.device | str) -> "MicroBatch":
+    def to(self, device: torch.device | str) -> MicroBatch:
         """Return the same batch with every tensor on `device`, except `host_ids` and `homes`."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("host_ids", "homes")}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if torch.is_tensor(value)}

@@ -9,8 +9,8 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 61_746, "core lines": 46_637, "package files": 374, "files below 60 lines with one importer": 1,
-    "folders at the top": 17, "files at the top": 10, "arrows between folders": 135, "class names that stand twice": 6,
+    "package lines": 61_750, "core lines": 46_641, "package files": 374, "files below 60 lines with one importer": 1,
+    "folders at the top": 17, "files at the top": 10, "arrows between folders": 136, "class names that stand twice": 6,
     "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 7,
     "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_971, "tests lines": 68_522,
 }

@@ -26,7 +26,7 @@ import lowmem_grpo.rewards
 ROOT = Path(lowmem_grpo.__file__).parent
 ARCHITECTURE = Path(__file__).resolve().parents[1] / "ARCHITECTURE.md"
 FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at the top of the package count as folders
-    ("kernels", "types", "utils"),
+    ("kernels", "utils", "types"),
     ("losses", "memory", "offload", "planning"),
     ("config", "runs"),
     ("models", "export"),
