@@ -355,6 +355,7 @@ def test_base_live_and_saved_adapters_give_on_vllm_what_they_give_on_transformer
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_an_adapter_of_a_higher_rank_is_refused_and_the_engine_goes_on(
     sampled: FastPeftModel, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def asked(port: socket.socket, **settings: str) -> list[tuple[str, int]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_hub_that_says_nothing_is_asked_once_and_given_up_in_one_line(port: socket.socket) -> None:
     port.listen()
     for said, calls in asked(port, HF_HUB_ETAG_TIMEOUT="1"):  # the library's own option

@@ -126,6 +126,7 @@ def assert_alike(first: Any, second: Any, dtype: torch.dtype) -> None:
     assert compared >= 8 * len(first), "ties come too early for anything to be compared"
 
 
+@pytest.mark.slow
 def test_an_optimizer_step_is_seen_by_the_next_sample_and_moves_no_tensor(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:

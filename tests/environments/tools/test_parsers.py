@@ -174,6 +174,7 @@ VALUES = st.recursive(st.none() | st.booleans() | st.integers() | FLOATS | st.te
 @pytest.mark.parametrize("form", ["hermes", "mistral", "json"])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arguments=st.dictionaries(st.text(min_size=1), VALUES))
+@pytest.mark.every(3)
 def test_any_arguments_come_back_from_json(form: str, arguments: dict[str, Any]) -> None:
     text = json.dumps({"name": "now", "arguments": arguments})
     marked = {"hermes": hermes(text.replace("<", "\\u003c")), "mistral": f"[TOOL_CALLS][{text}]", "json": text}[form]

@@ -402,6 +402,7 @@ def test_scoring_works_inside_a_notebooks_running_event_loop() -> None:
     assert asyncio.run(notebook_cell()).rewards["zeros"] == [0.0] * 3
 
 
+@pytest.mark.slow
 def test_a_stuck_function_does_not_keep_the_process_from_exiting() -> None:
     """Each is late as soon as it has begun."""
     ended = subprocess.run(script(

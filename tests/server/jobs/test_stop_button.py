@@ -48,6 +48,7 @@ STATE = "return document.querySelector('#list .status').textContent"
 PRESS = "document.querySelector('#actions button').click()"
 
 
+@pytest.mark.slow
 def test_a_job_is_watched_stopped_and_resumed_by_its_buttons(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE)
     database = Database(tmp_path / "server.sqlite")

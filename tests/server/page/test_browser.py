@@ -65,6 +65,7 @@ def test_what_a_model_wrote_is_text(browser: Browser) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280, 1920])
+@pytest.mark.every(3)
 def test_no_width_needs_scrolling_to_the_side_and_colours_follow_the_system(
     browser: Browser, scheme: str, width: int
 ) -> None:
@@ -80,6 +81,7 @@ def test_no_width_needs_scrolling_to_the_side_and_colours_follow_the_system(
     browser.look()
 
 
+@pytest.mark.slow
 def test_100_000_steps_are_drawn_in_few_points_and_the_next_ones_as_they_come(browser: Browser, folder: Path) -> None:
     browser.open("/?run=long")
     for step in range(LONG, LONG + 3):
