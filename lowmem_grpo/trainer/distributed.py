@@ -165,7 +165,7 @@ class Ranks:
         for rank, seconds in enumerate(busy):
             others = median(busy[:rank] + busy[rank + 1 :])
             steps = self.slow.get(rank, 0)
-            self.slow[rank] = steps + 1 if seconds > SLOW * others or steps >= STEPS else 0
+            self.slow[rank] = steps + 1 if seconds > SLOW * others > 0 or steps >= STEPS else 0
             if self.slow[rank] == STEPS:
                 logger.warning(
                     "rank %d takes %.1f times as long as the others, which wait for it in each step: its card or its "

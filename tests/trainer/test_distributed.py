@@ -143,6 +143,8 @@ def test_a_rank_that_is_slow_step_after_step_is_said_once_by_its_number(caplog: 
         for _ in range(STEPS - 1):
             alone.warn_of_slow([1.0, 2.1, 1.0])
         alone.warn_of_slow([1.0, 1.1, 1.0])  # not in a row
+        for _ in range(3):
+            alone.warn_of_slow([0.0, 1.0, 0.0])  # ranks that only waited tell nothing
         assert caplog.messages == []
         for _ in range(3 * STEPS):
             alone.warn_of_slow([1.0, 2.1, 1.0])
