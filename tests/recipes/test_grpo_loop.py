@@ -33,6 +33,7 @@ def test_the_loop_has_the_gradient_of_the_trainer_on_the_same_completions(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # 60 steps of 4 s, or of 15 on a busy machine
 def test_the_loop_learns_arithmetic_as_the_demo_does() -> None:
     settings = LoopSettings(test_problems=256)
     parts = grpo_loop.load(settings)
