@@ -23,12 +23,6 @@ def add(database: Database, name: str, size: int | None) -> None:
         connection.execute("INSERT INTO things VALUES (?, ?)", (name, size))
 
 
-def test_what_was_written_is_there_for_the_next_process(database: Database) -> None:
-    add(database, "a", 1)
-    database.close()
-    assert Database(database.path, [TABLE]).rows("SELECT * FROM things") == [{"name": "a", "size": 1}]
-
-
 def test_an_error_leaves_nothing_of_a_transaction_behind(database: Database) -> None:
     with pytest.raises(sqlite3.IntegrityError), database.write() as connection:
         connection.execute("INSERT INTO things VALUES ('a', 1)")

@@ -1,4 +1,4 @@
-"""Keys: who holds which, and what is wrong in a key file, by its line."""
+"""Keys: who holds which, and what is wrong in a key file, by its line; cookies end, and nothing kept opens the page."""
 
 import hashlib
 from pathlib import Path
@@ -6,10 +6,25 @@ from pathlib import Path
 import pytest
 from tables import every_row
 
-from lowmem_grpo.server.users import JOBS, LEAST, OWNER, Allowance, User, Users, new_key, read_users
+from lowmem_grpo.server.users import (
+    JOBS,
+    LASTS,
+    LEAST,
+    MOST_BROWSERS,
+    OWNER,
+    Allowance,
+    SignIn,
+    User,
+    Users,
+    hashed,
+    new_key,
+    read_users,
+)
 from lowmem_grpo.utils import GIB, MIB
 
 KEY = "k" * LEAST
+OWN_KEY = new_key()
+ROOT = User(OWNER)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -28,10 +43,6 @@ def test_a_key_finds_its_user_and_no_other() -> None:
 def test_rights_are_the_owners_and_those_that_were_given() -> None:
     assert User(OWNER).may(JOBS) and User("ann", (JOBS,)).may(JOBS) and not User("bob").may(JOBS)
     assert User(OWNER).is_owner and not User("ann", (JOBS,)).is_owner
-
-
-def test_the_server_keeps_no_key_only_its_hash() -> None:
-    assert KEY not in repr(vars(Users(new_key(), [(User("ann"), KEY)])))
 
 
 def test_a_key_file_is_read_with_its_comments(tmp_path: Path) -> None:
@@ -77,24 +88,58 @@ def test_a_name_or_key_that_stands_twice_is_refused(others: list[tuple[User, str
         Users(new_key(), others)
 
 
-def test_new_keys_differ_and_are_taken_by_clients_of_tinker() -> None:
-    first, second = new_key(), new_key()
-    assert first != second and first.startswith("tml-") and len(first) >= LEAST
-
-
 def test_words_change_what_they_name_and_nothing_else() -> None:
     changed = Allowance().but(["requests=7", "bodies=3MiB", "storage=2GiB"])
     assert changed == Allowance(requests=7, bodies=3 * MIB, storage=2 * GIB, models=Allowance().models)
     assert changed.but(["bodies=123"]).bodies == 123 and Allowance().but([]) == Allowance()
 
 
-@every_row("word", ["requests", "requests=", "requests=-1", "requests=1MiB", "storage=2TB", "disk=1",
-                                  "storage=1.5GiB", "RANGES=1", "=1"])
-def test_a_word_that_is_no_limit_is_named(word: str) -> None:
-    with pytest.raises(ValueError, match="is no limit; write requests=4096"):
+@every_row(("word", "told"), [
+    *((word, "is no limit; write requests=4096") for word in (
+        "requests", "requests=", "requests=-1", "requests=1MiB", "storage=2TB", "disk=1", "storage=1.5GiB", "RANGES=1",
+        "=1")),
+    ("models=0", "models is 0; it must be a whole number, at least 1"),
+])
+def test_a_word_that_is_no_limit_is_named(word: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
         Allowance().but([word])
 
 
-def test_an_allowance_of_nothing_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="models is 0; it must be a whole number, at least 1"):
-        Allowance().but(["models=0"])
+NOW = [0.0]
+
+
+def sign_in() -> SignIn:
+    return SignIn(Users(OWN_KEY, [(User("ann"), KEY)]), clock=lambda: NOW[0])
+
+
+def who(page: SignIn, cookie: str | None) -> User | None:
+    """Return who a cookie with this value stands for."""
+    return page.user({page.name: str(cookie)})
+
+
+def test_a_cookie_ends_after_its_time_when_it_is_left_and_with_the_server() -> None:
+    page = sign_in()
+    first, second = page.by_key(OWN_KEY), page.by_key(OWN_KEY)
+    page.leave({page.name: str(first)})
+    assert who(page, first) is None and who(page, second) == ROOT
+    assert who(sign_in(), second) is None
+    NOW[0] = LASTS + 1
+    assert who(page, second) is None
+    NOW[0] = 0.0
+
+
+def test_what_is_held_in_memory_opens_nothing() -> None:
+    page = sign_in()
+    ticket, cookie = page.link(ROOT).partition("=")[2], str(page.by_key(OWN_KEY))
+    held = repr(vars(page))
+    assert not [word for word in (ticket, cookie, OWN_KEY, KEY) if word in held + repr(vars(page.user_of))]
+    assert who(page, f"sha256:{hashed(cookie).hex()}") is None
+    assert page.by_ticket(f"sha256:{hashed(ticket).hex()}") is None
+
+
+def test_the_oldest_browser_makes_room() -> None:
+    page = sign_in()
+    first = page.by_key(OWN_KEY)
+    for _ in range(MOST_BROWSERS):
+        last = page.by_key(OWN_KEY)
+    assert who(page, first) is None and who(page, last) == ROOT

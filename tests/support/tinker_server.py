@@ -68,6 +68,18 @@ class Server:
         return self.post("optim_step", {"model_id": model, "seq_id": seq,
                                         "adam_params": {"learning_rate": 0.01, "grad_clip_norm": 1.0}}).json()
 
+    def train(self, model: str, seq: int, seed: int = 1) -> Any:
+        """A pass and a step, numbered from `seq` on; what the step's promise was kept with."""
+        self.wait(self.forward_backward(model, seq, seed))
+        return self.wait(self.optim_step(model, seq + 1)).json()
+
+    def sampler(self, session: str = "", number: int = 0, path: str | None = None) -> str:
+        """The id of a sampling session, of a new session's if none is given: of the base model, or of a path."""
+        session = session or self.post("create_session", {}).json()["session_id"]
+        source = {"base_model": MODEL} if path is None else {"model_path": path}
+        return str(self.post("create_sampling_session", {
+            "session_id": session, "sampling_session_seq_id": number, **source}).json()["sampling_session_id"])
+
     def state(self, model: str) -> dict[str, Tensor]:
         """Of a model in memory; one that is not is as the disk has it."""
         training = self.model.training

@@ -1,6 +1,7 @@
 """Jobs start in their order, one after the other or together, and what became of them is known after a restart."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -9,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.server.jobs import keeper
-from lowmem_grpo.server.jobs.dispatcher import Dispatcher, JobPlan
+from lowmem_grpo.server.jobs.dispatcher import Dispatcher, JobPlan, obstacle, too_large
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobQueue, JobRequest
 from lowmem_grpo.server.page.run_follower import json_file
 from lowmem_grpo.server.server_dir import Database
@@ -166,15 +168,18 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
     assert (folder / "run" / "goTrue-1.0").exists() and (folder / keeper.KEEPER).exists()
 
 
-def test_a_plan_that_fits_no_card_ends_a_job_before_it_begins(queue: JobQueue, recipes: Path) -> None:
-    dispatcher = Dispatcher(queue, recipes, has_card=True)
+def test_a_plan_that_fits_no_card_ends_a_job_with_advice_before_it_begins(queue: JobQueue, recipes: Path) -> None:
+    dispatcher, plan = Dispatcher(queue, recipes, has_card=True), JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower it")
     number = submit(queue)
     dispatcher.poll()
     assert dispatcher.planning is not None
-    dispatcher.planning.plan = JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower max_seq_length")
+    dispatcher.planning.plan = plan
     dispatcher.poll()
     dispatcher.drop_plan()
-    assert job(queue, number).state == FAILED and "lower max_seq_length" in job(queue, number).why
+    assert (job(queue, number).state, job(queue, number).why) == (
+        FAILED, "the plan says that it needs 30.00 GiB, and it may fill 20.00 GiB of this card. lower it")
+    assert "(40% of it)" in too_large(plan, asking(1, 0.4))
+    assert too_large(FITS, asking(1)) == "" == too_large(JobPlan(), asking(1))
 
 
 def test_on_a_card_a_job_waits_until_its_plan_is_made(queue: JobQueue, recipes: Path) -> None:
@@ -202,3 +207,25 @@ def test_the_thread_survives_a_full_disk_and_ends_when_asked(
     assert "no room" in caplog.text
     dispatcher.close()
     assert not dispatcher.thread.is_alive()
+
+
+def asking(number: int, share: float = 1.0) -> Job:
+    return Job(number, "arithmetic", [], "me", share=share)
+
+
+FITS = JobPlan(10 * GIB, 20 * GIB, 22 * GIB)
+SHARED = [asking(1, 0.3), asking(2, 0.3)]
+
+
+@every_row(("asked", "plan", "live", "words"), [
+    (asking(1), FITS, [], "$"), (asking(1), JobPlan(), [], "$"),
+    (asking(2), JobPlan(), [asking(1)], "waits for job 1, which has 100% of the card; it asks for 100%$"),
+    (asking(3, 0.4), JobPlan(), SHARED, "$"), (asking(3, 0.5), JobPlan(), SHARED, "waits for job 1 and job 2, which "),
+    (asking(1), None, [], "its memory is being planned$"),
+    (asking(1), JobPlan(10 * GIB, 20 * GIB, 4 * GIB), [],
+     "needs 10.00 GiB, and 4.00 GiB of the card are free: another program has the rest$"),
+])
+def test_a_job_starts_where_it_has_room_and_else_says_what_it_waits_for(
+    asked: Job, plan: JobPlan | None, live: list[Job], words: str
+) -> None:
+    assert re.match(words, obstacle(asked, plan, live))

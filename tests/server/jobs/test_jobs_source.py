@@ -16,7 +16,7 @@ from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.users import JOBS, OWNER, SignIn, User, Users
-from tests.support.page_server import page_of
+from tests.support.page_server import browsing, needs_chromium, page_of, served
 from tests.support.run_pages import write_run
 
 ANN, BOB, ROOT, NOBODY = User("ann", (JOBS,)), User("bob", (JOBS,)), User(OWNER), User("eve")
@@ -124,3 +124,22 @@ def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
     assert queue.one(int(anns)).state == CANCELLED
     browser.post("/page/enter", data={"key": KEYS["eve"]}, headers={"origin": HERE})
     assert "arithmetic" not in browser.get("/").text
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_job_is_watched_stopped_and_resumed_by_its_buttons_in_a_browser(queue: JobQueue, source: JobsSource) -> None:
+    state, press = "return document.querySelector('#list .status').textContent", "#actions button"
+    job, page = queue.start_job(queue.one(int(submit(queue, OWNER)))), page_of(source)
+    write_run(queue.run_of(job), 5, {"status": "interrupted"})
+    with served(page_app(page), page) as url, browsing(url, page) as browser:
+        browser.open("/")
+        browser.until(state, lambda found: found == RUNNING)
+        browser.run(f"document.querySelector('{press}').click()")
+        browser.until(state, lambda found: found == STOPPING)
+        queue.end_job(job, "stopped", "stopped as asked", 143)
+        browser.until(f"return document.querySelector('{press}')?.textContent", lambda words: words == "Resume")
+        assert "This run was stopped" in browser.until("return document.querySelector('.ending')?.textContent")
+        browser.run(f"document.querySelector('{press}').click()")
+        browser.until(state, lambda found: found == WAITING)
+    assert queue.one(job.id).resume

@@ -74,6 +74,7 @@ def outcome(folder: Path) -> tuple[int | None, str | None]:
 
 
 def test_the_end_and_the_words_of_a_run_are_kept(tmp_path: Path, keep: Keep) -> None:
+    assert not keeper.is_alive(tmp_path / "none") and outcome(tmp_path) == (None, None)
     keep("import sys; print('said'); sys.exit(3)").wait(LONGEST)
     assert outcome(tmp_path) == (3, None)
     assert log(tmp_path) == "said\n" and not keeper.is_alive(tmp_path)
@@ -131,7 +132,3 @@ def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, keep: Keep) -
     os.kill(int((tmp_path / RUN).read_text()), signal.SIGKILL)
     started.wait(LONGEST)
     assert outcome(tmp_path) == (-signal.SIGKILL, None)
-
-
-def test_nobody_at_work_is_not_alive(tmp_path: Path) -> None:
-    assert not keeper.is_alive(tmp_path / "none") and outcome(tmp_path) == (None, None)

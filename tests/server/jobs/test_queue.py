@@ -1,20 +1,11 @@
-"""The queue keeps what it was told: order, owners, and states over a restart."""
+"""The queue keeps what it was told, over a restart too; what somebody asks it for is refused by the wrong field."""
 
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
-from lowmem_grpo.server.jobs.queue import (
-    CANCELLED,
-    DONE,
-    RUNNING,
-    STOPPED,
-    STOPPING,
-    WAITING,
-    JobQueue,
-    JobRequest,
-    NoSuchJobError,
-)
+from lowmem_grpo.server.jobs.queue import DONE, RUNNING, STOPPED, WAITING, JobQueue, JobRequest, seconds_of
 from lowmem_grpo.server.server_dir import Database
 
 
@@ -41,31 +32,14 @@ def test_another_server_finds_everything(queue: JobQueue, tmp_path: Path) -> Non
     assert (job.options, job.time_limit, job.share, job.state, job.goes) == (["max_steps=3"], 60.0, 0.25, RUNNING, 1)
 
 
-def test_jobs_of_others_are_not_seen(queue: JobQueue) -> None:
-    mine, theirs = submit(queue, "me"), submit(queue, "them")
-    assert [job.id for job in queue.all("me")] == [mine]
-    for call in (queue.one, queue.cancel):
-        with pytest.raises(NoSuchJobError, match=f"no job {theirs}"):
-            call(theirs, "me")
-    with pytest.raises(NoSuchJobError):
-        queue.resume(theirs, [], "me")
-    assert queue.one(theirs).state == WAITING
-
-
-def test_a_waiting_job_is_taken_back_and_a_running_one_is_asked_to_stop(queue: JobQueue) -> None:
-    waits, runs = submit(queue), submit(queue)
-    queue.start_job(queue.one(runs))
-    assert queue.cancel(waits).state == CANCELLED
-    assert queue.cancel(runs).state == STOPPING
+def test_only_a_job_that_ran_is_resumed_from_its_checkpoint(queue: JobQueue) -> None:
+    ran, never = submit(queue), submit(queue)
+    queue.change(queue.start_job(queue.one(ran)), state=WAITING, resume=True)
+    assert queue.cancel(ran).state == STOPPED and queue.resume(ran, []).resume
+    queue.cancel(never)
     with pytest.raises(ValueError, match="is cancelled already"):
-        queue.cancel(waits)
-
-
-def test_a_job_that_waits_for_its_second_go_keeps_what_it_has(queue: JobQueue) -> None:
-    number = submit(queue)
-    queue.change(queue.start_job(queue.one(number)), state=WAITING, resume=True)
-    assert queue.cancel(number).state == STOPPED
-    assert queue.resume(number, []).resume
+        queue.cancel(never)
+    assert not queue.resume(never, []).resume
 
 
 def test_only_a_job_that_is_over_is_resumed_and_with_further_options(queue: JobQueue) -> None:
@@ -79,7 +53,31 @@ def test_only_a_job_that_is_over_is_resumed_and_with_further_options(queue: JobQ
         queue.resume(queue.end_job(job, DONE, "", 0).id, ["output_dir=x"])
 
 
-def test_a_job_that_never_ran_begins_anew(queue: JobQueue) -> None:
-    number = submit(queue)
-    queue.cancel(number)
-    assert not queue.resume(number, []).resume
+REFUSED = {
+    "recipe is '../x.py'": {"recipe": "../x.py"},
+    "recipe is 3": {"recipe": 3},
+    "a job has no prio; it has": {"recipe": "arithmetic", "prio": 3},
+    "options is 'max_steps=3'; give a list": {"recipe": "arithmetic", "options": "max_steps=3"},
+    "the queue sets output_dir itself": {"recipe": "arithmetic", "options": ["--output-dir=/tmp"]},
+    "the queue sets resume itself": {"recipe": "arithmetic", "options": ["resume=true"]},
+    "priority is 1.5": {"recipe": "arithmetic", "priority": 1.5},
+    "priority is True": {"recipe": "arithmetic", "priority": True},
+    "time_limit is 0": {"recipe": "arithmetic", "time_limit": 0},
+    "time_limit is inf": {"recipe": "arithmetic", "time_limit": float("inf")},
+    "share is 1.5": {"recipe": "arithmetic", "share": 1.5},
+    "share is nan": {"recipe": "arithmetic", "share": float("nan")},
+    "send a JSON object with recipe": {"options": []}, "send a JSON object": None, "send a JSON": [], "send a": "x",
+}
+
+
+@every_row("words", REFUSED)
+def test_a_wrong_field_is_named(words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("?", r"\?")):
+        JobRequest.from_json(REFUSED[words])
+
+
+def test_times_are_read_and_other_texts_refused() -> None:
+    assert [seconds_of(text) for text in ("90", "90s", "45m", "2h", "1h30m")] == [90, 90, 2700, 7200, 5400]
+    for text in ("", "0", "soon", "-3", "1.5h", "h"):
+        with pytest.raises(ValueError, match="the time"):
+            seconds_of(text)

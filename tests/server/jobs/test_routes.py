@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.server.jobs import keeper
-from lowmem_grpo.server.jobs.queue import DONE, STOPPING, WAITING, JobQueue
+from lowmem_grpo.server.jobs.queue import DONE, WAITING, JobQueue
 from lowmem_grpo.server.jobs.routes import PIECE, jobs_router
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
@@ -62,7 +62,6 @@ def test_a_job_is_submitted_listed_and_taken_back(client: TestClient) -> None:
 WRONG: dict[str, Callable[[TestClient], Any]] = {
     "no recipe 'nonsense'": lambda client: client.post("/jobs", json={"recipe": "nonsense"}),
     "did you mean max_steps": lambda client: client.post("/jobs", json={"recipe": "a", "options": ["max_stepz=1"]}),
-    "a job has no prio": lambda client: client.post("/jobs", json={"recipe": "a", "prio": 1}),
     "is no JSON": lambda client: client.post("/jobs", content=b"{"),
     "nested": lambda client: client.post("/jobs", content=b"[" * 100_000),
     "from is 'x'": lambda client: client.get("/jobs/1/log?from=x"),
@@ -111,9 +110,3 @@ def test_a_log_comes_in_pieces_from_a_byte_on(client: TestClient, queue: JobQueu
     assert client.get("/jobs/1/log").content == b"a" * PIECE
     assert client.get(f"/jobs/1/log?from={PIECE}").content.decode() == "ü and the rest\n"
     assert client.get(f"/jobs/1/log?from={10 * PIECE}").content == b""
-
-
-def test_a_running_job_is_asked_to_stop(client: TestClient, queue: JobQueue) -> None:
-    client.post("/jobs", json={"recipe": "arithmetic"})
-    queue.start_job(queue.one(1))
-    assert client.post("/jobs/1/cancel").json()["state"] == STOPPING

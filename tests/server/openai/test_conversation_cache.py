@@ -120,20 +120,19 @@ def test_an_answer_that_was_edited_begins_a_new_history(change: dict[str, Any], 
     assert histories.parent(second) == (first if joins else None)
 
 
-@every_row("edit", ["opening", "earlier answer", "tools", "model", "kwargs", "answer put in"])
-def test_whatever_else_differs_begins_a_new_history(edit: str) -> None:
+@every_row(("place", "message", "more"), [
+    (0, {"role": "user", "content": "Guess!"}, {}), (1, said("9"), {}), (4, HIGHER | {"content": "1"}, {}),
+    (5, said("made up"), {}), (4, HIGHER, {"tools": SCHEMAS}), (4, HIGHER, {"model": "other"}),
+    (4, HIGHER, {"template_kwargs": {"enable_thinking": False}}),
+])
+def test_whatever_else_differs_begins_a_new_history(place: int, message: Message, more: dict[str, Any]) -> None:
     histories = ConversationCache(tokenizer_of("qwen2_5"))
     sampled(histories, [USER])
     sampled(histories, [USER, said("7"), HIGHER], "8")
-    asked, first, second = (USER, said("7"), said("8"))
-    more: dict[str, Any] = {"tools": {"tools": SCHEMAS}, "model": {"model": "other"},
-                            "kwargs": {"template_kwargs": {"enable_thinking": False}}}.get(edit, {})
-    if edit == "opening":
-        asked = {"role": "user", "content": "Guess!"}
-    if edit == "earlier answer":
-        first = said("9")
-    rest = [HIGHER, said("made up"), HIGHER] if edit == "answer put in" else [HIGHER]
-    assert histories.parent(sampled(histories, [asked, first, HIGHER, second, *rest], **more)) is None
+    talk = [USER, said("7"), HIGHER, said("8"), HIGHER, said("9"), HIGHER]
+    talk[place] = message
+    joins = (place, more) == (4, {})
+    assert (histories.parent(sampled(histories, talk[:7 if place == 5 else 5], **more)) is not None) == joins
 
 
 def test_calls_match_by_name_and_arguments_whatever_their_ids_order_of_keys_and_results() -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import Any
 
@@ -34,15 +34,6 @@ def held_up(worker: EngineWorker) -> "Future[Turn]":
     future = worker.submit(call_of(worker, "first"))
     assert engine(worker).began.wait(60)
     return future
-
-
-def test_each_of_many_threads_gets_its_own_turns(worker: EngineWorker) -> None:
-    def client(number: int) -> list[str]:
-        return [worker.submit(call_of(worker, f"{number}-{turn}", number % 3)).result(60).text for turn in range(5)]
-
-    with ThreadPoolExecutor(64) as pool:
-        found = list(pool.map(client, range(64)))
-    assert found == [[f"heard {number}-{turn}" for turn in range(5)] for number in range(64)]
 
 
 def test_one_caller_of_another_flavour_waits_for_about_one_turn_of_64() -> None:

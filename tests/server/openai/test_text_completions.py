@@ -1,4 +1,4 @@
-"""Completions of plain prompts in OpenAI's older shape."""
+"""Completions of plain prompts in OpenAI's older shape, and the texts of tokens."""
 
 import asyncio
 import json
@@ -8,9 +8,12 @@ from urllib.request import Request, urlopen
 
 import pytest
 from served import chat_over, scripted_desk
+from small_models import TINY
+from transformers import AutoTokenizer
 
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.endpoint import Endpoint
+from lowmem_grpo.server.openai.pending import TokenTexts
 
 ASKED: dict[str, Any] = {"model": "agent", "prompt": "Once upon"}
 
@@ -30,23 +33,17 @@ def asked(chat: ChatHandler, **fields: Any) -> dict[str, Any]:
     return asyncio.run(chat.create(ASKED | fields, texts=True))
 
 
-def test_a_prompt_is_continued_as_it_is_with_openais_usual_bound(chat: ChatHandler) -> None:
-    reply = asked(chat, return_token_ids=True)
-    (choice,) = reply["choices"]
+def test_prompts_are_continued_in_their_order_with_openais_bound_and_seeds_of_their_own(chat: ChatHandler) -> None:
+    reply = asked(chat, prompt=["Once upon", "long one"], n=2, seed=7, return_token_ids=True)
+    choice, _, other, _ = reply["choices"]
+    assert [one["text"] for one in reply["choices"]] == ["<9> a time", "<9> a time", "<8> a time", "<8> a time"]
     assert engine(chat).tokenizer.decode(choice["prompt_token_ids"]) == "Once upon"
-    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == ("<9> a time", "stop", None)
-    assert engine(chat).requests[-1].max_tokens == 16 and reply["id"].startswith("cmpl-")
+    assert (choice["finish_reason"], choice["logprobs"], reply["id"][:5]) == ("stop", None, "cmpl-")
+    assert reply["usage"]["prompt_tokens"] == len(choice["prompt_token_ids"]) + len(other["prompt_token_ids"])
+    seeds, lengths = zip(*((request.seed, request.max_tokens) for request in engine(chat).requests), strict=True)
+    assert seeds[:2] == seeds[2:] and seeds[0] != seeds[1] and set(lengths) == {16}
     asked(chat, max_tokens=5000)
     assert engine(chat).requests[-1].max_tokens == 1000 - len(choice["prompt_token_ids"])
-
-
-def test_several_prompts_answer_in_their_order_and_choices_have_seeds_of_their_own(chat: ChatHandler) -> None:
-    reply = asked(chat, prompt=["a", "long one"], n=2, seed=7)
-    assert [choice["text"] for choice in reply["choices"]] == ["<1> a time", "<1> a time", "<8> a time", "<8> a time"]
-    seeds = [request.seed for request in engine(chat).requests]
-    assert seeds[:2] == seeds[2:] and seeds[0] != seeds[1]
-    ids = engine(chat).tokenizer(["a", "long one"]).input_ids
-    assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
 def test_what_waits_is_taken_back_when_the_reader_of_a_stream_leaves(chat: ChatHandler) -> None:
@@ -70,3 +67,11 @@ def test_an_endpoint_of_agents_has_the_route_and_its_sessions_do_not(chat: ChatH
             assert json.loads(reply.read())["choices"][0]["text"] == "<9> a time"
         with pytest.raises(OSError, match="404"):
             urlopen(of_session, timeout=60)
+
+
+def test_an_id_that_pads_the_vocabulary_has_no_text_and_every_token_has_its_own() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    texts = TokenTexts(tokenizer)
+    assert texts.entry(371, -1.5) == {"token": "", "bytes": [], "logprob": -1.5}
+    assert [texts.bytes_of(token).decode() for token in tokenizer(" What is 7?").input_ids] == [
+        tokenizer.decode([token]) for token in tokenizer(" What is 7?").input_ids]

@@ -10,19 +10,14 @@ from lowmem_grpo.runs.views.headline import Warned
 from lowmem_grpo.runs.views.report import one_file
 from lowmem_grpo.server.page import run_follower
 from lowmem_grpo.server.page.run_follower import MOST_ROWS, JsonlTail, RunFollower, Series, log_tail
-from tests.support.run_pages import ATTACK, append, completion, metric, write_hostile, write_run
-
-
-def filled(steps: int, **at: float) -> Series:
-    series = Series()
-    for step in range(1, steps + 1):
-        series.add_record(metric(step))
-    return series
+from tests.support.run_pages import ATTACK, metric, write_hostile, write_run
 
 
 @pytest.mark.parametrize("steps", [300, MOST_ROWS, MOST_ROWS + 1, 12_345])
 def test_rows_are_bounded_in_order_and_end_with_the_newest_step(steps: int) -> None:
-    series = filled(steps)
+    series = Series()
+    for step in range(1, steps + 1):
+        series.add_record(metric(step))
     rows = series.rows()
     found = [row["step"] for row in rows]
     assert len(rows) <= 2000 and found == sorted(set(found))
@@ -181,21 +176,6 @@ def test_links_and_pipes_and_what_vanishes_are_not_read_and_do_not_block(tmp_pat
     assert steps(file) == [1]
     (tmp_path / "secret").unlink()
     assert steps(file) == [] and not file.is_new
-
-
-def test_what_a_run_appends_is_on_the_page_after_the_next_look(tmp_path: Path) -> None:
-    run = RunFollower(write_run(tmp_path / "run", 5))
-    run.read_news()
-    before = run.version()
-    assert run.content()["charts"][1]["lines"][0]["steps"] == [1, 2, 3, 4, 5]
-    append(tmp_path / "run/metrics.jsonl", [metric(6)])
-    append(tmp_path / "run/completions.jsonl", [completion(6, "the newest")])
-    assert run.version() != before
-    run.read_news()
-    shown = run.content()
-    assert shown["charts"][1]["lines"][0]["steps"] == [1, 2, 3, 4, 5, 6]
-    assert shown["samples"]["rows"][-1]["completion"] == "the newest"
-    assert shown["top"]["tiles"][0] == ("steps", "6") and not run.reading
 
 
 def test_a_page_is_told_that_all_is_read_though_the_last_look_found_nothing(

@@ -40,8 +40,7 @@ def bodies(server: Server) -> dict[str, dict[str, Any]]:
     """The fields of each route's body, with ids that are there, and others'."""
     model, theirs = server.create(), server.create(key=OTHER)
     session = model.partition(":")[0]
-    sampler = server.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0,
-                                                      "base_model": MODEL}).json()["sampling_session_id"]
+    sampler = server.sampler(session)
     models, sessions = known(model, theirs), known(session, theirs.partition(":")[0])
     path = known(f"tinker://{model}/weights/plain", f"tinker://{theirs}/weights/x", "tinker://../../x/weights/y")
     return {

@@ -1,27 +1,18 @@
 """Training and sampling in JSON, without the protocol's client."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tables import every_row
-from tinker_server import MODEL, OWNER, Server
+from tinker_server import OWNER, Server
 
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.calls import request_of, wants_json
 
 DATA: list[Any] = [{"tokens": [5, 6, 7], "target_tokens": [6, 7, 8], "weights": [0, 1, -0.5]}]
 IN_JSON = {"Accept": "application/json", "Content-Type": "application/json"}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.close()
 
 
 def answer(server: Server, promise: Any, **headers: str) -> Any:
@@ -46,10 +37,7 @@ def test_a_pass_in_json_is_the_same_as_in_protobuf(server: Server) -> None:
 
 
 def test_a_sample_in_json_has_the_prompts_log_probabilities_with_null_first(server: Server) -> None:
-    session = server.post("create_session", {}).json()["session_id"]
-    sampler = server.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0,
-                                                      "base_model": MODEL}).json()["sampling_session_id"]
-    promise = server.post("asample", {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2,
+    promise = server.post("asample", {"sampling_session_id": server.sampler(), "seq_id": 0, "num_samples": 2,
                                       "prompt": [5, 6, 7], "prompt_logprobs": True,
                                       "sampling_params": {"max_tokens": 4, "stop": []}}).json()
     found = answer(server, promise, **IN_JSON).json()

@@ -1,46 +1,25 @@
 """The real client of the Tinker protocol against a server at a loopback address."""
 
-import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from served import MODEL
-
-from lowmem_grpo.server.requests import Limits
-from lowmem_grpo.server.server import made_for, make_server_app, open_socket
-from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
-from lowmem_grpo.server.users import Users
+from served import MODEL, Serving, serving, tinker_client
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
-KEY = "tml-" + "k" * 32
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServedModel, str]]:
-    """A model, and the address where it is served."""
-    folder = tmp_path_factory.mktemp("server")
-    database = Database(folder / "server.sqlite")
-    model = serve_model(MODEL, database, folder / "models", load_in_4bit=False, max_seq_length=64)
-    listening: socket.socket = open_socket("127.0.0.1", 0)
-    server = made_for(make_server_app({"/api/v1": model.router}, Users(KEY), Limits()))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    yield model, f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(60)
-    model.close()
-    database.close()
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("server")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def client(served: tuple[ServedModel, str]) -> Iterator[Any]:
-    made = tinker.ServiceClient(base_url=served[1], api_key=KEY)
-    yield made
-    made.close("success").result(60)  # or its thread would go on asking, and warning in the logs of other tests
+def client(served: Serving) -> Iterator[Any]:
+    with tinker_client(served) as made:
+        yield made
 
 
 def datum(ids: list[int], targets: list[int], **values: list[float]) -> Any:
@@ -69,7 +48,7 @@ def test_a_program_trains_and_its_loss_falls(client: Any) -> None:
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
 
 
-def test_a_loss_of_the_programs_own_has_the_gradient_of_the_same_loss_here(client: Any, served: Any) -> None:
+def test_a_loss_of_the_programs_own_has_the_gradient_of_the_same_loss_here(client: Any, served: Serving) -> None:
     own, ours = (client.create_lora_training_client(base_model=MODEL, rank=4, seed=7).result() for _ in range(2))
 
     def squared(given: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -81,7 +60,7 @@ def test_a_loss_of_the_programs_own_has_the_gradient_of_the_same_loss_here(clien
                    advantages=(-one["logprobs"].to_torch().exp() * torch.tensor([1.0, -1.0, 0.5, 2.0])).tolist())
              for n, one in enumerate(behaved.loss_fn_outputs)]
     ours.forward_backward(again, "importance_sampling").result()
-    held = served[0].training.adapters.held
+    held = served.model.training.adapters.held
     found = [one.grad for one in held[own.model_id].parameters.values()]
     expected = [one.grad for one in held[ours.model_id].parameters.values()]
     assert sum(float(one.norm()) for one in expected) > 0
@@ -97,15 +76,8 @@ def test_each_loss_with_old_log_probabilities_runs_with_its_settings(client: Any
     assert "loss:sum" in training.forward_backward(given, loss, settings).result().metrics
 
 
-def test_an_unknown_loss_is_refused_with_what_to_use_and_the_client_goes_on(client: Any) -> None:
-    training = client.create_lora_training_client(base_model=MODEL, rank=2).result()
-    with pytest.raises(Exception, match="importance_sampling"):
-        training.forward_backward(data(1), "stable_reinforce").result()
-    assert training.forward_backward(data(1), "cross_entropy").result().metrics
-
-
 @pytest.mark.slow
-def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any, served: Any) -> None:
+def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any, served: Serving) -> None:
     """Bit for bit what two requests of the program's own add up to, each to a model as it began."""
     whole, *others = (client.create_lora_training_client(base_model=MODEL, rank=2, seed=1).result() for _ in range(3))
     given = data(1030)  # the client sends at most 1,024 in a request
@@ -117,7 +89,7 @@ def test_a_batch_of_many_requests_adds_up_in_their_order(client: Any, served: An
     for one, logprobs in zip(found.loss_fn_outputs, expected, strict=True):
         assert torch.equal(one["logprobs"].to_torch(), logprobs)
     assert found.metrics["loss:sum"] == pytest.approx(sum(part.metrics["loss:sum"] for part in parts), rel=1e-12)
-    held = served[0].training.adapters.held
+    held = served.model.training.adapters.held
     gradients = [[one.grad for one in held[training.model_id].parameters.values()] for training in (whole, *others)]
     for total, first, second in zip(*gradients, strict=True):
         assert torch.equal(total, first + second)

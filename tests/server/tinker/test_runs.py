@@ -16,21 +16,13 @@ from lowmem_grpo.server.tinker import usage as runs
 from lowmem_grpo.server.users import Allowance
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Any:
-    made = Server(tmp_path)
-    yield made
-    made.close()
-
-
 def get(server: Server, path: str, key: str = OWNER) -> Any:
     return server.http.get(f"{API}/{path}", headers={"X-API-Key": key})
 
 
 def trained(server: Server, number: int = 0) -> str:
     model = server.create(number=number)
-    server.wait(server.forward_backward(model, 1, 1))
-    server.wait(server.optim_step(model, 2))
+    server.train(model, 1)
     return model
 
 
@@ -130,15 +122,14 @@ def test_the_newest_snapshots_are_kept(server: Server, tmp_path: Path, monkeypat
 def test_a_sampler_whose_weights_were_deleted_says_so_and_nothing_of_the_servers_folders(server: Server) -> None:
     model = trained(server)
     path = server.wait(server.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "s"}).json())
-    sampler = server.post("create_sampling_session", {
-        "session_id": model.partition(":")[0], "sampling_session_seq_id": 9, "model_path": path.json()["path"]}).json()
+    sampler = server.sampler(model.partition(":")[0], 9, path.json()["path"])
     with server.held_up():
-        waiting = sample(server, sampler["sampling_session_id"]).json()
+        waiting = sample(server, sampler).json()
         assert server.http.delete(f"{API}/training_runs/{model}/checkpoints/sampler_weights/s",
                                   headers={"X-API-Key": OWNER}).status_code == 204
     told = server.wait(waiting).json()
     assert "were deleted meanwhile" in told["error"] and "/" not in told["error"]
-    after = sample(server, sampler["sampling_session_id"], 2)
+    after = sample(server, sampler, 2)
     assert after.status_code == 404 and "its weights were deleted" in after.json()["error"]["message"]
 
 
@@ -163,8 +154,8 @@ def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(
         assert sorted(path.name.split(".")[-2] for path in (tmp_path / "models" / "saved").iterdir()) == left
 
 
-def test_a_model_whose_client_left_makes_room_for_a_new_one(tmp_path: Path) -> None:
-    server = Server(tmp_path, defaultdict(lambda: Allowance(models=2)))
+def test_a_model_whose_client_left_makes_room_for_a_new_one(start: Any) -> None:
+    server = start(allowances=defaultdict(lambda: Allowance(models=2)))
     first, second = trained(server), trained(server)
     session = server.post("create_session", {}).json()["session_id"]
     asked = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
@@ -174,7 +165,6 @@ def test_a_model_whose_client_left_makes_room_for_a_new_one(tmp_path: Path) -> N
     assert made.status_code == 200
     runs = [run["training_run_id"] for run in get(server, "training_runs").json()["training_runs"]]
     assert runs == [f"{session}:train:0", second]
-    server.close()
 
 
 def test_a_body_that_could_not_be_read_holds_up_what_comes_after_it_for_a_moment_only(

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +25,6 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 STEPS, COUNT, TOKENS, RATE, LOSS = 2, 4, 8, 0.01, "importance_sampling"
 Sampled = list[tuple[list[int], list[float]]]  # of a prompt: tokens and log-probabilities
 Row = tuple[list[int], list[int], list[float], list[float]]  # ids, targets, log-probabilities, advantages
-
-
-class Verbs(Protocol):
-    """What a loop is made of."""
-
-    def sample(self, prompt: list[int], seed: int) -> Sampled: ...
-
-    def train(self, data: Sequence[Row]) -> list[Any]: ...
 
 
 @contextmanager
@@ -98,7 +90,7 @@ class InProcess:
         return [metrics["loss:sum"], stepped["grad_norm"], *(one.tolist() for one in logprobs)]
 
 
-def loop(verbs: Verbs) -> list[Any]:
+def loop(verbs: "OverHttp | InProcess") -> list[Any]:
     """A few steps of a small GRPO, and all that it saw on the way."""
     seen = list[Any]()
     for step in range(STEPS):

@@ -15,13 +15,6 @@ from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, Check
 from lowmem_grpo.server.tinker.request_store import UnknownError
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Any:
-    made = Server(tmp_path)
-    yield made
-    made.close()
-
-
 def asked(server: Server, route: str, /, **body: Any) -> Any:
     """What a promise was kept with, or the error of the request itself."""
     reply = server.post(route, body)
@@ -31,8 +24,7 @@ def asked(server: Server, route: str, /, **body: Any) -> Any:
 def trained(server: Server, steps: int = 2) -> str:
     model = server.create()
     for step in range(steps):
-        server.wait(server.forward_backward(model, 2 * step + 1, step))
-        server.wait(server.optim_step(model, 2 * step + 2))
+        server.train(model, 2 * step + 1, step)
     return model
 
 
@@ -54,44 +46,38 @@ def test_a_new_model_goes_on_where_the_saved_one_was(server: Server, optimizer: 
     assert all(torch.equal(other[name], one) for name, one in (state if optimizer else factors).items())
     assert optimizer or other.keys() == factors.keys(), "without its moments"
     for of, seq in ((model, 6), (again, 1)):
-        server.wait(server.forward_backward(of, seq, 9))
-        server.wait(server.optim_step(of, seq + 1))
+        server.train(of, seq, 9)
     same = [torch.equal(one, server.state(again)[name]) for name, one in server.state(model).items() if "/" not in name]
     assert all(same) == optimizer
 
 
-def test_a_model_goes_back_to_saved_weights_and_stays_there_after_a_restart(server: Server, tmp_path: Path) -> None:
+def test_a_model_goes_back_to_saved_weights_and_stays_there_after_a_restart(start: Any, server: Server) -> None:
     model = trained(server)
     path = asked(server, "save_weights", model_id=model, seq_id=5, path="good")["path"]
     before = server.state(model)
-    server.wait(server.forward_backward(model, 6, 3))
-    server.wait(server.optim_step(model, 7))
+    server.train(model, 6, 3)
     server.wait(server.forward_backward(model, 8, 4))
     asked(server, "load_weights", model_id=model, seq_id=9, path=path, optimizer=True)
     server.close()
-    following = Server(tmp_path)
+    following = start()
     after = following.state(model)
     assert after.keys() == before.keys() and all(torch.equal(after[name], one) for name, one in before.items())
     reply = following.wait(following.optim_step(model, 10)).json()
     assert "there is no gradient" in reply["error"], "what was added before the load is gone"
-    following.close()
 
 
 def test_weights_to_sample_with_are_those_of_their_moment(server: Server) -> None:
     model = trained(server)
     saved = asked(server, "save_weights_for_sampler", model_id=model, seq_id=5, path="v1")
     assert saved["path"] == f"tinker://{model}/sampler_weights/v1"
-    server.wait(server.forward_backward(model, 6, 3))
-    server.wait(server.optim_step(model, 7))
+    server.train(model, 6, 3)
     found = [logprobs(server, model, number, path) for number, path in enumerate((saved["path"], saved["path"], None))]
     assert found[0] == found[1] != found[2]
 
 
 def logprobs(server: Server, model: str, number: int, path: str | None) -> bytes:
     """Of a prompt, by weights under a name or by the base model; each time by a pass of the same shape."""
-    sampler = server.post("create_sampling_session", {
-        "session_id": session_of(model), "sampling_session_seq_id": number,
-        **({"base_model": MODEL} if path is None else {"model_path": path})}).json()["sampling_session_id"]
+    sampler = server.sampler(session_of(model), number, path)
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
     promise = server.post("asample", {
         "sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "num_samples": 1,
@@ -148,8 +134,7 @@ def test_anothers_weights_are_as_weights_that_are_not_there(server: Server) -> N
         reply = server.post("load_weights", body | {"path": path, "optimizer": True}, OTHER)
         said = reply.json() if reply.status_code != 200 else server.wait(reply.json(), OTHER).json()
         assert "no such weights of yours" in str(said)
-    for name in ("weights_info",):
-        assert server.post(name, {"tinker_path": path}, OTHER).status_code == 404
+    assert server.post("weights_info", {"tinker_path": path}, OTHER).status_code == 404
     gone = server.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/mine", headers={"X-API-Key": OTHER})
     assert gone.status_code == 404
     assert server.http.get("/api/v1/checkpoints", headers={"X-API-Key": OTHER}).json()["checkpoints"] == []

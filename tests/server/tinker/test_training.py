@@ -1,7 +1,5 @@
 """The queue of a model's requests over HTTP: order, promises, other users, and what a killed server leaves."""
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,6 @@ from tinker_server import MODEL, OTHER, Server, body
 from torch import Tensor
 
 from lowmem_grpo.server.tinker import wire
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.close()
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -54,16 +45,18 @@ def test_a_session_that_its_client_ended_takes_no_more_models_and_says_so(server
     assert made.status_code == 410
 
 
-def test_a_repeated_number_gets_the_same_promise_and_is_done_once(server: Server) -> None:
+def test_a_repeated_request_has_the_same_promise_and_is_done_once_and_another_of_its_number_is_refused(
+    server: Server
+) -> None:
     model = server.create()
-    first = server.forward_backward(model, 1, seed=1)
-    again = server.forward_backward(model, 1, seed=1)
-    assert first == again
-    before = server.wait(first).content
-    server.forward_backward(model, 1, seed=1)
-    assert server.wait(first).content == before
-    step = server.optim_step(model, 2)
-    server.wait(step)
+    first, before = server.forward_backward(model, 1, seed=1), b""
+    for _ in range(2):
+        assert server.forward_backward(model, 1, seed=1) == first
+        before = before or server.wait(first).content
+        assert server.wait(first).content == before
+    for reply in (server.forward_backward(model, 1, 2), server.optim_step(model, 1)):
+        assert "seq_id is 1, which" in reply["error"]["message"] and "two programs" in reply["error"]["message"]
+    server.wait(server.optim_step(model, 2))
     state = server.state(model)
     server.wait(server.optim_step(model, 2))
     assert same(server.state(model), state)
@@ -108,7 +101,7 @@ BAD: list[tuple[str, Any, str]] = [
 ]
 
 
-def test_bad_bodies_are_refused_at_once_with_the_field(server: Server) -> None:
+def test_bad_bodies_and_routes_are_refused_at_once_by_name(server: Server) -> None:
     model = server.create()
     ids = {"S": model.partition(":")[0], "M": model}
     for path, given, told in BAD:
@@ -116,36 +109,32 @@ def test_bad_bodies_are_refused_at_once_with_the_field(server: Server) -> None:
             given = {name: ids.get(str(value), value) for name, value in given.items()}
         answer = server.post(path, given)
         assert answer.status_code == 422 and told in answer.json()["error"]["message"], (path, given, answer.text)
-
-
-def test_routes_that_are_not_there_are_refused_by_name(server: Server) -> None:
     answer = server.post("copy_weights", {})
     assert answer.status_code == 404 and "/api/v1/copy_weights" in answer.json()["error"]["message"]
 
 
-def test_a_server_that_starts_again_goes_on_with_steps_gradients_and_requests(tmp_path: Path) -> None:
-    first, second = Server(tmp_path / "one"), Server(tmp_path / "two")
+def test_a_server_that_starts_again_goes_on_with_steps_gradients_and_requests(start: Any) -> None:
+    first, second = start("one"), start("two")
     models = [server.create() for server in (first, second)]
     for server, model in zip((first, second), models, strict=True):
-        server.wait(server.forward_backward(model, 1, seed=1))
-        server.wait(server.optim_step(model, 2))
+        server.train(model, 1)
         server.wait(server.forward_backward(model, 3, seed=3))
     second.forward_backward(models[1], 5, seed=5)  # waits for 4, and for the next server
     second.close()
-    second = Server(tmp_path / "two")
+    second = start("two")
     first.forward_backward(models[0], 5, seed=5)
     for server, model in zip((first, second), models, strict=True):
         server.wait(server.forward_backward(model, 4, seed=4))
         server.wait(server.optim_step(model, 6))
     assert same(first.state(models[0]), second.state(models[1]))
-    first.close()
-    second.close()
 
 
 @pytest.mark.parametrize("broken", ["write_state", "keep"])
-def test_a_step_whose_answer_was_not_written_is_made_once_by_the_next_server(tmp_path: Path, broken: str) -> None:
+def test_a_step_whose_answer_was_not_written_is_made_once_by_the_next_server(
+    start: Any, tmp_path: Path, broken: str
+) -> None:
     """The disk fails before or after the state is written; then the server is started anew."""
-    clean, server = Server(tmp_path / "clean"), Server(tmp_path / "broken")
+    clean, server = start("clean"), start("broken")
     models = [one.create() for one in (clean, server)]
     for one, model in zip((clean, server), models, strict=True):
         one.wait(one.forward_backward(model, 1, seed=1))
@@ -159,33 +148,16 @@ def test_a_step_whose_answer_was_not_written_is_made_once_by_the_next_server(tmp
     server.model.worker.run(lambda: None).result()
     assert not any("/exp_avg" in name for name in server.state(models[1]))  # as the disk has it
     server.close()
-    server = Server(tmp_path / "broken")
+    server = start("broken")
     clean.wait(clean.optim_step(models[0], 2))
     assert server.wait({"request_id": f"{models[1]}:2"}).json()["metrics"]["grad_norm"] > 0
     assert same(clean.state(models[0]), server.state(models[1]))
     assert len(list((tmp_path / "broken" / "models").glob("*.safetensors"))) == 1
-    clean.close()
-    server.close()
 
 
-def test_two_clients_that_take_turns_leave_each_others_models_alone(server: Server, tmp_path: Path) -> None:
-    seqs = itertools.count(1)
-    mine, theirs = server.create(), server.create(rank=7, key=OTHER)
-    for seq in (next(seqs), next(seqs)):
-        server.wait(server.forward_backward(mine, seq, seed=seq))
-        server.post("forward_backward", body(theirs, seq, seed=seq + 7), OTHER)
-    other = Server(tmp_path / "alone")
-    own = other.create()
-    for seq in (1, 2):
-        other.wait(other.forward_backward(own, seq, seed=seq))
-    server.wait(server.optim_step(mine, 3))
-    other.wait(other.optim_step(own, 3))
-    assert same(server.state(mine), other.state(own))
-    other.close()
-
-
-def test_a_pass_that_failed_adds_nothing_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(tmp_path)
+def test_a_pass_that_failed_adds_nothing_after_a_restart(
+    start: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = server.create()
     server.wait(server.forward_backward(model, 1, 1))
     adapters = server.model.training.adapters
@@ -194,43 +166,31 @@ def test_a_pass_that_failed_adds_nothing_after_a_restart(tmp_path: Path, monkeyp
     assert server.wait(server.forward_backward(model, 2, 2)).json()["error"] == "no room"
     monkeypatch.setattr(adapters, "run", plain)
     server.close()
-    following = Server(tmp_path)
+    following = start()
     found = following.wait(following.optim_step(model, 3)).json()["metrics"]["grad_norm"]
     other = following.create(number=5)
-    following.wait(following.forward_backward(other, 1, 1))
-    assert following.wait(following.optim_step(other, 2)).json()["metrics"]["grad_norm"] == found
-    following.close()
+    assert following.train(other, 1)["metrics"]["grad_norm"] == found
 
 
-@pytest.mark.parametrize("number", ["9" * 30, "007", "-1", "1.0", "", "\u0661"])
-def test_a_promise_of_no_plain_number_is_unknown(number: str, tmp_path: Path) -> None:
-    server = Server(tmp_path)
+def test_a_promise_of_no_plain_number_is_unknown(server: Server) -> None:
     model = server.create()
-    reply = server.wait({"request_id": f"{model}:{number}"})
-    assert reply.status_code == 404 and "no such promise" in reply.text
+    for number in ("9" * 30, "007", "-1", "1.0", "", "\u0661"):
+        reply = server.wait({"request_id": f"{model}:{number}"})
+        assert reply.status_code == 404 and "no such promise" in reply.text
     assert server.model.training.told == {}
-    server.close()
 
 
-def test_a_gradient_whose_norm_overflows_is_dropped_and_the_moments_stay_finite(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+def test_a_gradient_whose_norm_overflows_is_dropped_also_after_a_restart_and_the_moments_stay_finite(
+    start: Any, server: Server
+) -> None:
     model = server.create()
     server.wait(server.forward_backward(model, 1, 1))
-    held = server.model.training.adapters.held[model]
-    for one in held.parameters.values():
+    for one in server.model.training.adapters.held[model].parameters.values():
         if one.grad is not None:
             one.grad.fill_(3e38)
-    assert "norm of the gradient is not finite" in server.wait(server.optim_step(model, 2)).json()["error"]
-    server.wait(server.forward_backward(model, 3, 1))
-    assert server.wait(server.optim_step(model, 4)).json()["metrics"]["grad_norm"] > 0
+    for seq, told in ((2, "norm of the gradient is not finite"), (3, "there is no gradient")):
+        assert told in server.wait(server.optim_step(model, seq)).json()["error"]
     server.close()
-
-
-def test_a_number_that_was_used_for_another_request_is_refused_by_name(tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    model = server.create()
-    first = server.forward_backward(model, 1, 1)
-    assert server.forward_backward(model, 1, 1) == first, "the same again has the same promise"
-    for reply in (server.forward_backward(model, 1, 2), server.optim_step(model, 1)):
-        assert "seq_id is 1, which" in reply["error"]["message"] and "two programs" in reply["error"]["message"]
-    server.close()
+    server = start()
+    assert "there is no gradient" in server.wait(server.optim_step(model, 4)).json()["error"]
+    assert server.train(model, 5)["metrics"]["grad_norm"] > 0

@@ -13,8 +13,10 @@ from lowmem_grpo.utils import MIB
 SIZE = len(body("m" * 40, 1, 1))
 
 
-def served(folder: Path, **limits: int) -> Server:
-    return Server(folder, defaultdict(Allowance, owner=Allowance(**limits)))
+@pytest.fixture
+def served(start: Any) -> Any:
+    """Starts a server with these limits of its owner."""
+    return lambda **limits: start(allowances=defaultdict(Allowance, owner=Allowance(**limits)))
 
 
 def kept(server: Server, owner: str = "owner") -> int:
@@ -26,8 +28,7 @@ def forward(model: str, seq: int) -> bytes:
     return body(model, seq, seq) + bytes([6 << 3, 1])
 
 
-def test_bodies_are_kept_for_as_long_as_gradients_are_made_of_them(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+def test_bodies_are_kept_for_as_long_as_gradients_are_made_of_them(server: Server) -> None:
     model = server.create()
     server.wait(server.post("forward_backward", forward(model, 1)).json())
     server.wait(server.forward_backward(model, 2, 1, loss="unknown"))
@@ -36,11 +37,10 @@ def test_bodies_are_kept_for_as_long_as_gradients_are_made_of_them(tmp_path: Pat
     assert kept(server) == len(body(model, 3, 1))
     server.wait(server.optim_step(model, 4))
     assert kept(server) == 0
-    server.close()
 
 
-def test_bodies_above_the_limit_fail_in_their_turn_and_a_step_makes_room(tmp_path: Path) -> None:
-    server = served(tmp_path, bodies=2 * SIZE + 50)
+def test_bodies_above_the_limit_fail_in_their_turn_and_a_step_makes_room(served: Any) -> None:
+    server = served(bodies=2 * SIZE + 50)
     model = server.create()
     for seq in (1, 2):
         server.wait(server.forward_backward(model, seq, seq))
@@ -53,11 +53,10 @@ def test_bodies_above_the_limit_fail_in_their_turn_and_a_step_makes_room(tmp_pat
         assert server.post("forward_backward", body(theirs, seq, seq), OTHER).status_code == 200
     assert server.wait(server.optim_step(model, 4)).json()["metrics"]["grad_norm"] > 0
     assert "error" not in server.wait(server.forward_backward(model, 5, 5)).text[:20]
-    server.close()
 
 
-def test_requests_above_the_limit_are_told_to_come_again_and_the_next_in_line_is_taken(tmp_path: Path) -> None:
-    server = served(tmp_path, requests=3)
+def test_requests_above_the_limit_are_told_to_come_again_and_the_next_in_line_is_taken(served: Any) -> None:
+    server = served(requests=3)
     model = server.create()
     with server.held_up():
         for seq in (1, 2, 3):
@@ -70,29 +69,24 @@ def test_requests_above_the_limit_are_told_to_come_again_and_the_next_in_line_is
     for seq in (1, 2, 3):
         server.wait({"request_id": f"{model}:{seq}"})
     assert server.post("forward_backward", body(model, 4, 4)).status_code == 200
-    server.close()
 
 
-def test_requests_that_wait_for_an_earlier_one_do_not_keep_it_out(tmp_path: Path) -> None:
+def test_requests_that_wait_for_an_earlier_one_do_not_keep_it_out(served: Any) -> None:
     """A client sends the first part of a batch last."""
-    server = served(tmp_path, requests=2)
+    server = served(requests=2)
     model = server.create()
     assert [server.post("forward_backward", body(model, seq, seq)).status_code for seq in (3, 2)] == [200, 200]
     assert server.wait(server.post("forward_backward", body(model, 1, 1)).json()).status_code == 200
     assert "error" not in server.wait({"request_id": f"{model}:3"}).text[:20]
-    server.close()
 
 
 def sample(server: Server, seq: int) -> Any:
-    session = server.post("create_session", {}).json()["session_id"]
-    sampler = server.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0,
-                                                      "base_model": MODEL}).json()["sampling_session_id"]
-    return server.post("asample", {"sampling_session_id": sampler, "seq_id": seq, "num_samples": 2,
-                                   "prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 2}})
+    return server.post("asample", {"sampling_session_id": server.sampler(), "seq_id": seq, "num_samples": 2,
+                                   "prompt": [5, 6], "sampling_params": {"max_tokens": 2}})
 
 
-def test_samples_count_until_they_are_answered(tmp_path: Path) -> None:
-    server = served(tmp_path, requests=1)
+def test_samples_count_until_they_are_answered(served: Any) -> None:
+    server = served(requests=1)
     with server.held_up():
         first = sample(server, 1).json()
         assert sample(server, 2).status_code == 429
@@ -102,8 +96,8 @@ def test_samples_count_until_they_are_answered(tmp_path: Path) -> None:
     assert server.model.training.usage.samples["owner"] == 0, "what was broken off does not count either"
 
 
-def test_what_is_written_is_bounded_and_told_before_it_is_written(tmp_path: Path) -> None:
-    server = served(tmp_path, storage=1)
+def test_what_is_written_is_bounded_and_told_before_it_is_written(served: Any, tmp_path: Path) -> None:
+    server = served(storage=1)
     model = server.create()
     server.wait(server.forward_backward(model, 1, 1))
     for kind, more in (("optim_step", {"adam_params": {}}), ("save_weights", {"path": "a"}),
@@ -119,27 +113,25 @@ def test_what_is_written_is_bounded_and_told_before_it_is_written(tmp_path: Path
     assert "metrics" in server.wait(stepped, OTHER).json()
     found = server.model.training.usage.stored("other")
     assert 0 < found == sum(path.stat().st_size for path in (tmp_path / "models").glob("*.safetensors")) < MIB
-    server.close()
 
 
-def test_the_number_of_models_is_bounded_and_a_repeated_request_is_no_further_one(tmp_path: Path) -> None:
-    server = served(tmp_path, models=1)
+def test_the_number_of_models_is_bounded_and_a_repeated_request_is_no_further_one(served: Any) -> None:
+    server = served(models=1)
     model = server.create()
     asked = {"session_id": model.partition(":")[0], "base_model": MODEL, "lora_config": {"rank": 4}}
     assert server.post("create_model", asked | {"model_seq_id": 0}).status_code == 200
     told = server.post("create_model", asked | {"model_seq_id": 1})
     assert told.status_code == 422 and "models: this key has 1, and may have 1" in told.json()["error"]["message"]
-    server.close()
 
 
 @pytest.mark.slow
 def test_models_that_were_not_asked_for_leave_the_card_and_come_back_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for most in (16, 1):
         monkeypatch.setattr("lowmem_grpo.server.tinker.training.HELD", most)
-        server = Server(tmp_path / str(most))
+        server = start(str(most))
         models = [server.create() for _ in range(3)]
         for seq in range(1, 6):
             for number, model in enumerate(models):
@@ -147,19 +139,4 @@ def test_models_that_were_not_asked_for_leave_the_card_and_come_back_as_they_wer
                             else server.forward_backward(model, seq, 9 * number + seq))
         assert len(server.model.training.adapters.held) == min(most, 3)
         found.append([server.wait(server.optim_step(model, 6)).json() for model in models])
-        server.close()
     assert found[0] == found[1]
-
-
-def test_a_gradient_that_was_dropped_does_not_come_back_after_a_restart(tmp_path: Path) -> None:
-    server = Server(tmp_path)
-    model = server.create()
-    server.wait(server.forward_backward(model, 1, 1))
-    for one in server.model.training.adapters.held[model].parameters.values():
-        if one.grad is not None:
-            one.grad.fill_(3e38)
-    assert "was dropped" in server.wait(server.optim_step(model, 2)).json()["error"]
-    server.close()
-    after = Server(tmp_path)
-    assert "there is no gradient" in after.wait(after.optim_step(model, 3)).json()["error"]
-    after.close()
