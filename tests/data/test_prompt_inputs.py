@@ -22,8 +22,8 @@ from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.data.texts import TextEncoder
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
-from lowmem_grpo.server.openai.pending import TokenTexts
 from lowmem_grpo.server.openai.request import plain
+from lowmem_grpo.server.openai.token_texts import TokenTexts
 
 AROUND = {  # what a tokenizer writes around a text
     "nothing": ("", ""), "Llama 3": ("<s>", ""), "add_eos_token": ("<s>", "</s>"), "an end alone": ("", "</s>"),

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import openai
 
-from lowmem_grpo.server.openai.pending import Record, unrecorded
+from lowmem_grpo.server.openai.chat_handler import Record, unrecorded
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.server.requests import ChatError
 

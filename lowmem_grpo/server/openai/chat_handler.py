@@ -2,27 +2,36 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import json
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
+from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.pending import (
-    PendingChat,
-    PendingCompletions,
-    PendingTexts,
-    Record,
-    TokenTexts,
-    unrecorded,
-)
-from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, TextRequest
+from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, TextRequest, message_of
+from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
+from lowmem_grpo.server.openai.token_texts import TokenTexts
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
 
-Names = Callable[[], Mapping[str, Path | str | None]]  # returns `Call.adapter` of each model, by model name
+Adapter = Path | str | None  # as in `Call`
+Choice = dict[str, Any]
+Record = Callable[[list[Choice]], Awaitable[None]]
+DONE = b"data: [DONE]\n\n"  # the last event of a stream
+
+
+async def unrecorded(choices: list[Choice]) -> None:
+    """Record nothing; the default of `record`."""
 
 
 class ChatHandler:
@@ -31,8 +40,10 @@ class ChatHandler:
     upper bound: an answer that reaches the context's end stops with "length". If the caller leaves (the coroutine is
     cancelled), no turn is kept."""
 
-    def __init__(self, worker: EngineWorker, names: Names, histories: ConversationCache) -> None:
-        """`names` is called at each request."""
+    def __init__(
+        self, worker: EngineWorker, names: Callable[[], Mapping[str, Adapter]], histories: ConversationCache
+    ) -> None:
+        """`names` is called at each request, and returns the adapter of each model by the model's name."""
         self.worker, self.names, self.histories = worker, names, histories
         self.texts = TokenTexts(copy.deepcopy(worker.tokenizer))
 
@@ -78,47 +89,200 @@ class ChatHandler:
         finally:
             pending.finish_request()
 
-    def start_request(self, body: Mapping[str, Any], session: str, texts: bool) -> PendingCompletions:
+    def start_request(self, body: Mapping[str, Any], session: str, texts: bool) -> "PendingCompletions":
         """Parse a request and submit its calls to the worker. Raises ChatError."""
-        return self.start_texts(TextRequest.from_body(body)) if texts else self.start_chat(
-            ChatRequest.from_body(body), session, turn_named(body["messages"]))
-
-    def start_chat(self, asked: ChatRequest, session: str, turn: str) -> PendingChat:
-        """Submit a chat request, which continues its conversation; `turn` decides if several cached turns match."""
-        options = self.options(asked)
-        try:
-            opening = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
-                                                 asked.chat_template_kwargs, turn)
-        except (RendererError, ToolFormError) as error:
-            raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
-        try:
-            return PendingChat(self.histories, opening, asked, **options)
-        except ChatError:
-            self.histories.close_prompt(opening, kept=False)
-            raise
-
-    def start_texts(self, asked: TextRequest) -> PendingTexts:
-        """Submit a request of OpenAI's older completions API: plain prompts, without a chat template, each a text to
-        tokenize or the request's own token ids."""
-        options = self.options(asked)
-        prompts = [self.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
-        if empty := [place for place, ids in enumerate(prompts) if not ids]:
-            raise ChatError(400, f"prompt {empty[0]} has no tokens; it must have at least one", "prompt")
-        return PendingTexts(asked, prompts, **options)
-
-    def options(self, asked: CompletionRequest) -> dict[str, Any]:
-        """Return the keyword arguments that PendingChat and PendingTexts share. ChatError for an unknown model."""
-        names = self.names()
+        asked, names = (TextRequest if texts else ChatRequest).from_body(body), self.names()
         if asked.model not in names:
             raise ChatError(404, f"the model {asked.model!r} is not served here; there are {', '.join(names)}", "model",
                             "model_not_found")
-        return {"worker": self.worker, "texts": self.texts, "adapter": names[asked.model]}
+        if isinstance(asked, TextRequest):
+            return PendingCompletions(self, asked, names[asked.model])
+        return PendingChat(self, asked, names[asked.model], session, turn_named(body["messages"]))
+
+
+class PendingCompletions:
+    """The completions of one request of plain prompts (OpenAI's older API: without a chat template, each prompt a text
+    or token ids) while they are sampled, and the reply made from them. The constructor submits them to the worker."""
+
+    prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # of the id; `object` of a reply and of a chunk
+
+    def __init__(self, chat: ChatHandler, asked: TextRequest, adapter: Adapter) -> None:
+        """ChatError if a prompt has no tokens, or leaves no room for an answer."""
+        prompts = [chat.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
+        if empty := [place for place, ids in enumerate(prompts) if not ids]:
+            raise ChatError(400, f"prompt {empty[0]} has no tokens; it must have at least one", "prompt")
+        self.submit(chat, asked, adapter, prompts, [None] * asked.n)
+
+    def submit(
+        self, chat: ChatHandler, asked: CompletionRequest, adapter: Adapter, prompts: list[list[int]],
+        keys: Sequence[int | None],
+    ) -> None:
+        """Submit a call for each prompt and each of `keys`, the conversations' numbers. ChatError for one without room."""
+        step = asked.model.rpartition("@")[2]  # the policy version in a name such as RUN@12
+        version = int(step) if step.isdecimal() else None
+        self.chat, self.asked, self.turns = chat, asked, list[Turn]()
+        self.calls = [Call(ids, params_of(asked, len(ids), place, chat.worker.context), adapter, key, version)
+                      for ids in prompts for place, key in enumerate(keys)]
+        for call in self.calls:
+            chat.worker.submit(call)
+        self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
+
+    async def drawn(self, place: int) -> tuple[Turn, dict[str, Any] | None]:
+        """Await a call's turn, and OpenAI's logprobs if the request asks for them. ChatError if the call failed."""
+        call, count, worker = self.calls[place], self.asked.likeliest, self.chat.worker
+        try:
+            turn = await asyncio.wrap_future(call.future)
+            likeliest = await asyncio.wrap_future(worker.likeliest(call, turn, count)) if count else None
+        except WorkerClosedError as error:
+            raise ChatError(503, str(error)) from error
+        except ValueError as error:  # such as a temperature that vLLM would change
+            raise ChatError(400, str(error)) from error
+        except Exception as error:
+            if isinstance(call.adapter, Path) and not call.adapter.exists():
+                raise ChatError(404, "the weights of this model were deleted before it could answer", "model",
+                                "model_not_found") from error
+            raise ChatError(500, f"the engine could not answer ({type(error).__name__}: {error})") from error
+        self.turns.append(turn)
+        return turn, None if count is None else self.chat.texts.logprobs(turn, likeliest, count)
+
+    async def answer(self, place: int) -> tuple[Turn, Choice]:
+        """Await the turn of call number `place`, and return it with its choice."""
+        turn, told = await self.drawn(place)
+        choice = {"index": place, "text": turn.text, "finish_reason": turn.finish_reason,
+                  "logprobs": None if told is None else older_logprobs(told["content"], bool(self.asked.likeliest))}
+        if self.asked.return_token_ids:
+            choice |= {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.completion_ids}
+        return turn, choice
+
+    def keep(self, turn: Turn, choice: Choice) -> Choice:
+        """Cache a turn, where turns are cached, and return its choice as it is sent."""
+        return choice
+
+    def pieces(self, choice: Choice) -> Iterator[Choice]:
+        """Yield a choice as the choices of a stream's chunks."""
+        yield choice
+
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts; each prompt counts once, however many completions it has."""
+        prompt = sum(len(call.ids) for call in self.calls) // self.asked.n
+        drawn = sum(len(turn.completion_ids) for turn in self.turns)
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+    def reply(self, choices: list[Choice]) -> dict[str, Any]:
+        return self.head | {"object": self.whole, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, choices: list[Choice], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self.head | {"object": self.piece, "choices": choices, "usage": usage}
+
+    def finish_request(self) -> None:
+        """Cancel the calls that are not done; called after the reply, or when the client has left."""
+        for call in self.calls:
+            call.future.cancel()
+
+
+class PendingChat(PendingCompletions):
+    """The answers to one chat request, each a turn of its conversation."""
+
+    prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    asked: ChatRequest
+
+    def __init__(self, chat: ChatHandler, asked: ChatRequest, adapter: Adapter, session: str, turn: str) -> None:
+        """`turn` is the name of the turn that is continued if several cached ones match. ChatError if the prompt cannot
+        be rendered, or leaves no room for an answer."""
+        self.histories, self.kept = chat.histories, False
+        try:
+            self.opening = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
+                                                      asked.chat_template_kwargs, turn)
+        except (RendererError, ToolFormError) as error:
+            raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
+        try:
+            self.submit(chat, asked, adapter, [self.opening.ids],
+                        [self.opening.key, *islice(self.histories.keys, asked.n - 1)])
+        except ChatError:
+            self.histories.close_prompt(self.opening, kept=False)
+            raise
+
+    async def answer(self, place: int) -> tuple[Turn, Choice]:
+        asked, (turn, told) = self.asked, await self.drawn(place)
+        reading = self.histories.read(self.opening, turn) if asked.tool_choice != "none" else Reading(turn.text)
+        if not asked.parallel_tool_calls:
+            reading.calls = reading.calls[:1]
+        turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
+        message = reply_message(reading)
+        turn.message = message_of(message, "message")  # in plain form, as it is read when the client sends it back
+        return turn, {"index": place, "message": message, "logprobs": told,
+                      "finish_reason": "tool_calls" if reading.calls else turn.finish_reason}
+
+    def keep(self, turn: Turn, choice: Choice) -> Choice:
+        self.kept = True
+        choice["turn"] = self.histories.keep(self.opening, turn, turn.message, self.calls[choice["index"]].key)
+        choice["completion_tokens"] = len(turn.completion_ids)
+        return choice | ({"token_ids": turn.completion_ids} if self.asked.return_token_ids else {})
+
+    def pieces(self, choice: Choice) -> Iterator[Choice]:
+        message, rest = choice["message"], {name: value for name, value in choice.items() if name != "message"}
+
+        def piece(delta: dict[str, Any], **more: Any) -> Choice:
+            return {"index": rest["index"], "delta": delta, "finish_reason": None, "logprobs": None,
+                    "turn": rest["turn"], **more}
+
+        yield piece({"role": "assistant", "content": ""})
+        if message["content"]:
+            yield piece({"content": message["content"]}, logprobs=rest.pop("logprobs"))
+        for place, call in enumerate(message.get("tool_calls", ())):
+            yield piece({"tool_calls": [{"index": place, **call}]})
+        yield piece({}) | rest
+
+    def usage(self) -> dict[str, Any]:
+        cached = max((turn.cached_tokens for turn in self.turns), default=0)
+        return super().usage() | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    def reply(self, choices: list[Choice]) -> dict[str, Any]:
+        return super().reply(choices) | ({"prompt_token_ids": self.opening.ids} if self.asked.return_token_ids else {})
+
+    def finish_request(self) -> None:
+        super().finish_request()
+        self.histories.close_prompt(self.opening, self.kept)
 
 
 def turn_named(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the turn name in the key `turn` of the last assistant message; empty if it has none."""
     last: Mapping[str, Any] = next((message for message in reversed(messages) if message["role"] == "assistant"), {})
     return str(last.get("turn") or "")
+
+
+def older_logprobs(content: list[dict[str, Any]], with_others: bool) -> dict[str, Any]:
+    """Return logprobs in the form of OpenAI's older API, `with_others` also the likeliest tokens."""
+    tokens = [entry["token"] for entry in content]
+    others = [{other["token"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
+    return {"tokens": tokens, "token_logprobs": [entry["logprob"] for entry in content],
+            "top_logprobs": others if with_others else None,
+            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}
+
+
+def reply_message(reading: Reading) -> dict[str, Any]:
+    """Return a parsed completion as a message in OpenAI's format, with an id for each tool call."""
+    calls = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {
+        "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}} for call in reading.calls]
+    content = reading.content if reading.content or not calls else None
+    return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
+
+
+def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -> SamplingParams:
+    """Return the sampling params of completion `place` of a prompt of `prompt` tokens. ChatError if no room is left."""
+    room, field = context - prompt, asked.field
+    if room < 1:
+        raise ChatError(
+            400, f"This model's maximum context length is {context} tokens. However, your {field} resulted in {prompt} "
+            f"tokens. Please reduce the length of the {field}, or load the model with a larger max_seq_length", field,
+            "context_length_exceeded")
+    seed = None if asked.seed is None else random.Random(f"{asked.seed}-{place}").getrandbits(62)
+    return SamplingParams(max_tokens=min(room, asked.bound or room), seed=seed, **asked.sampling)
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """Encode an object as a server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def model_entry(name: str, created: int = 0) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import openai
 
-from lowmem_grpo.server.openai.chat_handler import ChatHandler, model_entry
-from lowmem_grpo.server.openai.pending import DONE, event
+from lowmem_grpo.server.openai.chat_handler import DONE, ChatHandler, event, model_entry
 from lowmem_grpo.server.openai.sessions import RECORDER, SESSION
 from lowmem_grpo.server.requests import ChatError
 

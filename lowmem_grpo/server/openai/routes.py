@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lowmem_grpo.server.openai.chat_handler import ChatHandler, model_entry
-from lowmem_grpo.server.openai.pending import DONE, Choice, event
+from lowmem_grpo.server.openai.chat_handler import DONE, ChatHandler, Choice, event, model_entry
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.server.openai.sessions import OpenSessions
 from lowmem_grpo.server.requests import CLOSED, NO_RETRY, ChatError, Limits, json_of

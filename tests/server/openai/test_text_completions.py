@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.endpoint import Endpoint
-from lowmem_grpo.server.openai.pending import TokenTexts
+from lowmem_grpo.server.openai.token_texts import TokenTexts
 
 ASKED: dict[str, Any] = {"model": "agent", "prompt": "Once upon"}
 
