@@ -20,7 +20,7 @@ from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, TextRequest, message_of
 from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
-from lowmem_grpo.server.openai.token_texts import TokenTexts
+from lowmem_grpo.server.openai.token_texts import TokenTexts, older_logprobs
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
 
@@ -104,7 +104,7 @@ class PendingCompletions:
     """The completions of one request of plain prompts (OpenAI's older API: without a chat template, each prompt a text
     or token ids) while they are sampled, and the reply made from them. The constructor submits them to the worker."""
 
-    prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # of the id; `object` of a reply and of a chunk
+    prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # the id's; `object` of a reply and of a chunk
 
     def __init__(self, chat: ChatHandler, asked: TextRequest, adapter: Adapter) -> None:
         """ChatError if a prompt has no tokens, or leaves no room for an answer."""
@@ -117,7 +117,7 @@ class PendingCompletions:
         self, chat: ChatHandler, asked: CompletionRequest, adapter: Adapter, prompts: list[list[int]],
         keys: Sequence[int | None],
     ) -> None:
-        """Submit a call for each prompt and each of `keys`, the conversations' numbers. ChatError for one without room."""
+        """Submit a call for each prompt and each conversation number in `keys`. ChatError if one has no room."""
         step = asked.model.rpartition("@")[2]  # the policy version in a name such as RUN@12
         version = int(step) if step.isdecimal() else None
         self.chat, self.asked, self.turns = chat, asked, list[Turn]()
@@ -249,15 +249,6 @@ def turn_named(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the turn name in the key `turn` of the last assistant message; empty if it has none."""
     last: Mapping[str, Any] = next((message for message in reversed(messages) if message["role"] == "assistant"), {})
     return str(last.get("turn") or "")
-
-
-def older_logprobs(content: list[dict[str, Any]], with_others: bool) -> dict[str, Any]:
-    """Return logprobs in the form of OpenAI's older API, `with_others` also the likeliest tokens."""
-    tokens = [entry["token"] for entry in content]
-    others = [{other["token"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
-    return {"tokens": tokens, "token_logprobs": [entry["logprob"] for entry in content],
-            "top_logprobs": others if with_others else None,
-            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}
 
 
 def reply_message(reading: Reading) -> dict[str, Any]:

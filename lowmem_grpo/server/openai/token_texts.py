@@ -1,4 +1,4 @@
-"""`TokenTexts`: the text, bytes and OpenAI logprob entries of tokens."""
+"""`TokenTexts`: the text and bytes of tokens, and the log-probabilities of a reply in OpenAI's two forms."""
 
 import re
 import threading
@@ -50,3 +50,12 @@ class TokenTexts:
             content.append(self.entry(token, logprob) | {
                 "top_logprobs": sorted(others, key=lambda entry: -entry["logprob"])[:count]})
         return {"content": content, "refusal": None}
+
+
+def older_logprobs(content: list[dict[str, Any]], with_others: bool) -> dict[str, Any]:
+    """Return logprobs in the form of OpenAI's older API, `with_others` also the likeliest tokens."""
+    tokens = [entry["token"] for entry in content]
+    others = [{other["token"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
+    return {"tokens": tokens, "token_logprobs": [entry["logprob"] for entry in content],
+            "top_logprobs": others if with_others else None,
+            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}
