@@ -26,38 +26,32 @@ LOOK = 0.1  # seconds between polls of the run
 BY_TIME, BY_ASKING = "time", "asked"
 
 
-class Keeper:
-    """The parent process of one run."""
+def run_order(folder: Path) -> None:
+    """Run a folder's order to its end, stop it when asked or at its time limit, and write ENDED."""
+    order = json.loads((folder / ORDER).read_text(encoding="utf-8"))
+    signal.signal(signal.SIGTERM, lambda *_: (folder / STOP).touch())
+    lock = lock_file(folder / RUN)
+    with open(folder / LOG, "ab") as log:
+        run = subprocess.Popen(order["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                               start_new_session=True, pass_fds=(lock,))
+    os.pwrite(lock, f"{run.pid:>20}".encode(), 0)
+    os.close(lock)  # the run holds it
+    why, limit, killed_at = None, time.monotonic() + (order["time_limit"] or float("inf")), float("inf")
+    while (code := run.poll()) is None:
+        now = time.monotonic()
+        if why is None and ((folder / STOP).exists() or now > limit):
+            why, killed_at = BY_TIME if now > limit else BY_ASKING, now + order.get("grace", GRACE)
+            run.terminate()
+        if now > killed_at:
+            kill_group(run.pid)
+        time.sleep(LOOK)
+    kill_group(run.pid)  # processes that the run started and left behind
+    write_json(folder / ENDED, {"code": code, "why": why, "at": time.time()})
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.order = folder, json.loads((folder / ORDER).read_text(encoding="utf-8"))
-        self.why: str | None = None  # why the run was told to stop
-        self.killed_at = float("inf")
-        signal.signal(signal.SIGTERM, lambda *_: (folder / STOP).touch())
-        lock = lock_file(folder / RUN)
-        with open(folder / LOG, "ab") as log:
-            self.run = subprocess.Popen(self.order["command"], stdin=subprocess.DEVNULL, stdout=log,
-                                        stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,))
-        os.pwrite(lock, f"{self.run.pid:>20}".encode(), 0)
-        os.close(lock)  # the run holds it
 
-    def wait(self) -> None:
-        """Wait for the run to end, stop it when asked or at its time limit, and write ENDED."""
-        limit = time.monotonic() + (self.order["time_limit"] or float("inf"))
-        while (code := self.run.poll()) is None:
-            now = time.monotonic()
-            if self.why is None and ((self.folder / STOP).exists() or now > limit):
-                self.why, self.killed_at = BY_TIME if now > limit else BY_ASKING, now + self.order.get("grace", GRACE)
-                self.run.terminate()
-            if now > self.killed_at:
-                self.kill()
-            time.sleep(LOOK)
-        self.kill()  # processes that the run started and left behind
-        write_json(self.folder / ENDED, {"code": code, "why": self.why, "at": time.time()})
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.run.pid, signal.SIGKILL)
+def kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None) -> None:
@@ -121,7 +115,7 @@ def main(folder: Path) -> None:
     except BlockingIOError:
         return  # another keeper has this start of the job
     if not (folder / ENDED).exists():
-        Keeper(folder).wait()
+        run_order(folder)
 
 
 if __name__ == "__main__":

@@ -163,10 +163,10 @@ class JobQueue:
             # a job that ran before can be resumed
             return self.end_job(job, STOPPED if job.goes else CANCELLED, "taken back before it began", None)
 
-    def resume(self, number: int, options: list[str], owner: str | None = None) -> Job:
+    def resume(self, number: int, options: list[str]) -> Job:
         """Requeue a job that is over, to resume from its last checkpoint with more options. ValueError if it is not."""
         with self.database.lock:
-            job = self.one(number, owner)
+            job = self.one(number)
             if not job.is_over:
                 raise ValueError(f"job {number} is {job.state}; only one that is {', '.join(OVER)} can be resumed")
             JobRequest(job.recipe, options)  # checks the options

@@ -1,7 +1,7 @@
 """The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`; the jobs on the page."""
 
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -64,10 +64,14 @@ def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
 
     @router.get("/{number}/log")
     async def read_log(number: int, owner: Owner, offset: Annotated[str, Query(alias="from")] = "0") -> Response:
-        log = queue.folder_of(queue.one(number, owner)) / LOG
+        """Answer with up to PIECE bytes of a log from `offset` on; none if there is no log yet."""
+        log, piece = queue.folder_of(queue.one(number, owner)) / LOG, b""
         if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
             raise ValueError(f"from is {offset!r}; it is a byte of the log, a whole number from 0")
-        return Response(piece_of(log, int(offset)), media_type="application/octet-stream")
+        with suppress(FileNotFoundError), open(log, "rb") as file:
+            file.seek(int(offset))
+            piece = file.read(PIECE)
+        return Response(piece, media_type="application/octet-stream")
 
     @router.post("/{number}/cancel")
     async def cancel(number: int, owner: Owner) -> Job:
@@ -80,15 +84,6 @@ def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
         return queue.resume(number, options)
 
     return router
-
-
-def piece_of(log: Path, offset: int) -> bytes:
-    """Return up to PIECE bytes of a log from `offset` on; empty if there is no log yet."""
-    if not log.is_file():
-        return b""
-    with open(log, "rb") as file:
-        file.seek(offset)
-        return file.read(PIECE)
 
 
 class JobsSource:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lowmem_grpo.runs.views.charts import comparison
 from lowmem_grpo.runs.views.report import MOST_POINTS, asset, drawing_script, plain_page, served_page, style
-from lowmem_grpo.server.page.run_follower import RunFollower
+from lowmem_grpo.server.page.run_follower import RunFollower, log_tail
 from lowmem_grpo.server.page.sources import Listed, RunSource, one_run, zipped_adapter
 from lowmem_grpo.server.requests import ChatError, Limits
 from lowmem_grpo.server.server import make_server_app
@@ -99,7 +99,8 @@ class Watching:
             words = "There is no such run." if name else "No runs yet. What begins appears here by itself."
             return {"top": {"title": self.source.title, "ending": {"said": words}}}
         follower = self.follow(run)
-        shown = {"title": run.title, "actions": [(run.name, action) for action in run.actions], "log": follower.log()}
+        actions = [(run.name, action) for action in run.actions]
+        shown = {"title": run.title, "actions": actions, "log": log_tail(follower.log)}
         if not run.can_show:
             return shown | {"top": {"title": run.title, "status": run.state,
                                     "ending": {"said": run.why or "It has written nothing yet."}}}
@@ -142,22 +143,17 @@ class Page:
         return user
 
     async def enter(self, request: Request) -> Response:
-        """Sign in by a link, which works once."""
-        value = self.sign_in.by_ticket(request.query_params.get("ticket", ""))
+        """Sign in by a link, which works once, or by a key (POST)."""
+        if request.method == "POST":
+            value, why = self.sign_in.by_key((await form_fields(request)).get("key", "")), "Nobody here has this key."
+        else:
+            value = self.sign_in.by_ticket(request.query_params.get("ticket", ""))
+            why = "This link was used before, or is of an earlier start."
         if value is None:
-            return sign_in_page("This link was used before, or is of an earlier start.")
-        # a page, not a redirect: a browser that came from another site would follow it without the strict cookie
-        onward = plain_page("Signed in", '<p><a href="/">Go on</a></p>', ONWARD)
-        return self.signed_in(request, HTMLResponse(onward), value)
-
-    async def enter_by_key(self, request: Request) -> Response:
-        fields = await form_fields(request)
-        value = self.sign_in.by_key(fields.get("key", ""))
-        if value is None:
-            return sign_in_page("Nobody here has this key.")
-        return self.signed_in(request, RedirectResponse("/", 303), value)
-
-    def signed_in(self, request: Request, answer: Response, value: str) -> Response:
+            return sign_in_page(why)
+        # a page after a link, not a redirect, which a browser from another site would follow without the strict cookie
+        answer = RedirectResponse("/", 303) if request.method == "POST" else HTMLResponse(
+            plain_page("Signed in", '<p><a href="/">Go on</a></p>', ONWARD))
         answer.set_cookie(self.sign_in.name, value, max_age=int(LASTS), path="/", httponly=True, samesite="strict",
                           secure=request.url.scheme == "https")
         return answer
@@ -254,8 +250,7 @@ def page_router(page: Page) -> APIRouter:
 
     router.add_api_route("/", page.show)
     router.add_api_route("/page/data", page.data)
-    router.add_api_route("/page/enter", page.enter)
-    router.add_api_route("/page/enter", page.enter_by_key, methods=["POST"])
+    router.add_api_route("/page/enter", page.enter, methods=["GET", "POST"])
     router.add_api_route("/page/leave", page.leave, methods=["POST"])
     router.add_api_route("/page/do/{action}", page.act, methods=["POST"])
     return router

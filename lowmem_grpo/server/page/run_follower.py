@@ -196,8 +196,9 @@ def two_rows(rows: list[Record]) -> list[Record]:
 class RunFollower:
     """A thread-safe reader of the records that a run appends."""
 
-    def __init__(self, path: Path, log: Path | None = None) -> None:
-        self.path, self.log_path, self.lock = path, log, Lock()
+    def __init__(self, path: Path, log: Path) -> None:
+        """`log` has the run's output, and need not exist."""
+        self.path, self.log, self.lock = path, log, Lock()
         self.metrics = JsonlTail(path / METRICS)
         self.completions = JsonlTail(path / COMPLETIONS, LAST_BYTES)
         self.series = Series()
@@ -229,7 +230,7 @@ class RunFollower:
         self.judged.add_sample({key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample})
 
     def version(self) -> tuple[Any, ...]:
-        files = (self.path / METRICS, self.path / COMPLETIONS, self.path / SUMMARY, self.log_path)
+        files = (self.path / METRICS, self.path / COMPLETIONS, self.path / SUMMARY, self.log)
         return *map(stamp, files), self.metrics.place, self.completions.place, self.reading
 
     def charts(self) -> list[Chart]:
@@ -262,15 +263,11 @@ class RunFollower:
             said.append(f"{count_text(damaged, 'damaged line')} left out.")
         return " ".join(said)
 
-    def log(self) -> str:
-        """Return the end of the run's output; empty if it is not kept."""
-        return "" if self.log_path is None else log_tail(self.log_path)
 
-
-def stamp(path: Path | None) -> tuple[int, int, int] | None:
+def stamp(path: Path) -> tuple[int, int, int] | None:
     """Return a file's inode, size and time of change; None if there is none."""
     try:
-        status = path.lstat() if path else None
+        status = path.lstat()
     except OSError:
         return None
-    return status and (status.st_ino, status.st_size, status.st_mtime_ns)
+    return (status.st_ino, status.st_size, status.st_mtime_ns)

@@ -76,14 +76,14 @@ class PromptScoring:
         prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last)
         with self.lock:
             self.waiting.append(prompt)
-        self.worker.run(self.work, sleep=False).add_done_callback(lambda done: self.tell(prompt, done))
-        return prompt.future
 
-    def tell(self, prompt: WaitingPrompt, done: "Future[None]") -> None:
-        """Fail a prompt whose job did not run because the worker was closed."""
-        error = done.exception()
-        if error is not None and not prompt.future.done():
-            prompt.future.set_exception(error)
+        def tell(done: "Future[None]") -> None:
+            """Fail the prompt if its job did not run because the worker was closed."""
+            if (error := done.exception()) is not None and not prompt.future.done():
+                prompt.future.set_exception(error)
+
+        self.worker.run(self.work, sleep=False).add_done_callback(tell)
+        return prompt.future
 
     def work(self) -> None:
         """Score the prompts that wait for the first one's adapter; none are left if an earlier job scored them."""

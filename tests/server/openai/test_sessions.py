@@ -1,8 +1,6 @@
 """A session records what its client got, and nothing else, as the conversations that were held in it."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,28 +140,3 @@ def test_a_reply_that_comes_after_the_end_of_its_session_is_not_recorded() -> No
         gate.opened.set()
         assert late.result(60)[-1]["content"] == "heard: hi"
         assert not session.replies
-
-
-PROGRAM = """
-import json, sys
-from urllib.request import Request, urlopen
-import openai
-url, key = sys.argv[1:]
-messages = [{"role": "user", "content": "from a program"}]
-client = openai.OpenAI(base_url=url, api_key=key)
-model = client.models.list().data[0].id
-text = client.chat.completions.create(model=model, messages=messages).choices[0].message.content
-messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "without a library"}]
-body = json.dumps({"model": "agent", "messages": messages}).encode()
-head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-print(json.load(urlopen(Request(f"{url}/chat/completions", body, head)))["choices"][0]["message"]["content"])
-"""
-
-
-def test_a_program_that_knows_only_the_address_and_the_key_yields_a_trajectory(endpoint: AgentEndpoint) -> None:
-    with endpoint.session() as session:
-        command = [sys.executable, "-c", PROGRAM, session.base_url, session.api_key]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert (done.stdout, done.stderr) == ("heard: without a library\n", "")
-    assert [texts(history) for history in session.trajectory().histories] == [
-        ["from a program", "heard: from a program", "without a library", "heard: without a library"]]

@@ -178,13 +178,19 @@ def test_links_and_pipes_and_what_vanishes_are_not_read_and_do_not_block(tmp_pat
     assert steps(file) == [] and not file.is_new
 
 
+def followed(folder: Path) -> RunFollower:
+    """A run after the first look at it."""
+    run = RunFollower(folder, folder / "log.txt")
+    run.read_news()
+    return run
+
+
 def test_a_page_is_told_that_all_is_read_though_the_last_look_found_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run(tmp_path / "run", 5)
     monkeypatch.setattr(run_follower, "PIECE", (folder / "metrics.jsonl").stat().st_size)  # it ends with a piece
-    run = RunFollower(folder)
-    run.read_news()
+    run = followed(folder)
     assert "still being read" in run.content()["note"]
     while run.completions.more:
         run.read_news()
@@ -195,8 +201,7 @@ def test_a_page_is_told_that_all_is_read_though_the_last_look_found_nothing(
 
 
 def test_a_run_that_was_resumed_is_read_anew(tmp_path: Path) -> None:
-    run = RunFollower(write_run(tmp_path / "run", 5))
-    run.read_news()
+    run = followed(write_run(tmp_path / "run", 5))
     for name in ("metrics.jsonl", "completions.jsonl"):
         (tmp_path / "aside").write_text(json.dumps(metric(1)) + "\n")
         os.replace(tmp_path / "aside", tmp_path / "run" / name)
@@ -207,13 +212,12 @@ def test_a_run_that_was_resumed_is_read_anew(tmp_path: Path) -> None:
 def test_a_hostile_run_is_shown_escaped_and_nothing_outside_is_read(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("the secret")
     folder = write_hostile(tmp_path / "run", tmp_path / "secret.txt")
-    run = RunFollower(folder, folder / "log.txt")
-    run.read_news()
+    run = followed(folder)
     shown = run.content()
     html = one_file(shown)
     assert ATTACK not in html and "<img" not in html
     assert shown["alarms"][0]["title"] == "<b>" and "7 damaged lines left out" in shown["note"]
-    assert run.log() == "" and "the secret" not in html
+    assert log_tail(run.log) == "" and "the secret" not in html
     assert shown["samples"]["rows"] and json.dumps(shown, allow_nan=False)
     assert run.charts()
 
@@ -223,8 +227,7 @@ def test_a_hostile_run_is_shown_escaped_and_nothing_outside_is_read(tmp_path: Pa
     {"config": [1]}, {"steps": "many", "status": "failed"}, {"baselines": {"a": [1]}}, {"eval_problems": -4,
     "accuracy_after": 7}, {"right_above": "x"}, {"train_seconds": "long"}])
 def test_a_summary_of_another_form_does_not_take_the_page_away(tmp_path: Path, summary: dict[str, object]) -> None:
-    run = RunFollower(write_run(tmp_path / "run", 3, summary))
-    run.read_news()
+    run = followed(write_run(tmp_path / "run", 3, summary))
     assert run.content()["charts"] and run.charts()
 
 
@@ -234,7 +237,7 @@ def test_of_a_long_run_the_page_says_what_is_left_out_and_a_look_is_short(
     monkeypatch.setattr(run_follower, "LAST_BYTES", 2000)
     monkeypatch.setattr(run_follower, "PIECE", 64 * 1024)
     folder = write_run(tmp_path / "run", 3000)
-    run = RunFollower(folder)
+    run = RunFollower(folder, folder / "log.txt")
     looks = 0
     while looks == 0 or run.reading:
         run.read_news()
