@@ -129,10 +129,11 @@ class PendingCompletions:
 
     async def drawn(self, place: int) -> tuple[Turn, dict[str, Any] | None]:
         """Await a call's turn, and OpenAI's logprobs if the request asks for them. ChatError if the call failed."""
-        call, count, worker = self.calls[place], self.asked.likeliest, self.chat.worker
+        call, count, likeliest = self.calls[place], self.asked.likeliest, None
         try:
             turn = await asyncio.wrap_future(call.future)
-            likeliest = await asyncio.wrap_future(worker.likeliest(call, turn, count)) if count else None
+            if count:
+                likeliest = await asyncio.wrap_future(self.chat.worker.likeliest(call, turn, count))
         except WorkerClosedError as error:
             raise ChatError(503, str(error)) from error
         except ValueError as error:  # such as a temperature that vLLM would change
