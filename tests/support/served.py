@@ -42,6 +42,16 @@ class Serving:
     model: ServedModel
     url: str
 
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Inside, the worker does something else."""
+        gate = threading.Event()
+        self.model.worker.run(gate.wait)
+        try:
+            yield
+        finally:
+            gate.set()
+
     def openai(self, key: str = OWNER) -> openai.OpenAI:
         """OpenAI's own client of it. Close it."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)

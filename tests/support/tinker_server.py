@@ -97,6 +97,10 @@ class Server:
         self.database.close()
 
 
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
 def body(model: str, seq: int, seed: int, loss: str = "cross_entropy", targets: int = 6) -> bytes:
     torch.manual_seed(seed)
     request = wire.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tables import every_row
+from tinker_server import same
 from torch import Tensor
 from trainer_runs import exact
 
@@ -14,7 +15,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.server.tinker.adapters import Adam, Adapters, LoraSettings, one_each
+from lowmem_grpo.server.tinker.adapters import Adam, Adapters, LoraSettings
 from lowmem_grpo.server.tinker.calls import CreateModel, OptimStep, read
 from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
 
@@ -49,19 +50,42 @@ def asked(loss: str, given: list[Datum], forward_only: bool = False) -> Pass:
     return Pass(cut, loss, checked_settings(loss, {}), forward_only)
 
 
-def dense(made: Adapters, model: str, loss: str, given: list[Datum]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probabilities and gradients by whole logits, one datum at a time."""
+def dense(made: Adapters, model: str, asked: Pass) -> tuple[list[Tensor], dict[str, Tensor], float]:
+    """Log-probabilities, gradients and the loss by whole logits, one datum at a time."""
     with made.active(model) as held:
-        found, total = [], torch.zeros((), dtype=torch.float64)
-        for one in given:
-            logits = made.model(input_ids=torch.tensor([one.ids])).logits[0]
-            logprobs = logits.log_softmax(-1)[torch.arange(len(one.ids)), one.targets]
+        expected, total = [], torch.zeros((), dtype=torch.float64)
+        for one in asked.data:
+            whole = made.model(input_ids=torch.tensor([one.ids])).logits[0].log_softmax(-1)
+            if one.cells:
+                logprobs = whole[one.cells.rows, one.cells.tokens]
+                total = total - (one.cells.weights.double() * logprobs).sum()
+                matrix = torch.zeros(one.cells.length, one.cells.width).double()
+                matrix[one.cells.rows, one.cells.columns] = logprobs.detach()
+                expected.append(matrix)
+                continue
+            logprobs = whole[torch.arange(len(one.ids)), one.targets]
             values = {name: value.double() for name, value in one.values.items()}
-            total = total + token_losses(loss, logprobs, values, checked_settings(loss, {}),
+            total = total + token_losses(asked.loss, logprobs, values, asked.settings,
                                          torch.zeros(len(one.ids), dtype=torch.long), 1).sum()
-            found.append(logprobs.detach())
+            expected.append(logprobs.detach())
         slopes = torch.autograd.grad(total, list(held.parameters.values()))
-    return found, dict(zip(held.parameters, slopes, strict=True))
+    return expected, dict(zip(held.parameters, slopes, strict=True)), total.item()
+
+
+def check_against_whole_logits(asked: Pass, tokens: int | None) -> None:
+    """The second of two models says what whole logits say, and the first one has no gradient."""
+    made = created(adapters(tokens), "a", "b")
+    expected, slopes, loss = dense(made, "b", asked)
+    logprobs, metrics = made.run("b", asked)
+    assert [one.shape for one in logprobs] == [one.shape for one in expected]
+    for one, other in zip(logprobs, expected, strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-6)
+    assert metrics["loss:sum"] == pytest.approx(loss, rel=1e-9)
+    assert metrics["num_tokens:sum"] == sum(len(one.ids) for one in asked.data)
+    got = gradients(made, "b")
+    assert got.keys() == slopes.keys() and not gradients(made, "a")
+    for name, slope in slopes.items():
+        assert slope.norm() > 0 and (got[name] - slope).norm() <= 1e-9 * slope.norm(), name
 
 
 def gradients(made: Adapters, model: str) -> dict[str, Tensor]:
@@ -72,29 +96,19 @@ def gradients(made: Adapters, model: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.every(2)
 def test_log_probabilities_and_gradients_are_those_of_whole_logits(loss: str, tokens: int | None) -> None:
-    made = created(adapters(tokens), "a", "b")
-    logprobs, slopes = dense(made, "b", loss, data())
-    found, metrics = made.run("b", asked(loss, data()))
-    for one, expected in zip(found, logprobs, strict=True):
-        assert torch.allclose(one.double(), expected, rtol=1e-6)
-    got = gradients(made, "b")
-    assert got.keys() == slopes.keys()
-    for name, expected in slopes.items():
-        assert expected.norm() > 0
-        assert (got[name] - expected).norm() <= 1e-9 * expected.norm(), name
-    assert metrics["num_tokens:sum"] == 20
+    check_against_whole_logits(asked(loss, data()), tokens)
 
 
-def wide_data(seed: int = 0) -> list[Datum]:
+def wide_data() -> list[Datum]:
     """Four datums with several targets for a token, of several widths; the second has cells that are left out, the last
     one target for each."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     made = []
     for length, width, kept in ((7, 3, 1.0), (12, 5, 0.4), (1, 2, 1.0)):
         rows, columns = (torch.rand(length, width) < kept).nonzero(as_tuple=True)
         cells = Cells(rows, columns, torch.randint(3, 384, rows.shape), torch.randn(len(rows)), length, width)
         made.append(Datum(torch.randint(3, 384, (length,)).tolist(), torch.zeros(length, dtype=torch.long), {}, cells))
-    return [*made, replace(data(seed)[0], values={"weights": data(seed)[0].values["weights"]})]
+    return [*made, replace(data()[0], values={"weights": data()[0].values["weights"]})]
 
 
 @pytest.mark.parametrize("tokens", [None, 8])
@@ -103,27 +117,7 @@ def test_several_targets_have_the_log_probabilities_and_gradients_of_whole_logit
     tokens: int | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.models.policy.HEAD_ROWS", block)
-    made, given = created(adapters(tokens), "a", "b"), wide_data()
-    expected, total = [], torch.zeros((), dtype=torch.float64)
-    with made.active("b") as held:
-        for one in given:
-            all_of_them = made.model(input_ids=torch.tensor([one.ids])).logits[0].log_softmax(-1)
-            cells = one.cells or one_each(one)
-            logprobs = all_of_them[cells.rows, cells.tokens]
-            total = total - (cells.weights.double() * logprobs).sum()
-            matrix = torch.zeros(cells.length, cells.width).double()
-            matrix[cells.rows, cells.columns] = logprobs.detach()
-            expected.append(matrix if one.cells else matrix[:, 0])
-        slopes = dict(zip(held.parameters, torch.autograd.grad(total, list(held.parameters.values())), strict=True))
-    found, metrics = made.run("b", Pass(given, "cross_entropy", {}, False))
-    assert [one.shape for one in found] == [one.shape for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one.double(), other, rtol=1e-6)
-    assert metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-9)
-    got = gradients(made, "b")
-    for name, slope in slopes.items():
-        assert slope.norm() > 0 and (got[name] - slope).norm() <= 1e-9 * slope.norm(), name
-    assert not gradients(made, "a")
+    check_against_whole_logits(Pass(wide_data(), "cross_entropy", {}, False), tokens)
 
 
 def test_gradients_of_calls_add_up_until_the_step() -> None:
@@ -146,22 +140,17 @@ def test_a_forward_pass_leaves_no_gradient_and_tells_the_same_log_probabilities(
     assert told == pytest.approx(metrics, rel=1e-12)
 
 
-def states(made: Adapters, model: str) -> dict[str, Tensor]:
-    return made.state(model) | {f"grad of {name}": one for name, one in gradients(made, model).items()}
-
-
 def test_calls_for_one_model_leave_factors_gradients_and_moments_of_another_as_they_are() -> None:
     made = created(adapters(), "a", "b")
     made.run("a", asked("cross_entropy", data()))
     made.optim_step("a", Adam())
     made.run("a", asked("ppo", data(1)))
-    before = states(made, "a")
+    before = [made.state("a"), gradients(made, "a")]
     made.run("b", asked("ppo", data(2)))
     made.optim_step("b", Adam(learning_rate=0.1))
     made.create("c", LoraSettings(rank=8, seed=5))
     made.delete("b")
-    after = states(made, "a")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert same(made.state("a"), before[0]) and same(gradients(made, "a"), before[1])
 
 
 def trained(made: Adapters, model: str, number: int) -> None:
@@ -175,8 +164,7 @@ def test_two_models_that_take_turns_learn_what_each_learns_without_the_other_bit
         trained(both, "a", number)
         trained(both, "b", number + 10)
         trained(one, "a", number)
-    found, expected = both.state("a"), one.state("a")
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert same(both.state("a"), one.state("a"))
 
 
 def test_a_restored_state_goes_on_bit_for_bit() -> None:
@@ -185,9 +173,7 @@ def test_a_restored_state_goes_on_bit_for_bit() -> None:
     second.restore("a", first.state("a"))
     trained(first, "a", 1)
     trained(second, "a", 1)
-    found, expected = second.state("a"), first.state("a")
-    assert any("/exp_avg" in name for name in expected)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert any("/exp_avg" in name for name in first.state("a")) and same(second.state("a"), first.state("a"))
 
 
 def test_a_step_is_that_of_adamw_with_the_settings_of_the_call() -> None:
@@ -214,7 +200,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
     wild = [replace(one, values=one.values | {"logprobs": one.values["logprobs"] - 1000}) for one in data()]
     with pytest.raises(ValueError, match="gradient is NaN or infinite"):
         made.run("a", asked("importance_sampling", wild))
-    assert all(torch.equal(before[name], one) for name, one in gradients(made, "a").items())
+    assert same(gradients(made, "a"), before)
 
 
 @every_row(("make", "told"), [

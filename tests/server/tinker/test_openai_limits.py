@@ -3,7 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -31,17 +31,6 @@ def client(served: Serving) -> Iterator[openai.OpenAI]:
         yield made
 
 
-@contextmanager
-def held_up(served: Serving) -> Iterator[None]:
-    """Inside, the worker does something else."""
-    gate = threading.Event()
-    served.model.worker.run(gate.wait)
-    try:
-        yield
-    finally:
-        gate.set()
-
-
 def chat(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=SAYS, max_tokens=2, **more)
 
@@ -60,7 +49,7 @@ def counts(served: Serving, wanted: int) -> None:
 def test_a_request_above_the_limit_is_told_to_come_again_and_later_is_taken(
     served: Serving, client: openai.OpenAI, ask: Callable[..., Any], stream: bool
 ) -> None:
-    with closing(served.openai(OTHER)) as other, held_up(served):
+    with closing(served.openai(OTHER)) as other, served.held_up():
         waiting = [threading.Thread(target=ask, args=(client,)) for _ in range(2)]
         for one in waiting:
             one.start()
@@ -81,7 +70,7 @@ def test_a_request_above_the_limit_is_told_to_come_again_and_later_is_taken(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_vanishes_is_counted_no_more(served: Serving, stream: bool) -> None:
-    with held_up(served):
+    with served.held_up():
         leaves = begun(f"{served.url}/v1", OWNER, model=MODEL, messages=SAYS, max_tokens=2, stream=stream)
         counts(served, 1)
         leaves.close()

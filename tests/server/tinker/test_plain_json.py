@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tables import every_row
-from tinker_server import OWNER, Server
+from tinker_server import OWNER, Server, same
 
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.calls import request_of, wants_json
@@ -32,8 +32,7 @@ def test_a_pass_in_json_is_the_same_as_in_protobuf(server: Server) -> None:
         torch.frombuffer(bytearray(data), dtype=torch.float32).tolist()]
     for model in models:
         server.wait(server.optim_step(model, 2))
-    states = [server.state(model) for model in models]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert same(*map(server.state, models))
 
 
 def test_a_sample_in_json_has_the_prompts_log_probabilities_with_null_first(server: Server) -> None:

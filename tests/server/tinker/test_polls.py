@@ -1,6 +1,5 @@
 """A client that vanishes while it waits for an answer finds it when it comes again."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,20 +42,19 @@ def begun(http: httpx.Client) -> dict[str, str]:
 
 
 def test_its_gradient_is_made_once_and_its_sample_is_there(served: Serving, http: httpx.Client) -> None:
-    ids, gate = begun(http), threading.Event()
+    ids = begun(http)
     data = [{"tokens": [5, 6, 7], "target_tokens": [6, 7, 8], "weights": [1, 1, 1]}]
-    served.model.worker.run(gate.wait)
-    promises = [
-        ask(http, "forward_backward", model_id=ids["model"], seq_id=1, loss_fn="cross_entropy", data=data),
-        ask(http, "optim_step", model_id=ids["model"], seq_id=2, adam_params={"learning_rate": 0.01}),
-        ask(http, "asample", sampling_session_id=ids["sampler"], seq_id=0, num_samples=2, prompt=[5, 6, 7],
-            sampling_params={"max_tokens": 2}),
-    ]
-    for promise in promises:
-        with pytest.raises(httpx.TimeoutException), httpx.Client(
-                base_url=http.base_url, headers=http.headers, timeout=httpx.Timeout(60, read=0.1)) as hasty:
-            poll(hasty, promise)
-    gate.set()
+    with served.held_up():
+        promises = [
+            ask(http, "forward_backward", model_id=ids["model"], seq_id=1, loss_fn="cross_entropy", data=data),
+            ask(http, "optim_step", model_id=ids["model"], seq_id=2, adam_params={"learning_rate": 0.01}),
+            ask(http, "asample", sampling_session_id=ids["sampler"], seq_id=0, num_samples=2, prompt=[5, 6, 7],
+                sampling_params={"max_tokens": 2}),
+        ]
+        for promise in promises:
+            with pytest.raises(httpx.TimeoutException), httpx.Client(
+                    base_url=http.base_url, headers=http.headers, timeout=httpx.Timeout(60, read=0.1)) as hasty:
+                poll(hasty, promise)
     passed, stepped, sampled = (poll(http, promise) for promise in promises)
     assert passed["metrics"]["loss:sum"] > 0 and stepped["metrics"]["grad_norm"] > 0
     assert [len(one["tokens"]) for one in sampled["sequences"]] == [2, 2]

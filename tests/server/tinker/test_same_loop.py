@@ -10,6 +10,7 @@ import pytest
 import torch
 from scripted_chat import until
 from served import MODEL, Serving, serving, tinker_client
+from tinker_server import same
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -127,5 +128,5 @@ def test_samples_losses_and_adapters_are_those_of_the_loop_in_the_process(served
     alone.close()
     database.close()
     assert over_http == in_process
-    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    assert same(state, expected)
     assert any(one.abs().sum() > 0 for name, one in expected.items() if "lora_B" in name)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tables import every_row
-from tinker_server import OTHER, Server
+from tinker_server import OTHER, Server, same
 
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.calls import SampleRequest, read
@@ -36,8 +36,7 @@ def test_sampling_between_two_passes_leaves_the_gradient_as_it_is(start: Any) ->
         if one is server:
             sample(one, one.sampler())
         one.wait(one.optim_step(model, 2))
-    found, expected = server.state(models[0]), alone.state(models[1])
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(server.state(models[0]), alone.state(models[1]))
 
 
 def test_a_stop_token_ends_a_sample_and_belongs_to_it(server: Server) -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tinker_server import MODEL, OTHER, Server
+from tinker_server import MODEL, OTHER, Server, same
 
 from lowmem_grpo.models.stored_model import public_name
 from lowmem_grpo.server.server_dir import Database
@@ -43,12 +42,11 @@ def test_a_new_model_goes_on_where_the_saved_one_was(server: Server, optimizer: 
     assert loaded["path"] == saved["path"] and again == f"{session_of(model)}:train:7"
     state, other = server.state(model), server.state(again)
     factors = {name: one for name, one in state.items() if "/" not in name}
-    assert all(torch.equal(other[name], one) for name, one in (state if optimizer else factors).items())
-    assert optimizer or other.keys() == factors.keys(), "without its moments"
+    assert same(other, state if optimizer else factors)
     for of, seq in ((model, 6), (again, 1)):
         server.train(of, seq, 9)
-    same = [torch.equal(one, server.state(again)[name]) for name, one in server.state(model).items() if "/" not in name]
-    assert all(same) == optimizer
+    moments = [{name: one for name, one in server.state(of).items() if "/" in name} for of in (model, again)]
+    assert same(*moments) == optimizer
 
 
 def test_a_model_goes_back_to_saved_weights_and_stays_there_after_a_restart(start: Any, server: Server) -> None:
@@ -60,8 +58,7 @@ def test_a_model_goes_back_to_saved_weights_and_stays_there_after_a_restart(star
     asked(server, "load_weights", model_id=model, seq_id=9, path=path, optimizer=True)
     server.close()
     following = start()
-    after = following.state(model)
-    assert after.keys() == before.keys() and all(torch.equal(after[name], one) for name, one in before.items())
+    assert same(following.state(model), before)
     reply = following.wait(following.optim_step(model, 10)).json()
     assert "there is no gradient" in reply["error"], "what was added before the load is gone"
 
@@ -157,7 +154,7 @@ def test_weights_of_another_rank_are_refused_and_the_model_stays_as_it_was(serve
     before = server.state(model)
     said = asked(server, "load_weights", model_id=model, seq_id=3, path=path, optimizer=True)["error"]
     assert "another rank or other layers" in said
-    assert all(torch.equal(one, before[name]) for name, one in server.state(model).items())
+    assert same(server.state(model), before)
 
 
 def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:

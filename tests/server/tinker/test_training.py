@@ -4,15 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tinker_server import MODEL, OTHER, Server, body
-from torch import Tensor
+from tinker_server import MODEL, OTHER, Server, body, same
 
 from lowmem_grpo.server.tinker import wire
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_requests_are_done_in_the_order_of_their_numbers_not_of_their_arrival(server: Server) -> None:
