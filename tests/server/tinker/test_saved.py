@@ -45,8 +45,8 @@ def test_a_new_model_goes_on_where_the_saved_one_was(server: Server, optimizer: 
     assert same(other, state if optimizer else factors)
     for of, seq in ((model, 6), (again, 1)):
         server.train(of, seq, 9)
-    moments = [{name: one for name, one in server.state(of).items() if "/" in name} for of in (model, again)]
-    assert same(*moments) == optimizer
+    trained_on = [{name: one for name, one in server.state(of).items() if "/" not in name} for of in (model, again)]
+    assert same(*trained_on) == optimizer
 
 
 def test_a_model_goes_back_to_saved_weights_and_stays_there_after_a_restart(start: Any, server: Server) -> None:
