@@ -56,12 +56,21 @@ class Completions:
             return JSONResponse(await chat.create(*asked))
 
     async def body(self, request: Request) -> dict[str, Any]:
+        """Return a request's JSON object. ChatError if it is not one, comes too late, or has too many messages."""
+        limits = self.limits
         try:
-            async with asyncio.timeout(self.limits.seconds):
-                return body_of(await request.body(), self.limits)
+            async with asyncio.timeout(limits.seconds):
+                body = json_of(await request.body())
         except TimeoutError:
-            raise ChatError(408, f"the request's body did not come within {self.limits.seconds:g} seconds", None,
+            raise ChatError(408, f"the request's body did not come within {limits.seconds:g} seconds", None,
                             "timeout") from None
+        except ValueError as error:
+            raise ChatError(400, str(error), None, "invalid_json") from None
+        messages = body.get("messages")
+        if isinstance(messages, list) and len(messages) > limits.messages:
+            raise ChatError(400, f"messages has {len(messages)} entries; at most {limits.messages} are taken: send "
+                                 "fewer, or raise messages of Limits", "messages", "too_many_messages")
+        return body
 
     @asynccontextmanager
     async def working_for(self, request: Request) -> AsyncIterator[None]:
@@ -170,16 +179,3 @@ async def departure(receive: Receive) -> None:
 
 def client_left() -> ChatError:
     return ChatError(CLIENT_LEFT, "the client left before its reply")
-
-
-def body_of(raw: bytes, limits: Limits) -> dict[str, Any]:
-    """Parse a request's JSON object. ChatError if it is not one, or has too many messages."""
-    try:
-        body = json_of(raw)
-    except ValueError as error:
-        raise ChatError(400, str(error), None, "invalid_json") from None
-    messages = body.get("messages")
-    if isinstance(messages, list) and len(messages) > limits.messages:
-        raise ChatError(400, f"messages has {len(messages)} entries; at most {limits.messages} are taken: send fewer, "
-                             "or raise messages of Limits", "messages", "too_many_messages")
-    return body

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -50,15 +50,15 @@ class SavedModels(Mapping[str, Path | str | None]):
         """Return the folder of an adapter; None is the base model. ChatError for weights saved for training."""
         if name == self.base:
             return None
-        for kind in (SAMPLING, TRAINING):
-            try:
-                saved = self.shelf.find(path_of(name, kind), self.owner)
-            except UnknownError:
-                continue
-            if saved.kind == TRAINING:
-                raise ChatError(400, f"{name} was saved to train on; save_weights_for_sampler saves what to sample "
-                                     "with", "model")
-            return self.shelf.folder / saved.file
+        run, _, short = name.rpartition("@")
+        paths = [f"{SCHEME}{run}/{kind}/{short}" for kind in (SAMPLING, TRAINING)]
+        for path in [name] if name.startswith(SCHEME) else paths:
+            with suppress(UnknownError):
+                saved = self.shelf.find(path, self.owner)
+                if saved.kind == TRAINING:
+                    raise ChatError(400, f"{name} was saved to train on; save_weights_for_sampler saves what to sample "
+                                         "with", "model")
+                return self.shelf.folder / saved.file
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -81,14 +81,6 @@ def chats_over(worker: EngineWorker, shelf: CheckpointStore, base: str) -> Calla
                            ConversationCache(worker.tokenizer, keys=keys))
 
     return chat_of
-
-
-def path_of(name: str, kind: str) -> str:
-    """Return the protocol's path of the weights that a model name stands for."""
-    if name.startswith(SCHEME):
-        return name
-    run, _, saved = name.rpartition("@")
-    return f"{SCHEME}{run}/{kind}/{saved}"
 
 
 @dataclass

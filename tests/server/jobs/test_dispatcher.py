@@ -89,28 +89,24 @@ def enough(queue: JobQueue, number: int) -> None:
     (queue.folder_of(queue.one(number)) / "enough").touch()
 
 
-def job(queue: JobQueue, number: int) -> Job:
-    return queue.one(number)
-
-
 @pytest.mark.slow
 def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, dispatcher: Dispatcher) -> None:
     first, second, third = submit(queue, "wait"), submit(queue), submit(queue, priority=1)
     dispatcher.start_run(queue.one(first))
     until(dispatcher, lambda: is_ready(queue, first))
-    assert job(queue, third).why == f"waits for job {first}, which has 100% of the card; it asks for 100%"
-    assert job(queue, second).why == "one job is before it in the queue"
+    assert queue.one(third).why == f"waits for job {first}, which has 100% of the card; it asks for 100%"
+    assert queue.one(second).why == "one job is before it in the queue"
     enough(queue, first)
-    until(dispatcher, lambda: job(queue, second).state == DONE)
-    assert job(queue, first).state == DONE == job(queue, third).state
-    assert job(queue, third).began < job(queue, second).began  # type: ignore[operator]
+    until(dispatcher, lambda: queue.one(second).state == DONE)
+    assert queue.one(first).state == DONE == queue.one(third).state
+    assert queue.one(third).began < queue.one(second).began  # type: ignore[operator]
 
 
 def test_an_error_is_told_in_the_runs_own_words(queue: JobQueue, dispatcher: Dispatcher) -> None:
     number = submit(queue, "fail")
-    until(dispatcher, lambda: job(queue, number).is_over)
-    assert job(queue, number).state == FAILED
-    assert job(queue, number).why.startswith("ValueError: the data are gone (exit status 1)")
+    until(dispatcher, lambda: queue.one(number).is_over)
+    assert queue.one(number).state == FAILED
+    assert queue.one(number).why.startswith("ValueError: the data are gone (exit status 1)")
 
 
 @pytest.mark.slow
@@ -118,12 +114,12 @@ def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dis
     number = submit(queue, "wait")
     until(dispatcher, lambda: is_ready(queue, number))
     queue.cancel(number)
-    until(dispatcher, lambda: job(queue, number).is_over)
-    assert (job(queue, number).state, job(queue, number).exit_code) == (STOPPED, 143)
+    until(dispatcher, lambda: queue.one(number).is_over)
+    assert (queue.one(number).state, queue.one(number).exit_code) == (STOPPED, 143)
     queue.resume(number, ["what=end"])
-    until(dispatcher, lambda: job(queue, number).is_over)
-    assert job(queue, number).state == DONE
-    assert (queue.folder_of(job(queue, number)) / "run" / "goTrue-1.0").exists()
+    until(dispatcher, lambda: queue.one(number).is_over)
+    assert queue.one(number).state == DONE
+    assert (queue.folder_of(queue.one(number)) / "run" / "goTrue-1.0").exists()
 
 
 @pytest.mark.slow
@@ -133,16 +129,16 @@ def test_shares_run_together_and_the_next_server_finds_one_that_runs_and_one_tha
     runs, ends = submit(queue, "wait", share=0.5), submit(queue, "wait", share=0.5)
     until(dispatcher, lambda: is_ready(queue, runs) and is_ready(queue, ends))
     assert [one.state for one in queue.live()] == [RUNNING, RUNNING]
-    told = [queue.folder_of(job(queue, number)) / "run" / "goFalse-0.5" for number in (runs, ends)]
+    told = [queue.folder_of(queue.one(number)) / "run" / "goFalse-0.5" for number in (runs, ends)]
     assert all(one.exists() for one in told), "each run is told its share"
     enough(queue, ends)
     monkeypatch.setattr(dispatcher, "poll", lambda: None)  # this server is gone
-    until(dispatcher, lambda: json_file(queue.folder_of(job(queue, ends)) / keeper.ENDED))
+    until(dispatcher, lambda: json_file(queue.folder_of(queue.one(ends)) / keeper.ENDED))
     following = Dispatcher(queue, recipes)
     following.poll()
-    assert (job(queue, runs).state, job(queue, ends).state) == (RUNNING, DONE)
+    assert (queue.one(runs).state, queue.one(ends).state) == (RUNNING, DONE)
     enough(queue, runs)
-    until(following, lambda: job(queue, runs).state == DONE)
+    until(following, lambda: queue.one(runs).state == DONE)
 
 
 def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
@@ -150,7 +146,7 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
 ) -> None:
     number = submit(queue, "wait")
     until(dispatcher, lambda: is_ready(queue, number))
-    folder = queue.folder_of(job(queue, number))
+    folder = queue.folder_of(queue.one(number))
     pid = next(int(entry.name) for entry in Path("/proc").glob("[0-9]*")
                if str(folder).encode() in (entry / "cmdline").read_bytes() and b"server.jobs.keeper" in
                (entry / "cmdline").read_bytes()) if Path("/proc").exists() else 0
@@ -160,11 +156,11 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
     os.kill(pid, signal.SIGKILL)
     os.kill(run, signal.SIGKILL)
     monkeypatch.setattr("lowmem_grpo.server.jobs.dispatcher.COMES_UP", 0.0)
-    until(dispatcher, lambda: job(queue, number).state == WAITING or job(queue, number).goes == 2)
+    until(dispatcher, lambda: queue.one(number).state == WAITING or queue.one(number).goes == 2)
     monkeypatch.undo()
     enough(queue, number)
-    until(dispatcher, lambda: job(queue, number).is_over)
-    assert (job(queue, number).state, job(queue, number).goes) == (DONE, 2)
+    until(dispatcher, lambda: queue.one(number).is_over)
+    assert (queue.one(number).state, queue.one(number).goes) == (DONE, 2)
     assert (folder / "run" / "goTrue-1.0").exists() and (folder / keeper.KEEPER).exists()
 
 
@@ -176,7 +172,7 @@ def test_a_plan_that_fits_no_card_ends_a_job_with_advice_before_it_begins(queue:
     dispatcher.planning.plan = plan
     dispatcher.poll()
     dispatcher.drop_plan()
-    assert (job(queue, number).state, job(queue, number).why) == (
+    assert (queue.one(number).state, queue.one(number).why) == (
         FAILED, "the plan says that it needs 30.00 GiB, and it may fill 20.00 GiB of this card. lower it")
     assert "(40% of it)" in too_large(plan, asking(1, 0.4))
     assert too_large(FITS, asking(1)) == "" == too_large(JobPlan(), asking(1))
@@ -186,9 +182,9 @@ def test_on_a_card_a_job_waits_until_its_plan_is_made(queue: JobQueue, recipes: 
     dispatcher = Dispatcher(queue, recipes, has_card=True)
     number = submit(queue)
     dispatcher.poll()
-    assert job(queue, number).why == "its memory is being planned"
-    until(dispatcher, lambda: job(queue, number).state != WAITING)  # no card to plan for here: nothing is known
-    assert job(queue, number).state == RUNNING and job(queue, number).peak_bytes is None
+    assert queue.one(number).why == "its memory is being planned"
+    until(dispatcher, lambda: queue.one(number).state != WAITING)  # no card to plan for here: nothing is known
+    assert queue.one(number).state == RUNNING and queue.one(number).peak_bytes is None
 
 
 def test_the_thread_survives_a_full_disk_and_ends_when_asked(

@@ -63,9 +63,8 @@ def test_buttons_fit_the_state_and_do_what_the_commands_do(queue: JobQueue, sour
     name = submit(queue)
 
     def shown() -> tuple[str, tuple[str, ...]]:
-        found = source.one(ANN, name)
-        assert found is not None
-        return found.state, found.actions
+        listed = source.one(ANN, name)
+        return listed.state, listed.actions
 
     assert shown() == (WAITING, ("stop",))
     source.act(ANN, name, "stop")

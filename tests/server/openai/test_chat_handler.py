@@ -47,7 +47,6 @@ def test_a_reply_has_openais_shape_and_names_its_turn(chat: ChatHandler) -> None
     reply = asked(chat, return_token_ids=True, logprobs=True)
     (choice,) = reply["choices"]
     turn = chat.turn(choice["turn"])
-    assert turn is not None
     assert choice["message"] == {"role": "assistant", "content": "Good day.", "refusal": None}
     assert (reply["object"], reply["model"], choice["finish_reason"]) == ("chat.completion", "agent", "stop")
     assert (reply["prompt_token_ids"], choice["token_ids"]) == (turn.prompt_ids, turn.completion_ids)
@@ -158,7 +157,6 @@ def test_tool_calls_are_told_and_their_results_continue_the_turn(chat: ChatHandl
     result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
     second = asked(chat, tools=SCHEMAS, messages=[*HELLO["messages"], message, result])
     turns = [chat.turn(reply["choices"][0]["turn"]) for reply in (first, second)]
-    assert turns[0] is not None and turns[1] is not None
     before = turns[0].prompt_ids + turns[0].completion_ids
     assert turns[1].prompt_ids[:len(before)] == before and turns[0].calls == 1
     assert asked(chat, tools=SCHEMAS, tool_choice="none")["choices"][0]["message"]["content"].endswith("</tool_call>")

@@ -43,9 +43,7 @@ class Room:
         return asyncio.run(self.client.chat.completions.create(model=model, messages=messages, max_tokens=9, **fields))
 
     def turn(self, reply: Any) -> Turn:
-        found = self.chat.turn(reply.choices[0].turn)
-        assert found is not None
-        return found
+        return self.chat.turn(reply.choices[0].turn)
 
     def recomputed(self, turn: Turn, base: bool = False) -> list[float]:
         """The trainer's log-probabilities of a turn."""
@@ -80,7 +78,7 @@ def test_the_turns_of_a_conversation_are_what_the_trainer_computes(room: Room) -
     turns = [room.turn(first), room.turn(second)]
     before = turns[0].prompt_ids + turns[0].completion_ids
     assert turns[1].prompt_ids[:len(before)] == before
-    if room.worker.engine is not None and room.worker.engine.name == "transformers":
+    if room.worker.engine.name == "transformers":
         assert second.usage.prompt_tokens_details.cached_tokens == turns[1].cached_tokens >= len(before) - 1
     assert all(close_to(turn, room.recomputed(turn)) for turn in turns)
 
@@ -115,7 +113,7 @@ def test_conversations_with_two_models_by_turns_go_on_from_what_was_computed_wit
         said[name] += [reply.choices[0].message, HIGHER]
         turns.append((name, room.turn(reply)))
     assert all(close_to(turn, room.recomputed(turn, base=name == "base")) for name, turn in turns)
-    if room.worker.engine is not None and room.worker.engine.name == "transformers":
+    if room.worker.engine.name == "transformers":
         assert all(turn.cached_tokens > 0 for _, turn in turns[2:])
 
 

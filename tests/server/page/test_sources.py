@@ -27,9 +27,7 @@ def owned_by(folder: Path, **owner: object) -> None:
 
 
 def state(folder: Path) -> str:
-    found = one_run(folder.parent, folder.name)
-    assert found is not None
-    return found.state
+    return one_run(folder.parent, folder.name).state
 
 
 def test_the_state_is_that_of_the_summary_or_of_who_writes(tmp_path: Path) -> None:
