@@ -83,13 +83,6 @@ def test_turns_bridges_masks_pay_and_states_of_a_game() -> None:
     assert tokenizer.decode(whole) == rendered.rstrip("\n")
 
 
-def test_groups_are_told_of_while_others_play_and_the_members_share_their_prompt() -> None:
-    groups = played(numbered(), [ROW | {"size": size} for size in (3, 4, 5)], Game, n=4)
-    assert [[one.ending for one in group] for group in groups] == [["done"] * 4] * 3
-    assert not any(one.splits for group in groups for one in group)
-    assert len({tuple(group[0].turns[0].prompt_ids) for group in groups}) == 3
-
-
 class Unlike(Game):
     """Begins differently each time."""
 
