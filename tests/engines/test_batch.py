@@ -88,18 +88,21 @@ def test_prompts_whose_earlier_answers_were_longest_are_begun_first(
     assert sorted(told, key=lambda prompt: len(PROMPTS[prompt])) == told
 
 
-@pytest.mark.parametrize("call", [2, 20, 40])
-def test_a_shortage_among_rows_at_different_places_changes_nothing(
-    small_policy: Policy, tokenizer: PreTrainedTokenizerBase, expected: list[list[Rollout]], call: int
+@pytest.mark.parametrize("calls", [(2,), (20,), (5, 30)])
+def test_a_shortage_among_rows_at_different_places_changes_nothing_and_each_prompt_is_told_once(
+    small_policy: Policy, tokenizer: PreTrainedTokenizerBase, expected: list[list[Rollout]], calls: tuple[int, ...]
 ) -> None:
-    other, hook = bounded(TransformersEngine(small_policy, tokenizer, CONTEXT), 6), Failing(call)
+    other, hook = bounded(TransformersEngine(small_policy, tokenizer, CONTEXT), 6), Failing(*calls)
+    told: list[tuple[int, list[Rollout]]] = []
     handle = other.policy.backbone.norm.register_forward_hook(hook)
     try:
-        found = other.generate(PROMPTS, PARAMS)
+        found = other.generate(PROMPTS, PARAMS, lambda prompt, group: told.append((prompt, group)))
     finally:
         handle.remove()
     check_same(found, expected)
-    assert hook.raised == 1 and other.bound.lowered == 3
+    assert hook.raised == len(calls) and other.bound.lowered == 6 // 2 ** len(calls)
+    assert sorted(prompt for prompt, _ in told) == list(range(len(PROMPTS)))
+    assert all(group is found[prompt] for prompt, group in told)
 
 
 @pytest.mark.parametrize("rows", [2, pytest.param(4, marks=pytest.mark.slow)])

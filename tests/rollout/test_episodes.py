@@ -166,6 +166,7 @@ def test_an_episode_that_fails_once_is_played_again_and_a_second_failure_leaves_
         Broken.left = 0
         hang.end()  # what hung lets go, and closes nothing twice
     assert "an environment failed: " in caplog.text and bool(hang.threads) == way.endswith("hangs")
+    assert not hang.threads or f"Broken.{way.split()[0]} took more than 60 s" in caplog.text
 
 
 def test_a_close_that_fails_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
