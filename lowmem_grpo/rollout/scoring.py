@@ -72,11 +72,6 @@ class Scoring:
     def names(self) -> list[str]:
         return self.scorer.names
 
-    @property
-    def needs_baselines(self) -> bool:
-        """True if each prompt needs the reward of a greedy completion (ReMax)."""
-        return self.settings.advantage_estimator == "remax"
-
     def start_batch(self, prompts: Sequence[Prompt | RolloutGroup]) -> RewardBatch:
         """Return the reward calls of a batch, created before it is sampled and settled when it is."""
         return RewardBatch(self.scorer, prompts, self.state, self.clock)
