@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from different_ends import CONTEXT, PARAMS, PROMPTS, check_same
-from episodes import Talk
 from memory import Failing
 from transformers import PreTrainedTokenizerBase
 
@@ -103,22 +102,6 @@ def test_a_shortage_among_rows_at_different_places_changes_nothing_and_each_prom
     assert hook.raised == len(calls) and other.bound.lowered == 6 // 2 ** len(calls)
     assert sorted(prompt for prompt, _ in told) == list(range(len(PROMPTS)))
     assert all(group is found[prompt] for prompt, group in told)
-
-
-@pytest.mark.parametrize("rows", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_turns_go_on_from_rows_that_left_at_different_places(
-    small_policy: Policy, tokenizer: PreTrainedTokenizerBase, rows: int
-) -> None:
-    engine = TransformersEngine(small_policy, tokenizer, 2 * CONTEXT)
-
-    def talked(one: TransformersEngine) -> Talk:
-        talk = Talk([prompt[:20] for prompt in PROMPTS], max_tokens=lambda key, turn: 4 + 5 * ((key + turn) % 3))
-        one.converse(talk, SamplingParams(seed=1, ignore_eos=True))
-        return talk
-
-    expected, found = talked(engine), talked(bounded(engine, rows))
-    for key, turns in expected.drawn.items():
-        check_same([found.drawn[key]], [turns])
 
 
 def test_random_numbers_of_far_places_are_each_rows_own(

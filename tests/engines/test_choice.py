@@ -303,29 +303,6 @@ def test_base_live_and_saved_adapters_give_on_vllm_what_they_give_on_transformer
     assert sampled.engine_choice.name == "vllm"
 
 
-@pytest.mark.slow
-@needs_vllm
-def test_vllms_own_sampling_params_mean_what_ours_mean(sampled: FastPeftModel, plain: FastPeftModel) -> None:
-    sampled.engine()  # sets up vLLM's environment before it is imported here
-    import vllm
-
-    settings: list[dict[str, Any]] = [
-        {"temperature": 0, "max_tokens": 12}, {"temperature": 0, "max_tokens": 40, "stop": ["="]},
-        {"temperature": 0, "max_tokens": 40, "stop": "=", "include_stop_str_in_output": True},
-        {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "skip_special_tokens": False},
-        {"n": 3, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 5, "max_tokens": 12},
-        {"temperature": 0, "max_tokens": 12, "stop_token_ids": [23]},
-    ]
-    for values in settings:
-        ours = SamplingParams(**values)
-        for model in (sampled, plain):
-            request = model.current_lora()
-            expected = model.fast_generate(PROMPTS, ours, request)
-            same(model.fast_generate(PROMPTS, vllm.SamplingParams(**values), request), expected)
-    everything = plain.fast_generate("Start", vllm.SamplingParams(max_tokens=None, ignore_eos=True, temperature=0))
-    assert len(everything[0].prompt_token_ids) + len(everything[0].outputs[0].token_ids) == 128
-
-
 def make_trainer(model: FastPeftModel, folder: Path) -> GRPOTrainer:
     """For two steps of four completions."""
     config = GRPOConfig(output_dir=str(folder), max_steps=2, num_generations=4, per_device_train_batch_size=4,

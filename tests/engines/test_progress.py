@@ -101,12 +101,3 @@ def test_the_longest_expected_come_first_and_unknown_prompts_in_the_middle() -> 
     assert expected.order([[1], [3], [2], [4]]) == [2, 1, 3, 0]
     expected.note_groups([[1]], [drawn(500)])  # the newest answers count
     assert expected.order([[1], [3], [2]]) == [0, 1, 2]
-
-
-def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PROMPTS", 2)
-    expected = ExpectedLengths()
-    expected.note_groups([[number] for number in range(4)], [drawn(number) for number in range(4)])
-    assert list(expected.known.values()) == [2, 3]
-    expected.note_groups([[2], [9]], [drawn(7), drawn(9)])
-    assert list(expected.known.values()) == [7, 9]

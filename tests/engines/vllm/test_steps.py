@@ -44,28 +44,6 @@ def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) ->
 
 
 @pytest.mark.slow
-def test_prompts_whose_earlier_answers_were_longest_enter_first_and_their_answers_stay_the_same(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = Policy(with_adapter(load_model("shallow")).eval())
-    prompts = [[5] * length for length in (480, 300, 470, 490)]  # the context ends their answers
-    params = SamplingParams(n=2, max_tokens=60, seed=1, ignore_eos=True)
-    entered: list[list[int]] = []
-    with engine_on(policy, max_num_seqs=2) as engine:
-        enqueue = engine.llm.enqueue
-
-        def spy(requests: list[Any], *args: Any, **options: Any) -> Any:
-            entered.append([len(request["prompt_token_ids"]) for request in requests])
-            return enqueue(requests, *args, **options)
-
-        monkeypatch.setattr(engine.llm, "enqueue", spy)
-        first, second = (engine.generate(prompts, params) for _ in range(2))
-    assert entered == [[480, 300, 470, 490], [300, 470, 480, 490]]
-    assert [[rollout.completion_ids for rollout in group] for group in first] == [
-        [rollout.completion_ids for rollout in group] for group in second]
-
-
-@pytest.mark.slow
 def test_preemptions_are_those_that_vllm_counts(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(with_adapter(load_model("shallow")).eval())
     least = least_kv_bytes(policy, CONTEXT)
