@@ -93,18 +93,16 @@ def why_other_device(name: str, number: str, device: str) -> str | None:
 
 def check_cache_dtype(settings: EngineSettings, choice: EngineChoice, device: str) -> None:
     """Raise EngineUnavailableError if an 8-bit KV cache is set and the chosen engine cannot hold one on `device`."""
-    why = why_not_in_8_bits(choice, device) if settings.in_8_bits else None
+    if not settings.in_8_bits:
+        return
+    if choice.name != VLLM:
+        why: str | None = f"only vLLM holds its cache in 8 bits, but the {choice.name} engine samples ({choice.why})"
+    elif device.startswith("cpu"):
+        why = why_not_on_cpu(torch.backends.cpu.get_cpu_capability())
+    else:
+        why = why_not_on_card(torch.cuda.get_device_capability(device), find_spec("flashinfer") is not None)
     if why:
         raise EngineUnavailableError(f"kv_cache_dtype is {settings.kv_cache_dtype!r}, and {why}. {IN_16_BITS}")
-
-
-def why_not_in_8_bits(choice: EngineChoice, device: str) -> str | None:
-    """Return why the chosen engine cannot hold its KV cache in 8 bits on `device`; None if it can."""
-    if choice.name != VLLM:
-        return f"only vLLM holds its cache in 8 bits, but the {choice.name} engine samples ({choice.why})"
-    if device.startswith("cpu"):
-        return why_not_on_cpu(torch.backends.cpu.get_cpu_capability())
-    return why_not_on_card(torch.cuda.get_device_capability(device), find_spec("flashinfer") is not None)
 
 
 @dataclass(eq=False)

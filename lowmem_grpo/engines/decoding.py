@@ -176,9 +176,22 @@ def converse(engine: Any, conversation: Conversation, params: SamplingParams,
 
 def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams,
               tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Decode turns with `generate`, in rounds of all turns that are ready."""
+    """Decode turns with `generate`, one call for each round of all turns that are ready. The result depends only on the
+    requests: all of a round use the seed of the first. They also share the largest `max_tokens`, and completions beyond
+    a turn's own limit are cut."""
+    requests: list[Request]
+
+    def give(index: int, rollouts: list[Rollout]) -> None:
+        request = requests[index]
+        conversation.add_rollout(request.key, cut_rollout(rollouts[0], request.max_tokens, params, tokenizer))
+
     while requests := conversation.next_requests(busy=False):
-        decode_round(engine, requests, conversation, params, tokenizer)
+        most = max(request.max_tokens for request in requests)
+        shared = replace(params, n=1, max_tokens=most, seed=requests[0].seed, part=None)
+        tells = ON_GROUP in capabilities_of(engine)
+        groups = engine.generate([request.ids for request in requests], shared, *([give] if tells else []))
+        for index, rollouts in enumerate([] if tells else groups):
+            give(index, rollouts)
 
 
 @cache
@@ -186,25 +199,6 @@ def warn_of_rounds(name: str) -> None:
     logger.warning("the engine %s has no converse(conversation, params) among its capabilities, so generate decodes "
                    "its turns in rounds: the slowest of a round holds up the others, and each turn computes its whole "
                    "history again. See lowmem_grpo/engines/base.py for what converse does", name)
-
-
-def decode_round(engine: Any, requests: list[Request], conversation: Conversation, params: SamplingParams,
-                 tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Decode one round with one call of `generate`. The result depends only on the requests: all use the seed of the
-    first. They also share the largest `max_tokens`, and completions beyond a turn's own limit are cut."""
-    most = max(request.max_tokens for request in requests)
-    shared = replace(params, n=1, max_tokens=most, seed=requests[0].seed, part=None)
-
-    def give(index: int, rollouts: list[Rollout]) -> None:
-        request = requests[index]
-        conversation.add_rollout(request.key, cut_rollout(rollouts[0], request.max_tokens, params, tokenizer))
-
-    prompts = [request.ids for request in requests]
-    if ON_GROUP in capabilities_of(engine):
-        engine.generate(prompts, shared, give)
-    else:
-        for index, rollouts in enumerate(engine.generate(prompts, shared)):
-            give(index, rollouts)
 
 
 def cut_rollout(rollout: Rollout, most: int, params: SamplingParams, tokenizer: "PreTrainedTokenizerBase") -> Rollout:

@@ -172,9 +172,6 @@ class GenerationState:
 
     # Prompts
 
-    def prompt_of(self, row: int) -> list[int]:
-        return self.prompts[row // self.params.n]
-
     def prefills(self, rows: list[int], running: int) -> list[Prefill]:
         """Return the prompts of these rows, grouped by tokens to feed: those that extend kept turns, then all others,
         each once. Takes these turns out of the prefix cache, and trims it to the room left beside `running` rows."""
@@ -187,7 +184,8 @@ class GenerationState:
         made = [Prefill([[row] for row in group], [self.prompts[row] for row in group],
                         [prefixes[row] for row in group], new[group[0]]) for group in groups]
         if fresh := [row for row in rows if row not in new]:
-            prompts, sharing = zip(*((prompt, [*same]) for prompt, same in groupby(fresh, self.prompt_of)), strict=True)
+            equal = groupby(fresh, lambda row: self.prompts[row // self.params.n])
+            prompts, sharing = zip(*((prompt, [*same]) for prompt, same in equal), strict=True)
             made.append(Prefill([*sharing], [*prompts], [], max(map(len, prompts))))
         for prefill in made:
             for same, prompt, held in zip(prefill.rows, prefill.prompts, prefill.held, strict=True):

@@ -141,14 +141,11 @@ class Pace:
         now = time.perf_counter()
         self.widest = max(self.widest, running)
         self.most = max(self.most, running)
-        spent = self.spent["prefill" if self.reading else "tail" if self.in_tail(running) else "full"]
+        spent = self.spent["prefill" if self.reading else "tail" if running < TAIL * self.widest else "full"]
         spent.seconds += now - self.mark
         if not self.reading:
             spent.tokens += running if drawn is None else drawn
         self.mark, self.reading = now, False
-
-    def in_tail(self, running: int) -> bool:
-        return running < TAIL * self.widest
 
     def add(self, other: "Pace") -> None:
         for name, spent in other.spent.items():

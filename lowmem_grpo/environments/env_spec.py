@@ -101,28 +101,8 @@ def close_quietly(made: Any) -> None:
         logger.warning("%s.close raised %s: %s", type(made).__name__, type(error).__name__, short(error))
 
 
-class EnvSpec:
-    """The toolbox and renderers that all rows of one environment share."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, toolbox: Toolbox | None, template_kwargs: dict[str, Any]
-    ) -> None:
-        """`toolbox` is that of a sample environment; each episode binds its own functions."""
-        self.tokenizer, self.toolbox, self.template_kwargs = tokenizer, toolbox, template_kwargs
-        self.renderers: dict[bool, Renderer | PlainRenderer] = {}  # True: for prompts that are plain strings
-
-    def renderer(self, row: Mapping[str, Any]) -> Renderer | PlainRenderer:
-        """Return the renderer of a row's messages; RendererError if the template cannot render them."""
-        prompt = row.get("prompt") or []
-        plain = isinstance(prompt, str)
-        if plain not in self.renderers:
-            schemas = self.toolbox.schemas if self.toolbox else None
-            self.renderers[plain] = renderer_for(prompt, self.tokenizer, schemas, self.template_kwargs)
-        return self.renderers[plain]
-
-
 class EnvSpecs:
-    """The specs of a run, one for each environment."""
+    """The toolboxes and renderers of a run: one of each environment's, which all its rows share."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]], factories: Factories | None,
@@ -133,25 +113,35 @@ class EnvSpecs:
         self.tools, self.factories, self.limit = list(tools), factories, TokenLimit(tokenizer, max_tool_tokens)
         self.max_tool_tokens, self.template_kwargs, self.parse = max_tool_tokens, template_kwargs, parse
         self.other: Renderer | PlainRenderer | None = None  # renders questions to the base model
+        self.renderers: dict[tuple[str, bool], Renderer | PlainRenderer] = {}  # True: for prompts that are plain text
         samples = {"": None} if factories is None else factories.samples
-        self.by_name = {name: self.make(made) for name, made in samples.items()}
+        self.toolboxes = {name: self.make_toolbox(made) for name, made in samples.items()}
 
-    def make(self, made: Any) -> EnvSpec:
-        """Return the spec for environments of the same kind as `made`; None means tools without an environment."""
+    def make_toolbox(self, made: Any) -> Toolbox | None:
+        """Return the toolbox of environments of the same kind as `made`; None means tools without an environment."""
         functions = [*self.tools, *([] if made is None else tools_of(made))]
-        toolbox = Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
+        return Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
             if functions else None
-        return EnvSpec(self.tokenizer, toolbox, self.template_kwargs)
 
-    def spec_for(self, row: Mapping[str, Any]) -> EnvSpec:
-        return self.by_name["" if self.factories is None else self.factories.name_of(row)]
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        return "" if self.factories is None else self.factories.name_of(row)
 
-    def toolbox_for(self, row: Mapping[str, Any], made: Any) -> Toolbox | None:
-        """Return a row's toolbox, with the functions of its environment `made`."""
-        spec = self.spec_for(row)
-        if spec.toolbox is None or made is None:
-            return spec.toolbox
-        return spec.toolbox.with_functions([*self.tools, *tools_of(made)])
+    def renderer(self, row: Mapping[str, Any]) -> Renderer | PlainRenderer:
+        """Return the renderer of a row's messages; RendererError if the template cannot render them."""
+        prompt = row.get("prompt") or []
+        key = (self.name_of(row), isinstance(prompt, str))
+        if key not in self.renderers:
+            toolbox = self.toolbox_for(row)
+            schemas = toolbox.schemas if toolbox else None
+            self.renderers[key] = renderer_for(prompt, self.tokenizer, schemas, self.template_kwargs)
+        return self.renderers[key]
+
+    def toolbox_for(self, row: Mapping[str, Any], made: Any = None) -> Toolbox | None:
+        """Return a row's toolbox, with the functions of its environment `made` (None: of the sample environment)."""
+        toolbox = self.toolboxes[self.name_of(row)]
+        if toolbox is None or made is None:
+            return toolbox
+        return toolbox.with_functions([*self.tools, *tools_of(made)])
 
     def within(self, answer: Answer) -> Answer:
         """Return the answer with messages longer than `max_tool_tokens` cut in the middle."""
@@ -169,7 +159,7 @@ class EnvSpecs:
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
         """The schemas of the tools of all environments; None if there are none."""
-        schemas = [schema for spec in self.by_name.values() if spec.toolbox for schema in spec.toolbox.schemas]
+        schemas = [schema for toolbox in self.toolboxes.values() if toolbox for schema in toolbox.schemas]
         return schemas or None
 
 
@@ -185,7 +175,7 @@ class EpisodeEncoder(PromptEncoder):
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
         """Return the prompt, whatever its length, or the reason to leave the row out."""
         try:
-            spec = self.specs.spec_for(row)
+            self.specs.name_of(row)
         except ValueError as error:
             raise DataError(str(error)) from error
         if self.specs.factories is not None and (problem := self.specs.factories.lacking(row)):
@@ -198,7 +188,7 @@ class EpisodeEncoder(PromptEncoder):
         if self.specs.factories is None and not is_chat(messages):
             return "empty prompt"
         try:
-            ids = spec.renderer(row).first(messages)
+            ids = self.specs.renderer(row).first(messages)
         except RendererError as error:
             raise DataError(str(error)) from error
         return Prompt(row, ids, str(self.tokenizer.decode(ids)))

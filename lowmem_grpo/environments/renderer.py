@@ -133,27 +133,20 @@ class Renderer:
         self.seams: dict[Shape, TurnBoundary] = {}
 
     def first(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
-        """Return the prompt of the first turn, (P,). The first `trusted` messages are trusted; None trusts all."""
-        return self.rendered(messages, len(messages) if trusted is None else trusted)
-
-    def render_anew(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
-        """Return the prompt of a later turn, (P,): the whole conversation, re-rendered. The first `trusted` messages
-        are the dataset's; None trusts those before the first assistant message."""
-        if trusted is None:
-            trusted = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        return self.rendered(messages, trusted)
-
-    def rendered(self, messages: Sequence[Message], trusted: int) -> list[int]:
-        """Return the ids of a conversation with the generation prompt. Only text of the first `trusted` messages can
-        become special tokens."""
+        """Return the prompt of a turn, (P,): the conversation with the generation prompt. Only text of the first
+        `trusted` messages, those of the dataset, can become special tokens; None trusts all."""
+        if trusted is None or trusted >= len(messages):
+            return self.marks.encode(self.template.text(messages))
 
         def text(stand_ins: StandIns) -> str:
             later = [thought_apart(stand_ins.defused(message), self.template.source) for message in messages[trusted:]]
             return self.template.text_of_calls([*messages[:trusted], *later])
 
-        if trusted >= len(messages):
-            return self.marks.encode(self.template.text(messages))
         return self.encode(messages, text)
+
+    def render_anew(self, messages: Sequence[Message], trusted: int) -> list[int]:
+        """Return the prompt of a later turn, (P,): the whole conversation, re-rendered (see `first`)."""
+        return self.first(messages, trusted)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
         """Return the tokens (B,) between a sampled completion and the next one: the rest of the turn's end, the new
@@ -216,7 +209,7 @@ class PlainRenderer:
     def closed(self, completion_ids: Sequence[int], messages: Sequence[Message]) -> bool:
         return bool(completion_ids) and completion_ids[-1] == self.tokenizer.eos_token_id
 
-    def render_anew(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
+    def render_anew(self, messages: Sequence[Message], trusted: int) -> list[int]:
         """Raise RendererError: without a chat template the conversation cannot be re-rendered."""
         raise RendererError("history='template' renders the conversation with the chat template for each turn, and a "
                             "prompt that is a plain string has none",

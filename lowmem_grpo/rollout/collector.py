@@ -94,7 +94,7 @@ class Collector:
     def score(self, groups: list[RolloutGroup], calls: RewardBatch) -> dict[str, float]:
         """Set rewards, baselines and advantages of sampled groups; returns the metrics that functions logged."""
         scores = calls.settle(groups)
-        if self.scoring.needs_baselines:
+        if self.scoring.settings.advantage_estimator == "remax":
             self.set_baselines([group for group in groups if group.baseline is None])
         return self.scoring.apply(groups, scores)
 

@@ -174,11 +174,10 @@ class EpisodeBatch:
 
     def start(self, key: int) -> None:
         """Start an episode, for the first time or again after a failure."""
-        row = self.prompts[key // self.n].row
-        spec = self.owner.specs.spec_for(row)
+        row, specs = self.prompts[key // self.n].row, self.owner.specs
         self.tries[key] += 1
-        self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, spec.renderer(row), spec.toolbox, None,
-                                 partial(self.seed_of, key), self.owner.specs.within)
+        self.live[key] = Episode(key, row, messages_of(row), self.owner.bounds, specs.renderer(row),
+                                 specs.toolbox_for(row), None, partial(self.seed_of, key), specs.within)
         self.submit(key, partial(self.reset, self.live[key]))
 
     def reset(self, episode: Episode, job: WorkerJob) -> Answer:

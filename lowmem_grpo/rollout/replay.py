@@ -68,15 +68,10 @@ def age_of(group: RolloutGroup, policy_version: int) -> int:
     return policy_version - min(rollout.policy_version for rollout in group.rollouts)
 
 
-def spread_of(group: RolloutGroup) -> float:
-    """Return the standard deviation of a group's rewards; 0 without rewards."""
-    rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-    return pstdev(rewards) if rewards else 0.0
-
-
 def by_spread(groups: Sequence[RolloutGroup]) -> list[int]:
-    """Return the indices of groups, largest spread first, and the newest first among equals."""
-    return sorted(range(len(groups)), key=lambda place: (spread_of(groups[place]), place), reverse=True)
+    """Return the indices of groups, largest standard deviation of rewards first, and the newest first among equals."""
+    rewards = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
+    return sorted(range(len(groups)), key=lambda place: (pstdev(rewards[place] or [0.0]), place), reverse=True)
 
 
 def as_sampled(group: RolloutGroup) -> RolloutGroup:

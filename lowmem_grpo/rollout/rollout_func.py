@@ -14,7 +14,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -56,9 +56,7 @@ class RolloutFunction:
             returned = self.function(rows, self.trainer)
         finally:
             self.params = None
-        vocabulary = int(self.trainer.model.get_input_embeddings().weight.shape[0])
-        limits = BatchLimits(len(rows), vocabulary, self.trainer.model.loaded.max_seq_length)
-        prompt_ids, rollouts = self.checked(returned, limits)
+        prompt_ids, rollouts = self.checked(returned, len(rows))
         groups = [rollouts[start : start + n] for start in range(0, len(rows), n)]
         for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
             prompt.ids = prompt_ids[index * n]
@@ -68,17 +66,18 @@ class RolloutFunction:
                 on_group(index, group)
         return groups
 
-    def checked(self, returned: Any, limits: "BatchLimits") -> tuple[list[list[int]], list[Rollout]]:
+    def checked(self, returned: Any, rows: int) -> tuple[list[list[int]], list[Rollout]]:
         """Return the prompt ids and the rollout of each row; RolloutFuncError for results that cannot be trained on."""
-        lists = rows_of(returned, limits.rows)
+        lists, context = rows_of(returned, rows), self.trainer.model.loaded.max_seq_length
+        vocabulary = int(self.trainer.model.get_input_embeddings().weight.shape[0])
         ends = set(self.trainer.policy.eos_token_ids(self.trainer.tokenizer))
         prompt_ids, rollouts = [], []
-        for row in range(limits.rows):
-            prompt = ids_of("prompt_ids", row, lists["prompt_ids"][row], limits)
-            ids = ids_of("completion_ids", row, lists["completion_ids"][row], limits)
-            if len(prompt) + len(ids) > limits.context:
+        for row in range(rows):
+            prompt = ids_of("prompt_ids", row, lists["prompt_ids"][row], vocabulary)
+            ids = ids_of("completion_ids", row, lists["completion_ids"][row], vocabulary)
+            if len(prompt) + len(ids) > context:
                 raise RolloutFuncError(f"rollout_func: row {row} has {len(prompt)} tokens in prompt_ids and {len(ids)} "
-                                       f"in completion_ids, and the model was loaded for {limits.context} together; "
+                                       f"in completion_ids, and the model was loaded for {context} together; "
                                        "end the episode earlier, or load with a larger max_seq_length")
             trained = mask_of(row, lists["env_mask"][row], len(ids)) if "env_mask" in lists else [True] * len(ids)
             prompt_ids.append(prompt)
@@ -135,15 +134,6 @@ def generate_rollout_completions(
     return player.complete(list(prompts), generation_overrides or {}, as_chat) if len(prompts) else []
 
 
-@dataclass(frozen=True)
-class BatchLimits:
-    """The limits against which a batch of results is checked."""
-
-    rows: int
-    vocabulary: int
-    context: int  # tokens of a prompt and its completion
-
-
 def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
     """Return every key's values, one per row: lists as they are, anything else repeated. RolloutFuncError for a missing
     key or a list of another length."""
@@ -173,16 +163,16 @@ def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
     return columns
 
 
-def ids_of(name: str, row: int, entries: Any, limits: BatchLimits) -> list[int]:
+def ids_of(name: str, row: int, entries: Any, vocabulary: int) -> list[int]:
     """Return the token ids of a row; RolloutFuncError if they are not ids of the vocabulary, or empty."""
     ids = [plain(token) for token in plain(entries)] if isinstance(plain(entries), (list, tuple)) else entries
     if not isinstance(ids, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise RolloutFuncError(f"rollout_func: {name}[{row}] is {shown(ids)}; it is a list of token ids")
     if not ids:
         raise RolloutFuncError(f"rollout_func: {name}[{row}] is empty; it needs a token at least")
-    if outside := [token for token in ids if not 0 <= token < limits.vocabulary]:
+    if outside := [token for token in ids if not 0 <= token < vocabulary]:
         raise RolloutFuncError(f"rollout_func: {name}[{row}] has the id {outside[0]}, and the model's are 0 to "
-                               f"{limits.vocabulary - 1}; use trainer.processing_class to make ids")
+                               f"{vocabulary - 1}; use trainer.processing_class to make ids")
     return ids
 
 

@@ -72,11 +72,6 @@ class Scoring:
     def names(self) -> list[str]:
         return self.scorer.names
 
-    @property
-    def needs_baselines(self) -> bool:
-        """True if each prompt needs the reward of a greedy completion (ReMax)."""
-        return self.settings.advantage_estimator == "remax"
-
     def start_batch(self, prompts: Sequence[Prompt | RolloutGroup]) -> RewardBatch:
         """Return the reward calls of a batch, created before it is sampled and settled when it is."""
         return RewardBatch(self.scorer, prompts, self.state, self.clock)
@@ -182,12 +177,13 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
     lengths = [rollout.num_trained for rollout in rollouts]
     terminated = [r.num_trained for r in rollouts if r.finish_reason == "stop"] or [0]
     with_signal = sum(any(r.has_signal for r in group.rollouts) for group in groups)
+    rewards = [{r.reward for r in group.rollouts if r.reward is not None} for group in groups]
     metrics = {"completions/mean_length": fmean(lengths), "completions/min_length": min(lengths),
                "completions/max_length": max(lengths), "completions/mean_terminated_length": fmean(terminated),
                "completions/min_terminated_length": min(terminated),
                "completions/max_terminated_length": max(terminated),
                "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
-               "frac_reward_zero_std": fmean(not spread(group) for group in groups), "groups/total": len(groups),
+               "frac_reward_zero_std": fmean(len(each) < 2 for each in rewards), "groups/total": len(groups),
                "groups/with_signal": with_signal, "groups/signal_share": with_signal / len(groups)}
     for name in names:
         metrics |= mean_and_std(f"rewards/{name}/mean", f"rewards/{name}/std", [r.rewards.get(name) for r in rollouts])
@@ -221,10 +217,6 @@ def waiting_share(groups: list[RolloutGroup], seconds: float) -> dict[str, float
     waited = [sum(turn.seconds for turn in rollout.turns) for group in groups for rollout in group.rollouts
               if rollout.turns]
     return {"tools/waiting_share": fmean(waited) / seconds} if waited and seconds else {}
-
-
-def spread(group: RolloutGroup) -> bool:
-    return len({rollout.reward for rollout in group.rollouts if rollout.reward is not None}) > 1
 
 
 def mean_and_std(mean_name: str, std_name: str, values: list[float | None]) -> dict[str, float]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from different_ends import CONTEXT, PARAMS, PROMPTS, check_same
-from episodes import Talk
 from memory import Failing
 from transformers import PreTrainedTokenizerBase
 
@@ -88,34 +87,21 @@ def test_prompts_whose_earlier_answers_were_longest_are_begun_first(
     assert sorted(told, key=lambda prompt: len(PROMPTS[prompt])) == told
 
 
-@pytest.mark.parametrize("call", [2, 20, 40])
-def test_a_shortage_among_rows_at_different_places_changes_nothing(
-    small_policy: Policy, tokenizer: PreTrainedTokenizerBase, expected: list[list[Rollout]], call: int
+@pytest.mark.parametrize("calls", [(2,), (20,), (5, 30)])
+def test_a_shortage_among_rows_at_different_places_changes_nothing_and_each_prompt_is_told_once(
+    small_policy: Policy, tokenizer: PreTrainedTokenizerBase, expected: list[list[Rollout]], calls: tuple[int, ...]
 ) -> None:
-    other, hook = bounded(TransformersEngine(small_policy, tokenizer, CONTEXT), 6), Failing(call)
+    other, hook = bounded(TransformersEngine(small_policy, tokenizer, CONTEXT), 6), Failing(*calls)
+    told: list[tuple[int, list[Rollout]]] = []
     handle = other.policy.backbone.norm.register_forward_hook(hook)
     try:
-        found = other.generate(PROMPTS, PARAMS)
+        found = other.generate(PROMPTS, PARAMS, lambda prompt, group: told.append((prompt, group)))
     finally:
         handle.remove()
     check_same(found, expected)
-    assert hook.raised == 1 and other.bound.lowered == 3
-
-
-@pytest.mark.parametrize("rows", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_turns_go_on_from_rows_that_left_at_different_places(
-    small_policy: Policy, tokenizer: PreTrainedTokenizerBase, rows: int
-) -> None:
-    engine = TransformersEngine(small_policy, tokenizer, 2 * CONTEXT)
-
-    def talked(one: TransformersEngine) -> Talk:
-        talk = Talk([prompt[:20] for prompt in PROMPTS], max_tokens=lambda key, turn: 4 + 5 * ((key + turn) % 3))
-        one.converse(talk, SamplingParams(seed=1, ignore_eos=True))
-        return talk
-
-    expected, found = talked(engine), talked(bounded(engine, rows))
-    for key, turns in expected.drawn.items():
-        check_same([found.drawn[key]], [turns])
+    assert hook.raised == len(calls) and other.bound.lowered == 6 // 2 ** len(calls)
+    assert sorted(prompt for prompt, _ in told) == list(range(len(PROMPTS)))
+    assert all(group is found[prompt] for prompt, group in told)
 
 
 def test_random_numbers_of_far_places_are_each_rows_own(

@@ -14,32 +14,23 @@ from lowmem_grpo.engines import cuda_graphs
 from lowmem_grpo.engines.cuda_graphs import check_graphs, not_on_card, say_plain
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 
-CARD = "Tesla T4 (compute capability 7.5, CUDA 12.8)"
 
-
-@pytest.fixture
-def a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card whose driver records nothing, as far as its name and the trial of it go; tensors stay on the CPU."""
+def test_a_card_that_records_nothing_is_named_and_one_that_records_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(work: Any) -> Any:
         raise RuntimeError("CUDA driver version is insufficient\nmore")
 
-    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuses)
+    ran: list[torch.Tensor] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-
-
-@pytest.mark.usefixtures("a_card")
-def test_a_card_that_records_nothing_is_named() -> None:
-    assert not_on_card(torch.device("cpu")) == f"{CARD} records no graph (CUDA driver version is insufficient)"
-
-
-def test_a_card_that_records_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[torch.Tensor] = []
-    monkeypatch.setattr(cuda_graphs, "CudaGraph", lambda work, beside=None: lambda: ran.append(work()))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", refuses)
+    assert not_on_card(torch.device("cpu")) == ("Tesla T4 (compute capability 7.5, CUDA 12.8) records no graph "
+                                                "(CUDA driver version is insufficient)")
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", lambda work, beside=None: lambda: ran.append(work()))
     assert not_on_card(torch.device("cpu")) == "" and len(ran) == 1
 
 

@@ -1,8 +1,8 @@
-"""The key-value cache that grows in place."""
+"""The key-value cache that grows in place, and which rows go on from it together."""
 
 import torch
 
-from lowmem_grpo.engines.batch import left_padded
+from lowmem_grpo.engines.generation_state import fed_together
 from lowmem_grpo.engines.kv_cache import GrowingCache
 
 
@@ -26,7 +26,14 @@ def test_a_growing_cache_copies_seldom() -> None:
     assert moves < 25 and cache.nbytes < 2 * 2 * 1000 * 4 * 4
 
 
-def test_prompts_end_at_the_right_edge() -> None:
-    ids, real = left_padded([[1, 2, 3], [4]], 0, torch.device("cpu"))
-    assert ids.tolist() == [[1, 2, 3], [0, 0, 4]]
-    assert real.tolist() == [[True, True, True], [False, False, True]]
+def test_rows_with_more_new_tokens_are_fed_apart_where_that_saves_work() -> None:
+    assert fed_together({}) == []
+    assert fed_together({3: 5, 1: 5, 2: 4}) == [[3, 1, 2]]
+    assert fed_together({0: 5, 1: 200, 2: 6, 3: 190}) == [[1, 3], [2, 0]]
+    assert fed_together({0: 22, 1: 5}) == [[0], [1]]
+    many = {row: (37 * row) % 200 + 1 for row in range(150)}
+    lists = fed_together(many)
+    assert sorted(row for rows in lists for row in rows) == sorted(many)
+    assert sum(len(rows) * many[rows[0]] for rows in lists) <= 1.1 * sum(many.values()) + 16 * len(lists)
+    assert len(lists) < 15
+    assert fed_together({3: 5, 1: 5, 2: 4}, exactly=True) == [[3, 1], [2]]

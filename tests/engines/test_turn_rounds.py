@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +13,13 @@ from small_models import TINY, load_model, with_adapter
 from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.generation_state import KeptPrefix, PrefixCache, fed_together
-from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, GrowingLayer, StateLayer, right_aligned
+from lowmem_grpo.engines.generation_state import PrefixCache
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
 from lowmem_grpo.models.policy import Policy
 
 SAMPLED = SamplingParams(temperature=1.3)
+Usual = tuple[Talk, list[int]]
 PROMPTS = [[5 + number % 90 for number in range(40)], [9] * 7, [100], [9] * 7]
 
 
@@ -36,10 +36,10 @@ def as_new(engine: TransformersEngine) -> None:
 
 
 @pytest.fixture(scope="module")
-def usual(engine: TransformersEngine) -> "Played":
-    """The conversation as it goes where nothing disturbs it."""
+def usual(engine: TransformersEngine) -> Usual:
+    """The conversation as it goes where nothing disturbs it, and the places of each pass that it took."""
     with fed(engine) as places:
-        return Played(played(engine), places)
+        return played(engine), places
 
 
 def reply(key: int, turn: int) -> list[int]:
@@ -71,14 +71,6 @@ def fed(engine: TransformersEngine) -> Iterator[list[int]]:
         handle.remove()
 
 
-@dataclass
-class Played:
-    """A conversation, and the places of each pass that it took."""
-
-    talk: Talk
-    places: list[int]
-
-
 def same(first: Talk, second: Talk, to: float) -> None:
     assert first.ids == second.ids
     for key, rollouts in first.drawn.items():
@@ -88,14 +80,14 @@ def same(first: Talk, second: Talk, to: float) -> None:
 
 
 def test_turns_that_go_on_from_kept_rows_are_those_of_a_full_computation(
-    engine: TransformersEngine, usual: Played
+    engine: TransformersEngine, usual: Usual
 ) -> None:
-    found = usual.talk
+    found = usual[0]
     engine.kept.most = 0
     with fed(engine) as without:
         whole = played(engine)
     same(found, whole, to=1e-6)
-    assert sum(usual.places) < 0.7 * sum(without)
+    assert sum(usual[1]) < 0.7 * sum(without)
     assert {rollout.cached_tokens for rollouts in whole.drawn.values() for rollout in rollouts} <= {0, 7}
     for key, rollouts in found.drawn.items():
         asked = [request.ids for request in found.asked if request.key == key]
@@ -105,14 +97,14 @@ def test_turns_that_go_on_from_kept_rows_are_those_of_a_full_computation(
 
 
 def test_a_conversation_is_the_same_to_the_bit_when_it_is_repeated(
-    engine: TransformersEngine, usual: Played
+    engine: TransformersEngine, usual: Usual
 ) -> None:
-    same(usual.talk, played(engine), to=0)
-    same(usual.talk, played(engine, wait=lambda key, turn: False), to=0)
+    same(usual[0], played(engine), to=0)
+    same(usual[0], played(engine, wait=lambda key, turn: False), to=0)
 
 
 def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(
-    engine: TransformersEngine, usual: Played
+    engine: TransformersEngine, usual: Usual
 ) -> None:
     """One episode waits while the others play on; its own numbers do not depend on who is decoded beside it."""
     class Late(Talk):
@@ -128,7 +120,7 @@ def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(
 
     late = Late(PROMPTS, 4, reply, lambda key, turn: 3 + (5 * key + turn) % 9)
     engine.converse(late, SAMPLED)
-    same(late, usual.talk, to=1e-6)
+    same(late, usual[0], to=1e-6)
     assert [got for _, got in late.takes] == [4, 3, 3, 4, 1, 1, 0]
     assert late.drawn[0][1].cached_tokens > 20
 
@@ -187,7 +179,7 @@ def test_a_rewritten_history_goes_on_from_what_is_the_same(engine: TransformersE
     (0,), (14, 22), *(pytest.param(calls, marks=pytest.mark.slow) for calls in ((3,), (14,), (17, 18)))], ids=str)
 @pytest.mark.every(2)
 def test_a_shortage_drops_kept_rows_first_and_changes_no_turn(
-    engine: TransformersEngine, usual: Played, calls: tuple[int, ...]
+    engine: TransformersEngine, usual: Usual, calls: tuple[int, ...]
 ) -> None:
     """Call 12 is the first of the second round, beside the rows that were kept of the first."""
     hook = Failing(*calls)
@@ -198,7 +190,7 @@ def test_a_shortage_drops_kept_rows_first_and_changes_no_turn(
         handle.remove()
     assert hook.raised == engine.bound.failures == len(calls)
     assert sorted(found.given) == sorted([0, 1, 2, 3] * 4), "each turn is given once"
-    same(found, usual.talk, to=1e-6)
+    same(found, usual[0], to=1e-6)
 
 
 def test_memory_that_runs_out_beside_kept_rows_leaves_the_bound_as_it_is(
@@ -235,7 +227,7 @@ def test_memory_that_runs_out_beside_kept_rows_leaves_the_bound_as_it_is(
     same(waits, whole, to=1e-6)
 
 
-def test_kept_rows_and_decoded_ones_stay_within_the_bound(engine: TransformersEngine, usual: Played) -> None:
+def test_kept_rows_and_decoded_ones_stay_within_the_bound(engine: TransformersEngine, usual: Usual) -> None:
     most: list[tuple[int, int]] = []
     engine.bound.lowered = 3
     leave = PrefixCache.trim
@@ -249,7 +241,7 @@ def test_kept_rows_and_decoded_ones_stay_within_the_bound(engine: TransformersEn
         found = played(engine)
     assert most and all(rows <= room <= 3 for rows, room in most)
     assert max(rows for rows, _ in most) == 3
-    same(found, usual.talk, to=1e-6)
+    same(found, usual[0], to=1e-6)
 
 
 def test_a_turn_without_memory_for_one_row_ends_the_run(engine: TransformersEngine) -> None:
@@ -267,44 +259,3 @@ def test_equal_prompts_of_a_round_are_computed_once(engine: TransformersEngine) 
         engine.converse(one, SamplingParams(ignore_eos=True))
     assert places == [50] + [4] * 7
     assert [one.drawn[key][0].cached_tokens for key in range(4)] == [0, 50, 50, 50]
-
-
-# parts
-
-
-def test_rows_with_more_new_tokens_are_fed_apart_where_that_saves_work() -> None:
-    assert fed_together({}) == []
-    assert fed_together({3: 5, 1: 5, 2: 4}) == [[3, 1, 2]]
-    assert fed_together({0: 5, 1: 200, 2: 6, 3: 190}) == [[1, 3], [2, 0]]
-    assert fed_together({0: 22, 1: 5}) == [[0], [1]]
-    many = {row: (37 * row) % 200 + 1 for row in range(150)}
-    lists = fed_together(many)
-    assert sorted(row for rows in lists for row in rows) == sorted(many)
-    assert sum(len(rows) * many[rows[0]] for rows in lists) <= 1.1 * sum(many.values()) + 16 * len(lists)
-    assert len(lists) < 15
-    assert fed_together({3: 5, 1: 5, 2: 4}, exactly=True) == [[3, 1], [2]]
-
-
-def test_a_kept_row_knows_how_much_of_a_prompt_it_holds() -> None:
-    kept = KeptPrefix([1, 2, 3, 4], GrowingCache(), row=2, end=9)
-    assert [kept.shared(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 9], [7, 8], [1])] == [4, 3, 2, 0, 0]
-    assert kept.piece(3) == CacheSlice(kept.cache, slice(2, 3), 5, 8)
-
-
-def test_pieces_are_right_aligned_behind_zeros() -> None:
-    numbers = torch.arange(2 * 3 * 1 * 5 * 1).view(2, 3, 1, 5, 1).float()
-    cache = GrowingCache.holding([GrowingLayer.holding(numbers, 5)])
-    found = right_aligned([CacheSlice(cache, slice(2, 3), 1, 3), CacheSlice(cache, slice(0, 2), 0, 4)], 4, room=2)
-    assert found.get_seq_length() == 4 and found.layers[0].storage.shape[3] == 6
-    keys = found.layers[0].keys[:, 0, :, 0]
-    assert keys.tolist() == [[0, 0, 11, 12], [0, 1, 2, 3], [5, 6, 7, 8]]
-
-
-def test_a_state_goes_on_from_its_last_token_only() -> None:
-    layers = [StateLayer.holding(torch.arange(3.0).view(3, 1, 1), torch.arange(3.0).view(3, 1, 1, 1))]
-    cache = GrowingCache.holding(layers)
-    kept = KeptPrefix([1, 2, 3, 4], cache, row=2, end=9)
-    assert [kept.shared(ids) for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4], [1, 2, 9], [7, 8])] == [4, 0, 0, 0]
-    found = right_aligned([kept.piece(4), CacheSlice(cache, slice(0, 1), 0, 7)], 7)
-    assert [one.flatten().tolist() for one in found.layers[0].states] == [[2, 0], [2, 0]]
-    assert found.nbytes == 2 * 2 * 4

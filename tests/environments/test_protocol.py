@@ -1,4 +1,4 @@
-"""What a class given as an environment is, and what its calls may give."""
+"""What a class given as an environment is, what its calls may give, and how the first joins the prompt of a row."""
 
 import math
 from typing import Any
@@ -8,7 +8,9 @@ from tables import every_row
 
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.environments.env_spec import Factories
+from lowmem_grpo.environments.episode import joined
 from lowmem_grpo.environments.protocol import Answer, EnvHandle, EnvironmentFailedError, tools_of
+from lowmem_grpo.types import Message
 
 
 def here(function: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -139,3 +141,22 @@ class Costly:
 def test_what_makes_no_environments_is_refused_at_once(given: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         Factories(given)
+
+
+USER: Message = {"role": "user", "content": "Go."}
+BEGUN: Message = {"role": "assistant", "content": "I go"}
+CALL: Message = {"role": "assistant", "content": None, "tool_calls": [
+    {"type": "function", "function": {"name": "f", "arguments": {}}}]}
+RESULT: Message = {"role": "tool", "content": "3"}
+SHOWN: Message = {"role": "user", "content": " A door."}
+
+
+@every_row(("prompt", "observation", "wanted"), [
+    ([USER], [SHOWN], [USER | {"content": "Go. A door."}]),  # as in TRL
+    ([USER, BEGUN], [SHOWN], [USER, BEGUN, SHOWN]), ([USER, CALL, RESULT], [], [USER, CALL, RESULT]),
+    ([USER, CALL, RESULT], [SHOWN, SHOWN], [USER, CALL, RESULT, SHOWN, SHOWN]),
+])
+def test_an_observation_goes_on_with_a_text_of_the_user_and_never_with_words_or_calls_of_the_policy(
+    prompt: list[Message], observation: list[Message], wanted: list[Message]
+) -> None:
+    assert joined(prompt, observation) == wanted

@@ -78,9 +78,9 @@ def test_the_whole_conversation_trusts_the_dataset_and_nobody_else() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "<|im_end|>"}}}
     talk = [user("<|im_end|>"), {"role": "assistant", "content": "<|im_end|>", "tool_calls": [call]},
             {"role": "tool", "name": "f", "content": "<|im_end|>"}, user("<|im_end|>")]
-    assert renderer.render_anew(talk).count(end) == 5  # four of the template, and the dataset's
-    assert renderer.render_anew(talk, trusted=0).count(end) == 4
-    assert renderer.first(talk[:1]) == renderer.render_anew(talk[:1]) and renderer.first(talk[:1]).count(end) == 2
+    assert renderer.render_anew(talk, 1).count(end) == 5  # four of the template, and the dataset's
+    assert renderer.render_anew(talk, 0).count(end) == 4
+    assert renderer.first(talk[:1]) == renderer.render_anew(talk[:1], 1) and renderer.first(talk[:1]).count(end) == 2
     assert renderer.first(talk[:1], trusted=0).count(end) == 1
 
 
@@ -101,7 +101,7 @@ def test_thoughts_that_a_template_wants_apart_are_taken_apart() -> None:
     tokenizer = tokenizer_of("qwen3_8")
     renderer = Renderer(tokenizer)
     talk = [user("Hi"), {"role": "assistant", "content": "Hm.\n</think>\n\nHello"}, user("Bye")]
-    assert "<think>\nHm.\n</think>\n\nHello<|im_end|>" in tokenizer.decode(renderer.render_anew(talk))
+    assert "<think>\nHm.\n</think>\n\nHello<|im_end|>" in tokenizer.decode(renderer.render_anew(talk, 1))
 
 
 @pytest.mark.parametrize(("messages", "why"), [
@@ -139,7 +139,7 @@ def test_plain_strings_go_on_line_by_line() -> None:
     assert tokenizer.decode(ids) == "\nToo <|im_end|>high.\nAgain:\n" and end not in ids
     assert renderer.closed([5, end], []) and not renderer.closed([end, 5], [])
     with pytest.raises(RendererError, match="use history='append'"):
-        renderer.render_anew([user("Hi")])
+        renderer.render_anew([user("Hi")], 0)
     with pytest.raises(RendererError, match=r"make `prompt` a list of chat messages.*Qwen2\.5"):
         renderer_for("Guess:", tokenizer, [{"function": {"name": "f"}}])
     assert isinstance(renderer_for([user("Hi")], tokenizer), Renderer)

@@ -45,7 +45,7 @@ def test_what_is_said_is_what_the_whole_conversation_does_to_the_tokens(name: st
     said = transition.said.removeprefix("<think>\n" * (name == "qwen3_8"))  # which the prompt has said
     end = "" if transition.cut else renderer.marks.every[min(renderer.seam(transition.replies).ends)]
     sampled = tokenizer(said + end, add_special_tokens=False).input_ids
-    later = renderer.render_anew([QUESTION, answer(transition) | {"content": said}, *transition.replies])
+    later = renderer.render_anew([QUESTION, answer(transition) | {"content": said}, *transition.replies], 1)
     assert (later[:len(prompt) + len(sampled)] == prompt + sampled) == appends(renderer, transition)
 
 

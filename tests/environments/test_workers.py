@@ -94,12 +94,3 @@ def test_async_calls_share_a_loop_and_have_the_same_limit(workers: Workers) -> N
     workers.submit(2, lambda job: job.call(loop_of, (True,), {}), 0.05)
     found = all_of(workers)
     assert found[0].result is found[1].result is not None and isinstance(found[2].error, TimeoutError)
-
-
-def test_an_error_is_kept_for_whoever_collects_the_job(workers: Workers) -> None:
-    workers.submit(0, lambda job: 1 // 0, 5)
-    assert isinstance(all_of(workers)[0].error, ZeroDivisionError)
-
-
-def test_nothing_to_wait_for_is_an_answer_at_once(workers: Workers) -> None:
-    assert workers.collect(wait=True) == [] and workers.collect(wait=False) == []

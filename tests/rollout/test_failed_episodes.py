@@ -1,7 +1,6 @@
 """A broken environment ends a run at once and shows its own lines; one that is out for a while ends it in time."""
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -91,19 +90,3 @@ def test_a_first_prompt_that_does_not_fit_is_told_with_its_length(caplog: pytest
 
     ((one, _),) = played(lambda prompt: "a", [ROW], Long, context=100)
     assert one.ending == "context" and "what reset returned did not fit in 2 episodes" in caplog.text
-
-
-def test_a_call_that_takes_too_long_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
-    over = threading.Event()
-
-    class Slow:
-        def reset(self) -> None:
-            over.wait(60)
-
-        def step(self, reply: str) -> Any:
-            raise AssertionError
-
-    with pytest.raises(EnvironmentFailedError, match="all 2 episodes failed"):
-        played(lambda prompt: "a", [ROW], Slow, call_seconds=0.05)
-    assert "Slow.reset took more than 0.05 s" in caplog.text
-    over.set()

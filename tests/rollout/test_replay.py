@@ -10,7 +10,7 @@ import torch
 
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.routes import Routes
-from lowmem_grpo.rollout.replay import ReplayBuffer, age_of, as_sampled, spread_of
+from lowmem_grpo.rollout.replay import ReplayBuffer, as_sampled
 from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 ROWS = [{"prompt": f"row {index}"} for index in range(20)]
@@ -34,10 +34,6 @@ def held(buffer: ReplayBuffer) -> list[int]:
     return [kept.prompt_ids[-1] for kept in buffer.entries]
 
 
-def taken(buffer: ReplayBuffer, count: int, version: int = 9) -> list[int]:
-    return [kept.prompt_ids[-1] for kept in buffer.take_groups(count, version)]
-
-
 def test_the_groups_of_the_largest_spread_stay_and_of_equal_ones_the_newest() -> None:
     buffer = ReplayBuffer(2)
     for row in range(4):
@@ -49,35 +45,11 @@ def test_the_groups_of_the_largest_spread_stay_and_of_equal_ones_the_newest() ->
     assert held(buffer) == [5, 6]
 
 
-def test_the_spread_is_the_deviation_of_the_rewards_that_are_there() -> None:
-    assert spread_of(group(0, 1, 3, 1, 3)) == 1
-    assert spread_of(group(0, 0, 0, 0, 4)) == pytest.approx(3**0.5)
-    assert spread_of(group(0, 2, None, 4)) == 1
-    assert spread_of(group(0, None, None)) == 0
-
-
-def test_the_largest_spread_is_taken_first_and_nothing_twice() -> None:
-    buffer = ReplayBuffer(4)
-    buffer.offer([group(0, 0, 1), group(1, 0, 3), group(2, 0, 1), group(3, 0, 2)])
-    assert taken(buffer, 0) == []
-    assert taken(buffer, 3) == [1, 3, 2]
-    buffer.offer(buffer.take_groups(1, 9))  # a replayed group is not kept again
-    assert taken(buffer, 3) == []
-
-
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
 def test_a_group_that_is_not_finite_is_not_kept(broken: float) -> None:
     buffer, invalid = ReplayBuffer(4), group(1, 0, 1)
     invalid.rollouts[0].invalid_rewards = {"a": float("nan")}
     buffer.offer([group(0, 0, 1, logprob=broken), invalid])
-    assert not buffer.entries
-
-
-def test_groups_beyond_the_greatest_age_are_not_taken() -> None:
-    buffer = ReplayBuffer(4, max_age=2)
-    buffer.offer([group(0, 0, 9, version=3), group(1, 0, 1, version=4)])
-    assert [age_of(kept, 5) for kept in buffer.entries] == [2, 1]
-    assert taken(buffer, 2, version=6) == [1]
     assert not buffer.entries
 
 

@@ -5,11 +5,10 @@ import math
 from typing import Any
 
 import pytest
-from tables import every_row
 
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rollout.scoring import EnvironmentReward, Scoring, mean_and_std, rollout_metrics, spread, waiting_share
+from lowmem_grpo.rollout.scoring import EnvironmentReward, Scoring, rollout_metrics, waiting_share
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
@@ -111,6 +110,9 @@ def test_missing_rewards_are_left_out_of_means_instead_of_counted_as_zero() -> N
     metrics = rollout_metrics([RolloutGroup({}, [1], rollouts)], ["right", "judge"])
     assert (metrics["rewards/right/mean"], metrics["rewards/right/std"], metrics["reward"]) == (1, 0, 2)
     assert "rewards/judge/mean" not in metrics and metrics["groups/with_signal"] == 1
+    assert metrics["frac_reward_zero_std"] == 0
+    alone = [RolloutGroup({}, [1], [rollout(1, 1.0), rollout(1, None)])]
+    assert rollout_metrics(alone, [])["frac_reward_zero_std"] == 1
 
 
 def test_a_generation_without_any_reward_or_end_has_metrics_all_the_same() -> None:
@@ -119,17 +121,6 @@ def test_a_generation_without_any_reward_or_end_has_metrics_all_the_same() -> No
     assert metrics["frac_reward_zero_std"] == 1.0
     assert metrics["completions/mean_terminated_length"] == 0
     assert metrics["completions/clipped_ratio"] == 1.0
-
-
-@every_row(("rewards", "differ"), [
-    ([1.0, 1.0], False), ([1.0, 0.0], True), ([1.0, None], False), ([None, None], False), ([1.0, None, 0.0], True),
-])
-def test_a_group_has_spread_only_where_rewards_that_are_there_differ(rewards: list[float | None], differ: bool) -> None:
-    assert spread(RolloutGroup({}, [1], [rollout(1, reward) for reward in rewards])) is differ
-
-
-def test_the_deviation_is_the_unbiased_one() -> None:
-    assert mean_and_std("m", "s", [1.0, 2.0, None, 4.0]) == {"m": pytest.approx(7 / 3), "s": pytest.approx(1.527525)}
 
 
 def episode_of(ending: str, *turns: Turn) -> Rollout:

@@ -1,7 +1,5 @@
 """Runs of the embedded model that choose their groups: stopped and resumed, failing halfway, and computed plainly."""
 
-import inspect
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,7 +12,6 @@ from trainer_runs import make as make_plain
 from trainer_runs import make_dropping as make
 from trainer_runs import naive_logprobs, plain_peft, relative
 
-from lowmem_grpo.rollout.collector import Collector
 from tests.attacks.small_run import StopAt, digit_sum, records
 
 REMAX: dict[str, Any] = {"advantage_estimator": "remax"}
@@ -155,26 +152,6 @@ def test_remax_compares_with_the_most_likely_completion(tmp_path: Path) -> None:
         for rollout in group.rollouts:
             assert rollout.advantage == pytest.approx(rollout.reward - group.baseline)
     assert trainer.update(groups)["optimizer/skipped"] == 0
-
-
-def test_a_rollout_enters_trainer_and_collector_once(tmp_path: Path) -> None:
-    """A prompt's walk goes straight down: trainer and collector are each entered once, from above."""
-    trainer = make_plain(tmp_path, shifted_chat, **(ALL | REMAX | {"scale_rewards": None}))
-    files = {inspect.getsourcefile(kind): "trainer" for kind in type(trainer).__mro__[:-1]}
-    files[inspect.getsourcefile(Collector)] = "collector"
-    entered = []
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        part = files.get(frame.f_code.co_filename)
-        if event == "call" and part and part != files.get(frame.f_back.f_code.co_filename):
-            entered.append(part)
-
-    sys.setprofile(note)
-    try:
-        trainer.rollout()
-    finally:
-        sys.setprofile(None)
-    assert entered == ["trainer", "collector"]
 
 
 def shifted_chat(completions: list[Any], **_: Any) -> list[float]:

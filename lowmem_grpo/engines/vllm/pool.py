@@ -22,13 +22,12 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from lowmem_grpo.config.loading import FOUR
 from lowmem_grpo.engines.token_step import forget_all_graphs
 from lowmem_grpo.engines.vllm import sampling_weights as wide
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.settings import Capacity
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.models.policy import Policy
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 ALLOCATOR = "vllm.device_allocator.cumem"
 CLEAR = "_cuda_clearCublasWorkspaces"  # in torch._C
 EXTENSION = "vllm.cumem_allocator"  # a C extension, missing in CPU builds
-CHECKED = ((0, 26), (0, 33))  # first and last vLLM version checked
 TAG = "sampling_weights"  # marks segments whose contents sleep may drop
 SEGMENT = 32 << 20  # bytes; torch gives 10 MiB or more a separate segment in steps of 2 MiB, so none is shared
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
@@ -114,20 +112,10 @@ def pool() -> Any:
     return import_module(ALLOCATOR)
 
 
-def vllm_version() -> str:
-    package = installed()
-    return "0" if package is None else package[1]
-
-
 def why_not() -> str | None:
-    """Return why a buffer of ours cannot be put into the pool here; None if it can."""
-    version = vllm_version()
-    if not CHECKED[0] <= Version(version).release[:2] <= CHECKED[1]:
-        first, last = (".".join(map(str, numbers)) for numbers in CHECKED)
-        return f"the memory pool of vLLM {version} was not checked, only that of {first} to {last}"
-    if not pool().cumem_available:
-        return "this build of vLLM has no memory pool that sleep can free"
-    return None
+    """Return why a buffer of ours cannot be put into the pool here; None if it can. The pool of every version that
+    `installed.py` allows was read."""
+    return None if pool().cumem_available else "this build of vLLM has no memory pool that sleep can free"
 
 
 class SleepingRoom:

@@ -167,32 +167,22 @@ def llm_options(policy: Policy, max_seq_length: int, name: str, capacity: Capaci
                 routes: bool = False) -> dict[str, Any]:
     """Return the options of vLLM's `LLM`. `name` is that of our quantization method and loader; with `routes`, vLLM
     returns the experts chosen for each token."""
-    cache, sequences = capacity.cache, capacity.seqs
+    cache, sequences, family = capacity.cache, capacity.seqs, family_of(policy.base.config)
+    # vLLM caches the states of gated delta nets only with chunked prefill (see `prefill`)
+    has_states = family is not None and bool(family.delta_net)
+    # the cache alone: vLLM's default share of the card would count the trainer's memory
+    share = cache / torch.cuda.mem_get_info(policy.device)[1] if policy.device.type == "cuda" else None
     return {
         "quantization": name, "load_format": name, "dtype": policy.head.weight.dtype, "model_impl": "vllm",
         "max_model_len": max_seq_length, "max_num_seqs": sequences, "kv_cache_memory_bytes": cache,
         "enforce_eager": eager, "compilation_config": None if eager else GRAPHS, "enable_sleep_mode": sleeps,
-        "enable_prefix_caching": not has_states(policy), "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": not has_states, "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm", "disable_log_stats": True,
         **({"enable_return_routed_experts": True} if routes else {}),
         **({"kv_cache_dtype": capacity.cache_dtype} if in_8_bits(capacity.cache_dtype) else {}),
-        **memory_share(policy, cache), **prefill(policy, max_seq_length, sequences),
-        **block_size(policy, max_seq_length, capacity.block),
+        **({} if share is None else {"gpu_memory_utilization": share}),
+        **prefill(policy, max_seq_length, sequences), **block_size(policy, max_seq_length, capacity.block),
     }
-
-
-def memory_share(policy: Policy, budget: int) -> dict[str, float]:
-    """Return vLLM's share of the card, set to the cache alone: its default would count the trainer's memory."""
-    if policy.device.type != "cuda":
-        return {}
-    return {"gpu_memory_utilization": budget / torch.cuda.mem_get_info(policy.device)[1]}
-
-
-def has_states(policy: Policy) -> bool:
-    """Return True if the model has gated delta nets, whose states vLLM caches only with chunked prefill (see
-    `prefill`)."""
-    family = family_of(policy.base.config)
-    return family is not None and bool(family.delta_net)
 
 
 def block_size(policy: Policy, max_seq_length: int, asked: int | None) -> dict[str, int]:

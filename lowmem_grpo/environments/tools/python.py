@@ -59,10 +59,10 @@ def printed_by(code: str, sandbox: Sandbox) -> str:
 def started(code: str, sandbox: Sandbox) -> Worker:
     """Return a process for the program. Tries twice, as resources may be short for a moment; then ToolOutage."""
     try:
-        return sandbox.start("program", code, stdin="")
-    except CannotStart as error:
-        logger.warning("the sandbox did not start (%s); trying once more", error)
-    try:
-        return sandbox.start("program", code, stdin="")
+        try:
+            return sandbox.start("program", code, stdin="")
+        except CannotStart as error:
+            logger.warning("the sandbox did not start (%s); trying once more", error)
+            return sandbox.start("program", code, stdin="")
     except CannotStart as error:
         raise ToolOutage(f"{sandbox.isolation} worked before and no longer does: {error}") from error

@@ -130,7 +130,7 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
             if error is not None:
                 raise error
         if anew and isinstance(renderer, PlainRenderer):
-            renderer.render_anew([])  # raises the error to report
+            renderer.render_anew([], 0)  # raises the error to report
     except RendererError as error:
         yield Finding("error", "", error.problem, error.fix)
 

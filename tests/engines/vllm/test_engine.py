@@ -19,7 +19,6 @@ from vllm_models import (
     distance,
     engine_on,
     ids_of,
-    move_adapter,
     states,
 )
 
@@ -164,18 +163,3 @@ def test_an_engine_on_a_model_without_an_adapter_samples_with_the_base_model(pro
             engine.generate(prompts, GREEDY)
         before = states()
     assert states() == before
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
-def test_an_adapter_of_several_ranks_and_scales_on_some_layers_is_sampled_with(prompts: list[list[int]]) -> None:
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
-                             layers_to_transform=[0, 2, 5], rank_pattern={"v_proj": 2, r"layers\.2\.mlp\.up_proj": 7},
-                             alpha_pattern={"down_proj": 3}, use_rslora=True)
-    policy = Policy(peft.get_peft_model(load_model("tiny"), config).eval())
-    with engine_on(policy) as engine:
-        for version in (1, 2):
-            move_adapter(policy, 0.05, seed=version)
-            engine.on_policy_update(version)
-            groups = engine.generate(prompts, SamplingParams(n=2, max_tokens=8, seed=1))
-            assert distance(policy, prompts, groups) < SAME

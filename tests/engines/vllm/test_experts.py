@@ -117,16 +117,12 @@ def test_a_run_learns_and_every_ratio_is_one_before_the_first_update(tmp_path: P
 # What a card would do, where vLLM's setting is on
 
 
-class Output(SimpleNamespace):
+def output(prompt: list[int], ids: list[int], first: int = 0, dtype: Any = np.uint8) -> SimpleNamespace:
     """A completion of vLLM's, with routes."""
-
-    @classmethod
-    def of(cls, prompt: list[int], ids: list[int], first: int = 0, dtype: Any = np.uint8) -> "Output":
-        tokens = len(prompt) + len(ids) - 1
-        routes = np.arange(first, first + tokens)[:, None, None] + np.zeros((1, 4, 2))
-        routes[:, 1] = 99  # a layer without experts
-        return cls(token_ids=ids, finish_reason="stop", routed_experts=routes.astype(dtype),
-                   logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids])
+    routes = np.arange(first, first + len(prompt) + len(ids) - 1)[:, None, None] + np.zeros((1, 4, 2))
+    routes[:, 1] = 99  # a layer without experts
+    return SimpleNamespace(token_ids=ids, finish_reason="stop", routed_experts=routes.astype(dtype),
+                           logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids])
 
 
 def sampling(**options: Any) -> CallSampling:
@@ -137,13 +133,13 @@ def sampling(**options: Any) -> CallSampling:
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_routes_that_vllm_returns_are_those_of_the_layers_with_experts(dtype: Any) -> None:
     prompt, ids = [5, 6, 7], [8, 9]
-    rollout = sampling().rollout(Output.of(prompt, ids, 3, dtype), prompt, 1)
+    rollout = sampling().rollout(output(prompt, ids, 3, dtype), prompt, 1)
     assert rollout.routes is not None
     routes = torch.cat(rollout.routes.parts)
     assert routes.shape == (4, 3, 2) and routes.dtype == (torch.uint8 if dtype is np.uint8 else torch.int16)
     assert routes[:, :, 0].T.tolist() == [[3, 4, 5, 6]] * 3
     with pytest.raises(RuntimeError, match="routes of 4 tokens, and 5 ran"):
-        sampling().rollout(Output.of(prompt, ids), [4, *prompt], 1)
+        sampling().rollout(output(prompt, ids), [4, *prompt], 1)
 
 
 def test_a_turn_shares_the_routes_of_the_turn_that_it_goes_on_from() -> None:
@@ -152,8 +148,8 @@ def test_a_turn_shares_the_routes_of_the_turn_that_it_goes_on_from() -> None:
     for turn in range(3):
         (request,) = talk.next_requests(busy=False)
         call.open[0], call.keys["1"] = (request, None), 0
-        output = Output.of(request.ids, [8, 9], 10 * turn)
-        call.give_turn(SimpleNamespace(request_id="1-abc", outputs=[output], num_cached_tokens=0), 0)
+        made = output(request.ids, [8, 9], 10 * turn)
+        call.give_turn(SimpleNamespace(request_id="1-abc", outputs=[made], num_cached_tokens=0), 0)
     first, *others = (rollout.routes for rollout in talk.drawn[0])
     for routes in others:
         assert routes.parts[0].data_ptr() == first.parts[0].data_ptr()

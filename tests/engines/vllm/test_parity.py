@@ -1,12 +1,15 @@
 """vLLM computes what the trainer computes, on the trainer's own storage: every family, 16, 32 and 4 bits, and FP8."""
 
 import gc
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from memory import LiveStorage
 from vllm_models import (
+    LONG,
     NEEDS_VLLM,
     REAL,
     assert_borrowed,
@@ -19,7 +22,9 @@ from vllm_models import (
 )
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.vllm import shared_linear as lent_layers
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
+from lowmem_grpo.engines.vllm.shared_linear import BorrowError, check_family
 from lowmem_grpo.memory.families import FAMILIES
 from lowmem_grpo.types import Rollout
 
@@ -83,3 +88,35 @@ def test_vllm_allocates_under_a_hundredth_of_the_model_and_keeps_nothing_of_a_ca
         assert made.peak > 0
         assert made.live < 0.01 * model
         assert_borrowed(engine, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's class for Qwen3.5 imports torchvision")
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_gated_delta_nets_are_sampled_on_the_trainers_projections(four_bit: bool, tmp_path: Path) -> None:
+    prompts = [[5, 6, 7, 8], [9] * 40, list(range(20, 120)), LONG]
+    policy = policy_of("qwen3_5_text", BF16, four_bit, tmp_path)
+    params = SamplingParams(n=3, max_tokens=40, seed=1, ignore_eos=True)
+    with engine_on(policy) as engine:
+        for version, size in enumerate((0.0, 0.05)):
+            move_adapter(policy, size)
+            engine.on_policy_update(version)
+            found = differences(policy, prompts, engine.generate(prompts, params))
+            assert found.abs().mean() <= BOUND[BF16]
+
+
+@pytest.mark.parametrize(("there", "dtype", "device", "message"), [
+    (False, BF16, "cuda", "imports torchvision, which is not installed"),
+    (True, FP32, "cpu", "compute in bfloat16, and Qwen3.5.* is here in float32"),
+    (True, FP32, "cuda", ""), (True, BF16, "cpu", ""),
+])
+def test_where_vllm_cannot_compute_gated_delta_nets_the_other_engine_is_named(
+    there: bool, dtype: torch.dtype, device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lent_layers, "find_spec", lambda name: object() if there else None)
+    config: Any = {"model_type": "qwen3_5_text"}
+    if not message:
+        check_family(config, dtype, torch.device(device))
+        return
+    with pytest.raises(BorrowError, match=message + r'.*Sample with fast_inference="transformers"'):
+        check_family(config, dtype, torch.device(device))

@@ -31,11 +31,7 @@ from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.process_state import PROCESS
 from lowmem_grpo.engines.vllm.settings import least_kv_bytes
 from lowmem_grpo.memory import oom
-from lowmem_grpo.memory.cards import device
-from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
-from lowmem_grpo.memory.plan import RunSettings
-from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
 
@@ -94,15 +90,6 @@ def blind(machine: Machine, monkeypatch: pytest.MonkeyPatch, seen: bool) -> None
 def all_sampled(groups: list[list[Rollout]]) -> bool:
     return [[rollout.completion_ids for rollout in group] for group in groups] == [
         [[prompt[-1]] * 3] * 2 for prompt in PROMPTS]
-
-
-def test_what_torch_has_cached_is_given_back_before_the_cache_wakes(engine: VLLMEngine, machine: Machine) -> None:
-    for _ in range(3):
-        engine.sleep()
-        machine.card.cached = machine.card.free - 1
-        assert all_sampled(engine.generate(PROMPTS, PARAMS))
-    assert engine.bound.failures == 0
-    assert len(machine.made) == 1
 
 
 @pytest.mark.parametrize(("left", "stays"), [(17, True), (16, False)])
@@ -199,20 +186,6 @@ def test_each_prompt_is_reported_once_where_a_new_engine_finds_no_room(
     assert (engine.seqs, engine.kv_bytes) == (8, 2 * unit)
 
 
-def test_sampling_that_runs_out_of_memory_gets_some_of_the_caches(engine: VLLMEngine, unit: int, machine: Machine
-                                                                   ) -> None:
-    left = [3]
-
-    def runs_out() -> None:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-    machine.before_step = runs_out
-    assert all_sampled(engine.generate(PROMPTS, PARAMS))
-    assert (engine.seqs, engine.kv_bytes, engine.bound.failures) == (2, unit, 3)
-
-
 def test_an_engine_that_fails_to_wake_for_another_reason_is_made_anew(engine: VLLMEngine, machine: Machine) -> None:
     engine.sleep()
     broken = engine.llm
@@ -303,15 +276,6 @@ def test_without_a_pool_the_cache_stays_on_the_card_and_the_log_says_so(
     (line,) = [record.getMessage() for record in caplog.records if record.name == vllm_engine.__name__]
     assert "no memory pool" in line and "9.0 MiB stays on the card while training" in line
     engine.close()
-    kept, freed = (build_plan(sleeps=sleeps) for sleeps in (False, True))
-    assert kept.train - freed.train == kept.kv_bytes > 0
-    assert kept.rollout == freed.rollout
-
-
-def build_plan(**changes: Any) -> Any:
-    return plan(named_config("qwen2.5-3b"), RunSettings(1024, max_tokens=1024, mlp_tile=512, chunk_rows=64,
-                                                        optim="adamw_8bit", host_embedding=False, **changes),
-                device("24GiB"))
 
 
 def test_an_engine_decodes_what_a_run_samples_or_what_was_asked_for(

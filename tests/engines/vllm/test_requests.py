@@ -10,19 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from vllm_models import (
     CONTEXT,
-    LONG,
     NEEDS_VLLM,
     SAME,
     distance,
     ids_of,
-    states,
 )
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.decoding import truncate
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.shared_linear import LAYERS
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM
@@ -50,18 +47,6 @@ def full_logits(policy: Policy, prompt: list[int], completion: list[int]) -> Ten
             return policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     finally:
         base.set_attn_implementation("lowmem_grpo")
-
-
-def test_completions_of_a_prompt_share_its_prefill(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = []
-    layer = next(iter(LAYERS.values()))
-    forward = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda x: rows.append(len(x)) or forward(x))
-    (group,) = engine.generate([LONG], SamplingParams(n=8, max_tokens=1, seed=1))
-    assert len(group) == 8
-    remainder = len(LONG) % 32  # whole blocks are shared
-    assert sum(rows) <= len(LONG) + 7 * remainder
-    assert sum(rows) >= len(LONG)
 
 
 PARAMS: dict[str, dict[str, Any]] = {
@@ -119,26 +104,6 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
     assert torch.cat(found).abs().mean() < SAME
 
 
-def test_tokens_are_drawn_with_their_probabilities(engine: VLLMEngine, policy: Policy) -> None:
-    prompt, count = [100], 4000
-    groups = engine.generate([prompt] * 4, SamplingParams(n=count // 4, max_tokens=1, seed=5, top_k=6))
-    logits = truncate(full_logits(policy, prompt, [0]), SamplingParams(top_k=6))
-    expected = logits.softmax(-1)[0] * count
-    counts = torch.bincount(torch.tensor([r.completion_ids[0] for g in groups for r in g]), minlength=len(expected))
-    kept = expected > 0
-    assert counts[~kept].sum() == 0
-    assert ((counts - expected).square() / expected)[kept].sum() < 25  # 5 degrees of freedom: once in 7,000 seeds
-
-
-def test_a_thousand_prompts_come_back_in_order(engine: VLLMEngine) -> None:
-    prompts = [[number % 300 + 3, 7, number % 11 + 3] for number in range(1000)]
-    groups = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=1))
-    assert len(groups) == 1000
-    few = [0, 299, 300, 654, 999]
-    assert [ids_of(groups)[number] for number in few] == ids_of(engine.generate([prompts[number] for number in few],
-                                                                 SamplingParams(temperature=0, max_tokens=1)))
-
-
 def test_a_seed_works_with_more_prompt_tokens_than_one_pass_reads(
     engine: VLLMEngine, policy: Policy
 ) -> None:
@@ -146,12 +111,3 @@ def test_a_seed_works_with_more_prompt_tokens_than_one_pass_reads(
     groups = engine.generate(prompts, SamplingParams(max_tokens=3, seed=2, ignore_eos=True))
     assert distance(policy, prompts, groups) < SAME
     assert engine.llm is llm
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-def test_sampling_leaves_the_processs_random_numbers_alone(
-    engine: VLLMEngine, prompts: list[list[int]], seed: int | None
-) -> None:
-    before = states()
-    engine.generate(prompts, SamplingParams(n=2, max_tokens=4, seed=seed))
-    assert states() == before

@@ -59,6 +59,10 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     return policy
 
 
+def needs_vllm(test: Callable[..., None]) -> Callable[..., None]:
+    return NEEDS_VLLM[0](NEEDS_VLLM[1](test))
+
+
 def borrow(policy: Policy, room: Any) -> WeightSharing:
     """What an engine would borrow of the first layer."""
     borrowing = WeightSharing(policy.base, CPU, room=room)
@@ -81,16 +85,6 @@ def dequantized(product: Product) -> torch.Tensor:
 
 
 # values
-
-
-def test_every_weight_is_the_dequantized_one_bit_for_bit(policy: Policy) -> None:
-    borrow(policy, new_buffer)
-    counts = {layer: len(LAYERS[layer].products) for layer in MODULES}
-    assert counts == {layer: 1 if number == 0 else len(MODULES[layer]) for number, layer in enumerate(MODULES)}
-    for product in products():
-        assert product.wide is not None
-        assert product.wide.dtype == policy.head.weight.dtype
-        assert torch.equal(product.wide, dequantized(product))
 
 
 @pytest.mark.parametrize("layer", MODULES)
@@ -170,24 +164,25 @@ class FakePool:
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakePool]:
     """Puts a pretend pool in the place of vLLM's."""
-    def make(available: bool = True, version: str = "0.32.0", **options: Any) -> FakePool:
+    def make(available: bool = True, **options: Any) -> FakePool:
         fake = FakePool(**options)
         allocator = SimpleNamespace(get_instance=lambda: SimpleNamespace(
             use_memory_pool=fake.use_memory_pool, pointer_to_data=fake.segments))
         module = SimpleNamespace(cumem_available=available, CuMemAllocator=allocator)
         monkeypatch.setattr(vllm_pool, "pool", lambda: module)
-        monkeypatch.setattr(vllm_pool, "vllm_version", lambda: version)
         monkeypatch.setattr(vllm_pool, "torch", SimpleNamespace(empty=fake.made, uint8=torch.uint8))
         return fake
 
     return make
 
 
-def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
+def test_addresses_are_the_same_after_sleep_and_each_weight_is_the_dequantized_one_bit_for_bit(
     policy: Policy, pool: Callable[..., FakePool]
 ) -> None:
     fake = pool()
     borrowing = borrow(policy, SleepingRoom())
+    counts = {layer: len(LAYERS[layer].products) for layer in MODULES}
+    assert counts == {layer: 1 if number == 0 else len(MODULES[layer]) for number, layer in enumerate(MODULES)}
     places = [product.wide.data_ptr() for product in products() if product.wide is not None]
     assert len(places) == len(products())
     for _ in range(2):
@@ -205,7 +200,6 @@ def test_addresses_are_the_same_after_sleep_and_the_weights_are_made_again(
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"tag": "weights"}, "gave no segment .* but 33,554,432 bytes tagged 'weights'"),
-    ({"version": "0.34.0"}, "pool of vLLM 0.34.0 was not checked, only that of 0.26 to 0.33"),
     ({"available": False}, "has no memory pool that sleep can free"),
 ])
 def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(
@@ -245,6 +239,8 @@ def test_without_being_asked_it_never_takes_room_that_the_cache_of_the_whole_bat
     assert choose(None, card, size + wanted - 1, False, 8, CONTEXT) == ("4bit", size + wanted - 1)
     assert choose("4bit", card, 10 * size + wanted, False, 8, CONTEXT) == ("4bit", 10 * size + wanted)
     assert choose("16bit", card, size + 5, False, 8, CONTEXT) == ("16bit", 5)
+    assert choose(None, policy, 1 << 40, False, 8, CONTEXT) == ("4bit", 1 << 40)  # on the CPU only if it is asked for
+    assert choose("16bit", policy, 1 << 20, False, 8, CONTEXT) == ("16bit", 1 << 20)
     for free, form in ((size + wanted, "16bit"), (size + wanted - 1, "4bit")):
         monkeypatch.setattr(sampling_weights, "free_share", lambda device, free=free: free)
         assert choose(None, card, wanted, True, 8, CONTEXT) == (form, wanted)  # a cache that was given stays
@@ -263,11 +259,6 @@ def test_a_card_that_decodes_few_rows_slower_in_16_bits_does_so_without_being_as
     assert choose("16bit", card, room, False, 8, CONTEXT)[0] == "16bit"
 
 
-def test_on_the_cpu_it_is_done_where_it_is_asked_for_only(policy: Policy) -> None:
-    assert choose(None, policy, 1 << 40, False, 8, CONTEXT) == ("4bit", 1 << 40)
-    assert choose("16bit", policy, 1 << 20, False, 8, CONTEXT) == ("16bit", 1 << 20)
-
-
 def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
     borrowing = WeightSharing(policy.base, CPU, room=new_buffer)
     for prefix in {name.rpartition(".")[0].rpartition(".")[0] for name, _ in policy.base.named_modules()
@@ -279,21 +270,10 @@ def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
     assert borrowing.wide.nbytes == wide_bytes(policy)
 
 
-def test_a_model_that_is_not_in_4_bits_is_refused_by_name(tmp_path: Path) -> None:
-    policy = policy_of("shallow", torch.float32, False, tmp_path)
-    assert wide_bytes(policy) == 0
-    assert choose(None, policy, 5, False, 8, CONTEXT) == ("4bit", 5)
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_loader_refuses_the_option_where_it_has_nothing_to_act_on(fast: bool) -> None:
     with pytest.raises(ValueError, match=r"sampling_weights is '16bit' and the model is not in 4 bits.*load_in_4bit"):
-        choose("16bit", policy, 5, False, 8, CONTEXT)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"load_in_4bit": False}, "sampling_weights is '16bit' and the model is not in 4 bits"),
-    ({"load_in_4bit": False, "fast_inference": True}, "sampling_weights is '16bit' and the model is not in 4 bits"),
-])
-def test_the_loader_refuses_the_option_where_it_has_nothing_to_act_on(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FastLanguageModel.from_pretrained("tiny", sampling_weights="16bit", **options)
+        FastLanguageModel.from_pretrained("tiny", sampling_weights="16bit", load_in_4bit=False, fast_inference=fast)
 
 
 # in vLLM's engine
@@ -306,58 +286,52 @@ def sampled(tmp_path: Path) -> Policy:
     return policy
 
 
-class FullRoom:
-    """Memory has room the first time and not again."""
+@needs_vllm
+def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_what_the_next_call_makes_again(
+    sampled: Policy
+) -> None:
+    with engine_on(sampled, sampling_weights="16bit") as engine:
+        wide = engine.loan.wide
+        assert wide is not None
+        assert wide.nbytes == wide_bytes(sampled)
+        first = engine.generate(PROMPTS, PARAMS)
+        assert differences(sampled, PROMPTS, first).abs().mean() < 1e-5
+        engine.sleep()
+        assert not wide.filled
+        assert all(product.wide is None for product, _ in wide.pairs)
+        move_adapter(sampled, 0.1, seed=3)
+        engine.on_policy_update(1)
+        second = engine.generate(PROMPTS, PARAMS)
+        assert wide.filled
+        assert differences(sampled, PROMPTS, second).abs().mean() < 1e-5
+        with engine.base_model():
+            base = engine.generate(PROMPTS, PARAMS)
+    with sampled.base_model():
+        assert differences(sampled, PROMPTS, base).abs().mean() < 1e-5
 
-    times = 0
 
-    def __call__(self, *arguments: Any) -> Tensor:
-        FullRoom.times += 1
-        if FullRoom.times > 1:
+@needs_vllm
+@pytest.mark.slow
+def test_memory_that_runs_out_in_dequantizing_leaves_the_4_bit_kernels_and_the_run_goes_on(
+    sampled: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    had = [new_buffer]  # memory has room the first time and not again
+
+    def room(*arguments: Any) -> Tensor:
+        if not had:
             raise RuntimeError(NO_MEMORY)
-        return new_buffer(*arguments)
+        return had.pop()(*arguments)
 
-
-class TestEngine:
-    pytestmark = NEEDS_VLLM
-
-    def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_what_the_next_call_makes_again(
-        self, sampled: Policy
-    ) -> None:
-        with engine_on(sampled, sampling_weights="16bit") as engine:
-            wide = engine.loan.wide
-            assert wide is not None
-            assert wide.nbytes == wide_bytes(sampled)
-            first = engine.generate(PROMPTS, PARAMS)
-            assert differences(sampled, PROMPTS, first).abs().mean() < 1e-5
-            engine.sleep()
-            assert not wide.filled
-            assert all(product.wide is None for product, _ in wide.pairs)
-            move_adapter(sampled, 0.1, seed=3)
-            engine.on_policy_update(1)
-            second = engine.generate(PROMPTS, PARAMS)
-            assert wide.filled
-            assert differences(sampled, PROMPTS, second).abs().mean() < 1e-5
-            with engine.base_model():
-                base = engine.generate(PROMPTS, PARAMS)
-        with sampled.base_model():
-            assert differences(sampled, PROMPTS, base).abs().mean() < 1e-5
-
-    @pytest.mark.slow
-    def test_memory_that_runs_out_in_dequantizing_leaves_the_4_bit_kernels_and_the_run_goes_on(
-        self, sampled: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr(sampling_weights, "new_buffer", FullRoom())
-        monkeypatch.setattr(FullRoom, "times", 0)
-        with engine_on(sampled, sampling_weights="16bit") as engine, caplog.at_level(logging.WARNING):
-            assert engine.sampling_weights == "16bit"
-            engine.sleep()
-            groups = engine.generate(PROMPTS, PARAMS)
-            assert differences(sampled, PROMPTS, groups).abs().mean() < 1e-5
-            assert (engine.sampling_weights, engine.loan.wide) == ("4bit", None)
-            assert engine.capacity.seqs == engine.capacity.wanted_seqs
-            engine.sleep()
-            engine.generate(PROMPTS, PARAMS)
-        lines = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
-        assert len(lines) == 1
-        assert "the 4-bit kernels serve for the rest of the run" in lines[0]
+    monkeypatch.setattr(sampling_weights, "new_buffer", room)
+    with engine_on(sampled, sampling_weights="16bit") as engine, caplog.at_level(logging.WARNING):
+        assert engine.sampling_weights == "16bit"
+        engine.sleep()
+        groups = engine.generate(PROMPTS, PARAMS)
+        assert differences(sampled, PROMPTS, groups).abs().mean() < 1e-5
+        assert (engine.sampling_weights, engine.loan.wide) == ("4bit", None)
+        assert engine.capacity.seqs == engine.capacity.wanted_seqs
+        engine.sleep()
+        engine.generate(PROMPTS, PARAMS)
+    lines = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
+    assert len(lines) == 1
+    assert "the 4-bit kernels serve for the rest of the run" in lines[0]

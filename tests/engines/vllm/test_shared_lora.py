@@ -1,5 +1,6 @@
 """Which adapter an engine samples with, and the slots that hold its numbers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -59,15 +60,24 @@ def test_another_adapter_is_sampled_with_by_its_values_and_leaves_no_trace(
     assert torch.equal(sampled(loan, target, x), first)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"r": 8}, "'saved' has rank 8, the one that this engine started with has rank 4"),
-    ({"use_dora": True}, "variant of LoRA"), ({"lora_bias": True, "targets": ["q_proj"]}, "variant of LoRA"),
-])
-def test_an_adapter_that_does_not_fit_is_refused_by_name_and_changes_nothing(
-    tiny: peft.PeftModel, options: dict[str, Any], message: str
+def several_active(model: Any) -> None:
+    second_adapter(model)
+    model.base_model.set_adapter(["default", "saved"])
+
+
+@pytest.mark.parametrize(("act", "message"), [
+    (lambda model: second_adapter(model, r=8),
+     "'saved' has rank 8, the one that this engine started with has rank 4"),
+    (lambda model: second_adapter(model, use_dora=True), "variant of LoRA"),
+    (lambda model: second_adapter(model, lora_bias=True, targets=["q_proj"]), "variant of LoRA"),
+    (several_active, r"\['default', 'saved'\] are active at once"),
+    (lambda model: linear_of(model).enable_adapters(False), r"turned off in some layers \(.*k_proj\)"),
+], ids=["rank", "dora", "bias", "several", "turned off in some layers"])
+def test_an_adapter_that_cannot_be_sampled_with_is_refused_by_name_and_changes_nothing(
+    tiny: peft.PeftModel, act: Callable[[Any], None], message: str
 ) -> None:
     loan = borrow(tiny)
-    second_adapter(tiny, **options)
+    act(tiny)
     before = values(tiny)
     with pytest.raises(BorrowError, match=message):
         loan.use_policy(False)
@@ -93,23 +103,6 @@ def test_an_adapter_that_peft_turned_off_is_off_and_on_again(tiny: peft.PeftMode
     assert (on - expected).abs().max() > 0.01
     assert torch.equal(sampled(loan, QKV, x), on)
     close_to(sampled(loan, QKV, x, base_model=True), expected)
-
-
-def test_several_active_adapters_are_refused_by_name(tiny: peft.PeftModel) -> None:
-    loan = borrow(tiny)
-    second_adapter(tiny)
-    tiny.base_model.set_adapter(["default", "saved"])
-    with pytest.raises(BorrowError, match=r"\['default', 'saved'\] are active at once"):
-        loan.use_policy(False)
-    with pytest.raises(BorrowError, match="are active at once"):
-        borrow(tiny)
-
-
-def test_an_adapter_turned_off_in_some_layers_is_refused_with_one_of_them(tiny: peft.PeftModel) -> None:
-    loan = borrow(tiny)
-    linear_of(tiny).enable_adapters(False)
-    with pytest.raises(BorrowError, match=r"turned off in some layers \(.*k_proj\)"):
-        loan.use_policy(False)
 
 
 def test_what_identifies_the_sampled_adapter_changes_with_it(tiny: peft.PeftModel) -> None:

@@ -1,14 +1,16 @@
-"""What is counted of vLLM's steps, against what vLLM itself knows."""
+"""What is counted of vLLM's steps, against what vLLM itself knows, and how many sequences a cache decodes together."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_models import load_model, with_adapter
-from vllm_models import CONTEXT, NEEDS_VLLM, engine_on
+from vllm_models import CONTEXT, NEEDS_VLLM, engine_on, policy_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.settings import least_kv_bytes
+from lowmem_grpo.engines.vllm.settings import BLOCK_ON_CPU, kv_bytes_of, least_kv_bytes
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM
@@ -42,28 +44,6 @@ def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) ->
 
 
 @pytest.mark.slow
-def test_prompts_whose_earlier_answers_were_longest_enter_first_and_their_answers_stay_the_same(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = Policy(with_adapter(load_model("shallow")).eval())
-    prompts = [[5] * length for length in (480, 300, 470, 490)]  # the context ends their answers
-    params = SamplingParams(n=2, max_tokens=60, seed=1, ignore_eos=True)
-    entered: list[list[int]] = []
-    with engine_on(policy, max_num_seqs=2) as engine:
-        enqueue = engine.llm.enqueue
-
-        def spy(requests: list[Any], *args: Any, **options: Any) -> Any:
-            entered.append([len(request["prompt_token_ids"]) for request in requests])
-            return enqueue(requests, *args, **options)
-
-        monkeypatch.setattr(engine.llm, "enqueue", spy)
-        first, second = (engine.generate(prompts, params) for _ in range(2))
-    assert entered == [[480, 300, 470, 490], [300, 470, 480, 490]]
-    assert [[rollout.completion_ids for rollout in group] for group in first] == [
-        [rollout.completion_ids for rollout in group] for group in second]
-
-
-@pytest.mark.slow
 def test_preemptions_are_those_that_vllm_counts(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(with_adapter(load_model("shallow")).eval())
     least = least_kv_bytes(policy, CONTEXT)
@@ -82,3 +62,19 @@ def test_preemptions_are_those_that_vllm_counts(alone: None, monkeypatch: pytest
         pace = engine.pace.pop_measured()
     assert pace.preemptions == sum(told.values()) > 0
     assert all(len(rollout.completion_ids) == 200 for group in groups for rollout in group)
+
+
+@pytest.mark.parametrize(("missing", "at_once"), [(0, True), pytest.param(2, False, marks=pytest.mark.slow)])
+def test_a_group_holds_its_prompt_once_so_that_the_plan_may_count_it_once(
+    alone: None, missing: int, at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 completions of 128 tokens of a prompt of 384 (`rows.cache_bytes`): 11 blocks, 6 times the one
+    with the prompt's last token, which vLLM always computes, and 4 more; and one that is never used."""
+    policy = policy_of("qwen2", torch.float32, False, tmp_path)
+    size = kv_bytes_of(policy, (11 + 6 * 5 + 1 - missing) * BLOCK_ON_CPU, BLOCK_ON_CPU)
+    params = SamplingParams(n=6, max_tokens=128, seed=1, ignore_eos=True)
+    with engine_on(policy, kv_cache_bytes=size, max_num_seqs=6) as engine:
+        steps, step = [], engine.llm.llm_engine.step
+        monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: (steps.append(1), step())[1])
+        engine.generate([[number % 300 + 5 for number in range(CONTEXT - 128)]], params)
+    assert (len(steps) <= 128 + 4) == at_once

@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 from episodes import Talk
-from memory import Failing
 from transformers import PreTrainedTokenizerBase
-from vllm_models import CONTEXT, KV_BYTES, LONG, NEEDS_VLLM, OTHER, SAME, distance, dying, states
+from vllm_models import CONTEXT, KV_BYTES, LONG, NEEDS_VLLM, SAME, distance, dying, states
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.settings import least_kv_bytes
-from lowmem_grpo.engines.vllm.shared_linear import LAYERS
-from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM
@@ -83,24 +80,6 @@ def test_an_engine_that_dies_is_replaced_and_goes_on_with_the_turns_that_were_no
 
 
 @pytest.mark.slow
-def test_turns_that_memory_has_no_room_for_go_on_in_a_smaller_engine(
-    engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, played, given = talk(prompts), talk(prompts), engine.capacity.wanted_seqs
-    engine.converse(expected, ENDLESS)
-    layer, hook = LAYERS["model.layers.1.self_attn.o_proj"], Failing(6)
-    forward = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda x: hook() or forward(x))
-    engine.bound = RunMemory().rollout
-    engine.converse(played, ENDLESS)
-    assert hook.raised == engine.bound.failures == 1
-    assert engine.seqs == engine.bound.lowered == given // 2
-    assert sorted(played.given) == sorted([0, 1, 2] * 3)
-    assert played.ids == expected.ids
-    engine.bound = RunMemory().rollout
-
-
-@pytest.mark.slow
 def test_a_conversation_that_is_broken_off_leaves_nothing_to_the_next(
     engine: VLLMEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,14 +104,3 @@ def test_random_numbers_that_an_environment_draws_are_not_drawn_again(
     for _ in range(2):
         engine.converse(talk(prompts, on_give=lambda key, rollout: drawn.append(random.random())), ENDLESS)
     assert len(set(drawn)) == len(drawn) == 18
-
-
-def test_turns_of_the_base_model_are_sampled_inside_its_block(engine: VLLMEngine, policy: Policy) -> None:
-    played = Talk([LONG], turns=2)
-    with engine.base_model():
-        engine.converse(played, ENDLESS)
-    asked = [request.ids for request in played.asked]
-    drawn = [[rollout] for rollout in played.drawn[0]]
-    assert distance(policy, asked, drawn) > OTHER
-    with policy.base_model():
-        assert distance(policy, asked, drawn) < SAME

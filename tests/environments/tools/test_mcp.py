@@ -134,14 +134,6 @@ def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: lis
 
 @needs_mcp
 @pytest.mark.slow
-def test_calls_run_side_by_side_and_one_that_is_given_up_disturbs_no_other(server: list[str]) -> None:
-    with start(server) as tools:
-        box = Toolbox(tools, tiny_with("qwen3"), 64)
-        assert asyncio.run(side_by_side(box)) == "1 tea for 3 euros"
-
-
-@needs_mcp
-@pytest.mark.slow
 def test_a_server_that_listens_at_a_url_gives_its_tools_and_outlives_the_session(url: str) -> None:
     with mcp_tools(url=url) as tools:
         box = Toolbox(tools, tiny_with("qwen3"), 64)
@@ -237,7 +229,7 @@ def test_one_server_is_named_in_one_way(given: dict[str, object]) -> None:
         mcp_tools(**given)
 
 
-@pytest.mark.skipif(mcp is not None, reason="the package mcp is installed")
-def test_without_the_library_it_says_what_to_install() -> None:
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ImportError, match=PACKAGE.replace("(", r"\(")):
         mcp_tools(["a"])

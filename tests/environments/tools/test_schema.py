@@ -13,76 +13,12 @@ from lowmem_grpo.environments.tools.arguments import fault, typed
 from lowmem_grpo.environments.tools.toolbox import Tool, ToolSchemaError, tool_of
 
 
-def no_docs(a: int) -> int:
-    return a
-
-
-def no_type(a, b: int = 3) -> int:  # type: ignore[no-untyped-def]
-    """Add.
-
-    Args:
-        a: One.
-        b: Two.
-    """
-    return a + b
-
-
-def no_description(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: One.
-    """
-    return a + b
-
-
-def of_date(day: date | None, days: list[date]) -> str:
-    """The day.
-
-    Args:
-        day: Which.
-        days: More.
-    """
-    return str(day or days)
-
-
-def variable(*numbers: int) -> int:
-    """Add.
-
-    Args:
-        numbers: All.
-    """
-    return sum(numbers)
-
-
-def free(**options: int) -> int:
-    """Add.
-
-    Args:
-        options: All.
-    """
-    return sum(options.values())
-
-
-def typed_docs(a: int) -> int:
-    """Add.
-
-    Args:
-        a (int): One.
-    """
-    return a
-
-
-def unknown_type(a: "NoSuchType") -> None:  # type: ignore[name-defined]  # noqa: F821
-    """Take.
-
-    Args:
-        a: It.
-    """
-
-
-def _hidden() -> None:
-    """Hide."""
+def written(arguments: str, told: str = "a: One.", name: str = "add", docs: str = "Add.") -> Any:
+    """A function with these arguments, and a docstring that tells of some."""
+    scope: dict[str, Any] = {"date": date}
+    exec(f"def {name}({arguments}): ...", scope)  # noqa: S102, a row of this file
+    scope[name].__doc__ = docs and f"{docs}\n\nArgs:\n    {told}\n"
+    return scope[name]
 
 
 class Thing:
@@ -154,13 +90,15 @@ def test_a_decorated_function_is_a_tool() -> None:
 
 
 @every_row(("function", "why"), [
-    (no_docs, r"no_docs has no docstring.*def add\(a: int"), (no_type, r"argument 'a' of the tool no_type has no type"),
-    (no_description, r"argument 'b' of the tool no_description has no description: write `b: \.\.\.`"),
-    (of_date, "argument 'day' of the tool of_date has the type date, which JSON cannot hold"),
-    (variable, r"argument 'numbers' of the tool variable takes \*numbers"),
-    (free, r"argument 'options' of the tool free takes \*\*options"), (unknown_type, "NoSuchType"),
-    (typed_docs, "argument 'a' of the tool typed_docs has no description.*without its type"),
-    (_hidden, "cannot be called '_hidden'.*rename"), (lambda: 3, "no docstring"), (Thing, "must be a function"),
+    (written("a: int", docs=""), r"the tool add has no docstring.*def add\(a: int"),
+    (written("a, b: int = 3"), r"argument 'a' of the tool add has no type"),
+    (written("a: int, b: int"), r"argument 'b' of the tool add has no description: write `b: \.\.\.`"),
+    (written("day: date | None"), "argument 'day' of the tool add has the type date, which JSON cannot hold"),
+    (written("*numbers: int"), r"argument 'numbers' of the tool add takes \*numbers"),
+    (written("**options: int"), r"argument 'options' of the tool add takes \*\*options"),
+    (written("a: 'NoSuchType'"), "NoSuchType"), (written("", name="_hidden"), "cannot be called '_hidden'.*rename"),
+    (written("a: int", "a (int): One."), "argument 'a' of the tool add has no description.*without its type"),
+    (lambda: 3, "no docstring"), (Thing, "must be a function"),
     (Thing(), "must be a function"), ("add", "must be a function"), (print, "takes|no type"),
     (functools.partial(weather, "Rome"), "must be a function"), (Tool("a b", {}, weather), "cannot be called 'a b'"),
 ])
