@@ -47,17 +47,6 @@ def test_many_bands_are_as_accurate_as_one(size: Any, dtype: torch.dtype, monkey
     assert_all_as_accurate(problem(20, size, dtype, double=size != THREE))
 
 
-def test_gradients_are_those_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_bands(monkeypatch, 64 * 8)
-    arguments = problem(3, ((3, 2), 64), torch.float32, rank=2)
-    exact = in_float64(arguments | {"weight": NF4Weight.adjacent([quantized(3, 64, torch.float32) for _ in range(2)])})
-    exact["lora_b"], exact["bias"] = (torch.randn(6, *more, dtype=torch.double) for more in ((2,), ()))
-    inputs = [exact[name].detach().requires_grad_() for name in GRADIENTS]
-    assert torch.autograd.gradcheck(
-        lambda x, a, b, bias: nf4_linear(x, exact["weight"], a, b, 0.7, bias), inputs
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("double", [False, True])
 def test_agrees_with_bitsandbytes_and_peft(double: bool, dtype: torch.dtype) -> None:
