@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import bitsandbytes as bnb
 import peft
 import pytest
 import torch
@@ -14,11 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
-from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lean_modules import LeanAttention, LeanMLP, LeanRMSNorm, make_lean
 from lowmem_grpo.models.lora_layers import (
-    JoinedWeights,
     KernelLinear,
     KernelLinear4bit,
     computes,
@@ -157,15 +153,6 @@ def test_the_adapter_can_be_turned_off_switched_and_merged() -> None:
     )
 
 
-def test_a_saved_adapter_is_the_same_file_as_pefts(tmp_path: Any) -> None:
-    plain, lean = (adapted(random_model("Llama"), kind) for kind in (False, True))
-    plain.save_pretrained(tmp_path / "plain"), lean.save_pretrained(tmp_path / "lean")
-    files = [(tmp_path / kind / "adapter_model.safetensors").read_bytes() for kind in ("plain", "lean")]
-    configs = [(tmp_path / kind / "adapter_config.json").read_text() for kind in ("plain", "lean")]
-    assert files[0] == files[1]
-    assert configs[0] == configs[1]
-
-
 @pytest.mark.slow
 def test_training_with_checkpointing_makes_less_than_half_of_what_pefts_layers_make() -> None:
     model = random_model("Llama").to(torch.bfloat16)
@@ -240,35 +227,3 @@ def test_an_attention_function_that_is_not_registered_is_refused_by_name() -> No
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="attn_implementation is 'eager'"):
         model(IDS)
-
-
-def four_bit_llama(adjacent: bool) -> peft.PeftModel:
-    """A layer of 4-bit weights under LoRA, q, k, v (gate, up) in one buffer or not."""
-    model = random_model("Llama")
-    shape = copy.deepcopy(model.config)
-    shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.head_dim = 256, 512, 4, 64
-    shape.num_hidden_layers = 1
-    torch.manual_seed(0)
-    model = type(model)(shape)
-    for name, module in list(model.model.layers.named_modules()):
-        if type(module) is nn.Linear:
-            linear = bnb.nn.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
-            linear.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
-            linear.support_avx512bf16_for_cpu = False
-            model.model.layers.set_submodule(name, linear.to("cpu"))
-    if adjacent:
-        assert fuse_weights(model) == []
-    return adapted(model, lean=True)
-
-
-def test_adjacent_4_bit_weights_are_taken_as_one_and_found_anew_once_they_are_replaced() -> None:
-    model = four_bit_llama(adjacent=True)
-    attention = model.get_base_model().model.layers[0].self_attn
-    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
-    weights = JoinedWeights()
-    (whole,) = weights.join(layers)
-    assert isinstance(whole, NF4Weight) and whole.out_features == (256, 128, 128)
-    assert weights.join(layers)[0] is whole
-    lone = four_bit_llama(adjacent=False).get_base_model().model.layers[0].self_attn.k_proj
-    layers[1].base_layer.weight = lone.base_layer.weight
-    assert len(weights.join(layers)) == 3
