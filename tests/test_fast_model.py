@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import lowmem_grpo
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
+from lowmem_grpo.data.prompt_inputs import encode
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, LoraRequest, RequestOutput, adapter_for
 from lowmem_grpo.runs.saved_adapter import CheckpointError, base_of_adapter
 
@@ -120,7 +121,7 @@ def test_no_lora_request_means_the_base_model(bare: BareModel, untouched: FastPe
 
 
 def test_current_lora_is_the_adapter_as_it_is_now(untouched: FastPeftModel) -> None:
-    ids = torch.tensor([untouched.encode(CHAT)[1]])
+    ids = torch.tensor([encode(untouched.loaded.tokenizer, CHAT)[1]])
     mode = untouched.training
     with torch.no_grad():
         first = untouched.eval()(input_ids=ids).logits[0, -1].argmax().item()
@@ -206,7 +207,7 @@ def test_a_folder_that_is_no_adapter_is_named_when_it_is_loaded(
 def test_a_saved_adapter_loads_with_plain_peft(model: FastPeftModel, tmp_path: Path) -> None:
     model.save_lora(tmp_path / "adapter")
     plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(tmp_path / "adapter"))
-    ids = torch.tensor([model.encode(CHAT)[1]])
+    ids = torch.tensor([encode(model.loaded.tokenizer, CHAT)[1]])
     with torch.no_grad():
         torch.testing.assert_close(
             plain.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-4

@@ -17,9 +17,8 @@ from lowmem_grpo.losses.advantages import (
     AdvantageSettings,
     advantages_of,
     assign_advantages,
-    put_kl_in_reward,
-    take_kl_from_rewards,
 )
+from lowmem_grpo.losses.kl import put_kl_in_reward, take_kl_from_rewards
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NAN = float("nan")
