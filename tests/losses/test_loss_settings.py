@@ -112,6 +112,21 @@ def test_an_option_of_a_loss_type_is_chosen() -> None:
         assert chosen == dict(LOSS_TYPES[loss_type].options) | follows | {option: GOOD[option]}, loss_type
 
 
+def test_defaults_are_the_loss_types_own() -> None:
+    """As the papers and TRL have them."""
+    clipped = {"epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampling_level": "token"}
+    narrow = {"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}
+    assert {name: LossSettings(loss_type=name).chosen() for name in LOSS_TYPES} == {
+        **dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), clipped),
+        **dict.fromkeys(("gspo", "gspo_token"), narrow),
+        "cispo": {"epsilon_high": 5.0, "importance_sampling_level": "token"},
+        "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "importance_sampling_level": "token"},
+        "vespo": {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+        "gmpo": {"epsilon": 0.4, "epsilon_high": None}, "reinforce": {},
+        "rloo": {"epsilon": 0.2, "epsilon_high": None, "delta": None},
+    }
+
+
 def test_a_given_epsilon_is_the_bound_above_too_and_zero_is_given() -> None:
     assert LossSettings(loss_type="gspo", epsilon=0.1).chosen() == {"epsilon": 0.1, "epsilon_high": None, "delta": None}
     assert LossSettings(loss_type="gspo", epsilon=0.1, epsilon_high=0.2).chosen()["epsilon_high"] == 0.2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
-from lowmem_grpo.models.lean_modules import LeanAttention, LeanMLP, LeanRMSNorm, make_lean
+from lowmem_grpo.models.lean_modules import LeanMLP, make_lean
 from lowmem_grpo.models.lora_layers import (
     KernelLinear,
     KernelLinear4bit,
@@ -69,17 +69,6 @@ def test_errors_are_no_larger_than_those_of_transformers_and_peft(
     # deep random nets multiply a rounding by chance: the worst of all tensors is steadier than each of them
     assert max(ours.values()) <= 1.5 * max(theirs.values()) + 4 * ROUNDING[dtype]
     assert ours["logits"] <= 1.5 * theirs["logits"] + 4 * ROUNDING[dtype]
-
-
-@every_row("family", FAMILIES)
-def test_every_norm_mlp_and_attention_of_a_known_family_is_replaced_and_every_name_stays(family: str) -> None:
-    plain, lean = (adapted(random_model(family), lean) for lean in (False, True))
-    kinds = [type(module).__name__ for module in plain.modules()]
-    wanted = sum(kind.endswith(("RMSNorm", "MLP", "Attention")) for kind in kinds)
-    ours = LeanMLP | LeanRMSNorm | LeanAttention
-    assert sum(isinstance(module, ours) for module in lean.modules()) == wanted > 6
-    assert list(plain.state_dict()) == list(lean.state_dict()) or set(plain.state_dict()) == set(lean.state_dict())
-    assert {n for n, _ in plain.named_parameters()} == {n for n, _ in lean.named_parameters()}
 
 
 def test_modules_that_nobody_checked_stay_as_they_are() -> None:
