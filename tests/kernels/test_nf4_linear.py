@@ -72,20 +72,6 @@ def test_master_adapters_get_gradients_in_their_own_dtype() -> None:
     assert outcome(nf4_linear, arguments)["lora_a"].dtype == torch.float32
 
 
-def test_sequences_of_adapters_are_the_stacked_ones() -> None:
-    arguments = problem(9, THREE, torch.float32)
-    a, b = arguments["lora_a"].split(5), arguments["lora_b"].split(THREE[0])
-    listed = arguments | {"lora_a": list(a), "lora_b": list(b)}
-    assert torch.equal(nf4_linear(**listed), nf4_linear(**arguments))
-    without = nf4_linear(**(listed | {"lora_a": [a[0], None, a[2]], "lora_b": [b[0], None, b[2]]}))
-    plain = nf4_linear(**(arguments | {"lora_a": None, "lora_b": None}))
-    assert torch.equal(without[:, 128:192], plain[:, 128:192])
-    assert torch.equal(without[:, :128], nf4_linear(**arguments)[:, :128])
-    assert torch.equal(nf4_linear(**(listed | {"lora_a": [None] * 3, "lora_b": [None] * 3})), plain)
-    for part in torch.autograd.grad(without.sum(), [*a[::2], *b[::2]]):
-        assert part.abs().max() > 0
-
-
 def test_scale_may_be_a_tensor_that_is_switched_later() -> None:
     arguments = problem(9, ONE, torch.float32)
     scale = torch.tensor(0.3)

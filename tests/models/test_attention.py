@@ -145,22 +145,16 @@ def test_repeated_key_heads_give_what_shared_ones_give(monkeypatch: pytest.Monke
 def test_keys_read_in_parts_give_what_they_give_as_a_whole(
     rows: int, heads: int, group: int, size: int, places: int, parts: int, dtype: torch.dtype
 ) -> None:
-    check_parts(rows, heads, group, size, places, parts, dtype, torch.device("cpu"))
-
-
-def check_parts(
-    rows: int, heads: int, group: int, size: int, places: int, parts: int, dtype: torch.dtype, device: torch.device
-) -> None:
     """Against the formula in float64. Whole parts are hidden, of one row all but the last place, and what lies in
     storage behind the places is NaN."""
     torch.manual_seed(0)
-    storage = torch.full((2, rows, heads, places + 16, size), torch.nan, dtype=dtype, device=device)
+    storage = torch.full((2, rows, heads, places + 16, size), torch.nan, dtype=dtype)
     storage[:, :, :, :places] = torch.randn(2, rows, heads, places, size)
     key, value = storage[:, :, :, :places]
     real = torch.rand(rows, places) < 0.5
     real[:, : places // max(parts, 2)], real[0], real[:, -1] = False, False, True
-    mask = torch.zeros(rows, 1, 1, places).masked_fill_(~real[:, None, None], -torch.inf).to(device, dtype)
-    query = torch.randn(rows, heads, group, size).to(device, dtype)
+    mask = torch.zeros(rows, 1, 1, places).masked_fill_(~real[:, None, None], -torch.inf).to(dtype)
+    query = torch.randn(rows, heads, group, size).to(dtype)
     found = attention.in_parts(query, key, value, mask, None, parts)
     wide = [part.double() for part in (query, key, value, mask)]
     expected = ((wide[0] @ wide[1].mT) * size**-0.5 + wide[3]).softmax(-1) @ wide[2]
