@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from peft import LoraConfig, PeftModelForCausalLM, set_peft_model_state_dict
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.config.loading import GET_PEFT_MODEL
-from lowmem_grpo.data.prompt_inputs import calls_of, encode, encoded
+from lowmem_grpo.data.prompt_inputs import calls_of, encoded
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
 from lowmem_grpo.engines.request_output import OutputProcessor, RequestOutput
@@ -23,24 +21,20 @@ from lowmem_grpo.models.export.saving import Saving
 from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
-from lowmem_grpo.models.lora_targets import check_config, check_targets, check_values
+from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
 from lowmem_grpo.runs.adapter_file import (
     PREFIX,
-    beyond_lora,
     check_for,
     layers_of,
     read_adapter,
     refuse_variants,
-    starts_plainly,
 )
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
 
 SAVED_ADAPTER = "fast_generate"  # PEFT's name of a saved adapter that is loaded for sampling
-ADVICE = "leave it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)"
-STARTS = 'True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s weights as they are'
 NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
 
 
@@ -127,9 +121,11 @@ class FastGeneration(Saving):
         """The engine that samples (`name`) and the reason for it (`why`)."""
         return self.loaded.keeper.choice
 
-    def encode(self, prompt: Any) -> tuple[str, list[int]]:
-        """Return (text, token ids) of a string, chat messages or token ids."""
-        return encode(self.loaded.tokenizer, prompt)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as transformers or PEFT does; `input_ids` may also be all that a tokenizer returned, a dictionary."""
+        args, kwargs = generate_inputs(args, kwargs)
+        model: Any = super() if self.inner is self else self.inner
+        return model.generate(*args, **kwargs)
 
 
 class BareModel(FastGeneration, nn.Module):
@@ -165,37 +161,20 @@ class BareModel(FastGeneration, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.transformers_model(*args, **kwargs)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample as transformers does; `input_ids` may also be the whole dictionary that a tokenizer returned."""
-        args, kwargs = generate_inputs(args, kwargs)
-        model: Any = self.transformers_model
-        return model.generate(*args, **kwargs)
-
 
 class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     """A PEFT model that can sample with its live adapter. All methods of PEFT work."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample as PEFT does; `input_ids` may also be the whole dictionary that a tokenizer returned."""
-        args, kwargs = generate_inputs(args, kwargs)
-        return super().generate(*args, **kwargs)
-
     def save_lora(self, path: str | Path) -> None:
         """Write the adapter to a folder, in PEFT format."""
         self.save_pretrained(str(path))
-
-    @cached_property
-    def quantized(self) -> tuple[Any, bool | str]:
-        """A module with 4-bit weights, or None; and the form of FP8 weights, or False. Both are as they were loaded."""
-        base = self.get_base_model()
-        return next(linears_in_4bit(base), None), form_in_fp8(base)
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Save as PEFT does, and also write the tokenizer, the end tokens of sampling, and a record of the base model,
         from which an export learns how the weights were stored."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
-        held, in_fp8 = self.quantized
+        held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
         dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
         BaseRecord(
             self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8
@@ -235,10 +214,9 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
     if request is None:
         with Policy(model).base_model():
             yield
-        return
-    if not isinstance(model, PeftModelForCausalLM):
+    elif not isinstance(model, PeftModelForCausalLM):
         raise ValueError(NO_LORA.format("lora_request"))
-    if request.path is None:
+    elif request.path is None:
         yield
     else:
         check_for(model, request.path)  # the request may come from another model, or the file may have changed
@@ -265,33 +243,12 @@ def as_request(adapter: Any) -> LoraRequest | None:
     return LoraRequest(Path(path))
 
 
-# Adding LoRA to a loaded model, in our layers
-
-
 def check_bare(model: Any) -> None:
     """Raise TypeError unless the model is one that from_pretrained returned, ValueError if it already has LoRA."""
     if not isinstance(model, BareModel | FastPeftModel):
         raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
     if hasattr(model.inner, "peft_config"):
         raise ValueError("this model has LoRA already; load it again for a second adapter")
-
-
-def check_plain(config: Any) -> None:
-    """Raise TypeError for anything but a LoraConfig, and ValueError, with the option's name, for one that asks for more
-    than LoRA on linear layers of a causal language model."""
-    if type(config) is not LoraConfig:
-        raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
-    if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
-        raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
-    check_values(config)
-    settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    variant = next((name for name in ("use_dora", "lora_bias") if settings[name]), beyond_lora(settings))
-    if variant is not None:
-        advice = GET_PEFT_MODEL[variant].advice if variant in GET_PEFT_MODEL else "Only plain LoRA is trained."
-        raise ValueError(f"peft_config: {variant}={settings[variant]!r} is not supported. {advice} Or {ADVICE}")
-    if not starts_plainly(config.init_lora_weights):
-        raise ValueError(f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported; allowed are "
-                         f"{STARTS}")
 
 
 def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = AUTO, seed: int = 0,
@@ -308,8 +265,7 @@ def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft_model = FastPeftModel(model.inner, config)
-    peft_model.loaded = model.loaded
-    loaded = peft_model.loaded
+    peft_model.loaded = loaded = model.loaded
     loaded.offload, loaded.auto, loaded.mlp_tile = mode in ("offload", AUTO), mode == AUTO, mlp_tile
     make_lean(model.inner, tile)
     enable_checkpointing(model.inner, mode)

@@ -185,8 +185,8 @@ class FastLanguageModel:
             raise TypeError(NO_MODEL)
         from peft import LoraConfig
 
-        from lowmem_grpo.fast_model import check_bare, check_plain, with_lora
-        from lowmem_grpo.models.lora_targets import Scope, lora_targets
+        from lowmem_grpo.fast_model import check_bare, with_lora
+        from lowmem_grpo.models.lora_targets import Scope, check_plain, lora_targets
 
         check_bare(model)
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,

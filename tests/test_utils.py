@@ -11,7 +11,7 @@ from trl import TrlParser
 
 from lowmem_grpo import GRPOConfig, RLOOConfig, SFTConfig
 from lowmem_grpo.config.from_trl import settings_of
-from lowmem_grpo.fast_model import check_plain
+from lowmem_grpo.models.lora_targets import check_plain
 from lowmem_grpo.utils import GIB, MIB, size_text, time_text
 
 

@@ -1,8 +1,7 @@
 """Norms, rotary embedding and gated activations: ours, torch.compile of the plain references, and Liger's.
 
 All of them are memory-bound: `moved_bytes` is the least that a pass must read and write. Weights of norms are frozen,
-as under LoRA. Liger overwrites inputs or upstream gradients where it can; so do our providers with "in_place" or
-"reuse" in their name.
+as under LoRA. Liger overwrites inputs or upstream gradients where it can; ours does not.
 """
 
 from collections.abc import Callable
@@ -22,15 +21,13 @@ from bench.kernels.problems import (
     Problem,
     Provider,
     Results,
-    Run,
     compiled,
     plain,
-    restore,
     truth_of,
 )
 from lowmem_grpo.kernels.glu import geglu, geglu_ref, swiglu, swiglu_ref
 from lowmem_grpo.kernels.rms_norm import rms_norm, rms_norm_ref
-from lowmem_grpo.kernels.rope import angles, rope, rope_in_place, rope_ref
+from lowmem_grpo.kernels.rope import rope, rope_ref
 
 EPS = 1e-6
 THETA = 5e5  # base of Llama 3's rotary embedding
@@ -101,28 +98,9 @@ def turning(function: Callable[..., tuple[Tensor, Tensor]]) -> Forward:
     return forward
 
 
-def gated(function: Callable[..., Tensor], **options: Any) -> Forward:
+def gated(function: Callable[..., Tensor]) -> Forward:
     """Return the forward of a gated activation. It gets views, so that it may write over their bytes."""
-    return lambda gate, up: {"out": function(gate.view_as(gate), up.view_as(up), **options)}
-
-
-def rope_over_inputs(problem: Problem) -> Run:
-    """Return a call of both passes that overwrites their inputs, without autograd, as a fused layer calls them."""
-    leaves = {name: leaf.clone() for name, leaf in problem.leaves.items()}
-    # clone() keeps the strides of a transposed gradient, which is what attention returns
-    upstream = {name: grad.clone() for name, grad in problem.upstream.items()}
-    turns = [angles(problem.given[name]) for name in ("cos", "sin")]
-    backward = problem.case.passes == FWD_BWD
-
-    def call() -> Results:
-        with torch.no_grad():
-            q, k = rope(*(leaf.transpose(1, 2) for leaf in leaves.values()), *turns, in_place=True)
-            if backward:
-                rope_in_place(upstream["q"], upstream["k"], *turns, True, True)
-        turned = {f"grad_{name}": grad.transpose(1, 2) for name, grad in upstream.items()} if backward else {}
-        return {"q": q, "k": k} | turned
-
-    return Run(call, lambda: restore(problem, leaves, upstream))
+    return lambda gate, up: {"out": function(gate.view_as(gate), up.view_as(up))}
 
 
 def liger(name: str, as_forward: Callable[[Callable[..., Any]], Forward], note: str = "") -> Provider:
@@ -144,11 +122,9 @@ def norm(as_forward: Callable[[Callable[..., Any]], Forward], inputs: str, outpu
 
 def glu(name: str, ours: Callable[..., Tensor],
         plain_form: Callable[..., Tensor]) -> tuple[Callable[[Case], Problem], list[Provider]]:
-    """Return problem and providers of a gated activation; a second one of ours overwrites its inputs, as Liger does."""
-    over, reference = "gradients over inputs", gated(plain_form)
-    reuse = plain(f"{OURS}_reuse", gated(ours, reuse_inputs=True), note=over, overwrites=True)
-    providers = [*four(gated(ours), reference, liger(f"liger_{name}", gated, over)), reuse]
-    return rows_problem(reference, "gate up", "out", (3, 5), False), providers
+    """Return problem and providers of a gated activation."""
+    reference, theirs = gated(plain_form), liger(f"liger_{name}", gated, "gradients over inputs")
+    return rows_problem(reference, "gate up", "out", (3, 5), False), four(gated(ours), reference, theirs)
 
 
 PROBLEMS = {
@@ -157,7 +133,6 @@ PROBLEMS = {
     # forward reads two and writes two; backward reads three and writes one for both inputs
     "add_rms_norm": norm(added, "x residual", "y sum", (4, 4), liger("liger_fused_add_rms_norm", lambda function: added(
         lambda x, weight, eps, residual: function(x, residual, weight, eps)))),
-    "rope": (rope_problem, [*four(turning(rope), turning(rope_ref), liger("liger_rope", turning, "in place")), Provider(
-        f"{OURS}_in_place", rope_over_inputs, OURS, "both passes in place, without autograd")]),
+    "rope": (rope_problem, four(turning(rope), turning(rope_ref), liger("liger_rope", turning, "in place"))),
     "swiglu": glu("swiglu", swiglu, swiglu_ref), "geglu": glu("geglu", geglu, geglu_ref),
 }

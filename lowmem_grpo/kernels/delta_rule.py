@@ -49,7 +49,6 @@ def delta_rule(
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (T, H, V) in value's dtype, and the runs' final states (S, H, K, V) in float32; initial None is zeros."""
-    check(query, key, value, g, beta, runs, initial)
     if initial is None:
         initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
     if not runs.tokens:
@@ -220,27 +219,10 @@ def scan(
     return torch.cat(results), torch.cat([state, *reversed(finals)])
 
 
-def check(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor | None
-) -> None:
-    """Raise ValueError if shapes do not fit."""
-    tokens, heads, size = key.shape if key.dim() == 3 else (-1, 1, -1)
-    if query.shape != key.shape or value.dim() != 3 or len(value) != tokens or value.shape[1] % heads:
-        raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not go "
-                         "together; expected (T, H_k, K) twice and (T, H, V) with H a multiple of H_k")
-    if tokens != runs.tokens or any(rate.shape != value.shape[:2] for rate in (g, beta)):
-        raise ValueError(f"g is {tuple(g.shape)} and beta {tuple(beta.shape)} for a value {tuple(value.shape)} and "
-                         f"runs of {runs.tokens} tokens; expected (T, H)")
-    expected = (len(runs.lengths), value.shape[1], size, value.shape[2])
-    if initial is not None and initial.shape != expected:
-        raise ValueError(f"initial is {tuple(initial.shape)}; expected {expected}: runs, H, K, V")
-
-
 def causal_conv(
     x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return y (T, C) and final states (S, W - 1, C); initial (S, W - 1, C), or None for zeros."""
-    check_conv(x, weight, runs, initial)
     before = weight.shape[1] - 1
     if initial is None:
         initial = x.new_zeros(len(runs.lengths), before, x.shape[1])
@@ -255,13 +237,3 @@ def causal_conv(
         wide = F.silu(convolved[0, :, : len(stream)].T)
     result = torch.cat([wide[end - length : end] for end, length in zip(ends, runs.lengths, strict=True)])
     return result, torch.stack([stream[end - before : end] for end in ends])
-
-
-def check_conv(x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None) -> None:
-    """Raise ValueError for inputs of a convolution whose shapes do not fit."""
-    if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or len(x) != runs.tokens:
-        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (T, C) and (C, W) with the "
-                         f"{runs.tokens} tokens of the runs")
-    expected = (len(runs.lengths), weight.shape[1] - 1, x.shape[1])
-    if initial is not None and initial.shape != expected:
-        raise ValueError(f"initial is {tuple(initial.shape)}; expected {expected}: runs, W - 1, C")

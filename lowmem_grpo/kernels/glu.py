@@ -133,8 +133,7 @@ def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
 
 def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
     """Return uninitialised [grad_gate, grad_up], (N, F) each, or with `fused` one [grad_gate_up] (N, 2 F)."""
-    rows, columns = gate.shape
-    return [gate.new_empty(rows, 2 * columns)] if fused else [gate.new_empty(rows, columns) for _ in range(2)]
+    return [gate.new_empty(len(gate), 2 * gate.shape[1])] if fused else [gate.new_empty(gate.shape) for _ in range(2)]
 
 
 def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -155,11 +154,6 @@ def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fuse
     return gradients
 
 
-def glu_bwd_reuse_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Run the backward kernel with its results over gate and up; grad may have any strides."""
-    launch_bwd(rows_of(grad), gate, up, gate, up, activation, product=False)
-
-
 def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """Run the backward kernel with its results over gate and up, and the product over grad."""
     launch_bwd(grad, gate, up, gate, up, activation, product=True)
@@ -177,12 +171,6 @@ def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: 
     return gradients
 
 
-def glu_bwd_reuse_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Write the gradients of gate and up over them."""
-    for target, values in zip((gate, up), gradients_ref(grad, gate, up, activation)[:2], strict=True):
-        target.copy_(values)
-
-
 def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """Write the gradients of gate and up, and the product, over gate, up and `grad`."""
     for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
@@ -193,60 +181,45 @@ glu_fwd = custom_op("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up
 glu_bwd = custom_op(
     "glu_bwd", glu_bwd_cpu, glu_bwd_triton, fake=lambda _grad, gate, _up, _name, fused: new_gradients(gate, fused)
 )
-glu_bwd_reuse = custom_op("glu_bwd_reuse", glu_bwd_reuse_cpu, glu_bwd_reuse_triton, mutates=("gate", "up"))
 glu_bwd_all = custom_op("glu_bwd_all", glu_bwd_all_cpu, glu_bwd_all_triton, mutates=("grad", "gate", "up"))
 
 
 class GLUFunction(torch.autograd.Function):
-    """Computes act(gate) * up; with `reuse` the gradients replace gate and up, whose versions rise."""
+    """Computes act(gate) * up; only gate and up are kept."""
 
     @staticmethod
-    def forward(ctx, gate, up, activation, reuse):
+    def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.reuse = activation, reuse
+        ctx.activation = activation
         return glu_fwd(*halves(gate, up), activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
-        if ctx.reuse:
-            glu_bwd_reuse(grad, *halves(gate, up), ctx.activation)
-            return gate.detach(), None if up is None else up.detach(), None, None
         gradients = glu_bwd(grad, *halves(gate, up), ctx.activation, up is None)
-        return gradients[0], None if up is None else gradients[1], None, None
+        return gradients[0], None if up is None else gradients[1], None
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None, *, reuse_inputs: bool = False) -> Tensor:
-    """Return silu(gate) * up.
-
-    gate and up (..., F) share shape, dtype and device; without `up`, gate is one tensor (..., 2 F) whose first half
-    is the gate and whose second half is up (a fused projection), read and differentiated in place without copies.
-
-    With `reuse_inputs` the backward pass writes the gradients over gate and up, which must be intermediate results
-    (not leaves) that nothing else needs: a second backward pass, or another operation that saved them, then raises.
-    """
-    return glu(gate, up, "silu", reuse_inputs)
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up, from gate and up (..., F) of one shape, dtype and device. Without `up`, gate is a tensor
+    (..., 2 F), a fused projection, whose halves are gate and up; it is read and differentiated without copies."""
+    return glu(gate, up, "silu")
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", reuse_inputs: bool = False) -> Tensor:
-    """Return gelu(gate) * up with the tanh approximation, or with `approximate="none"` by the error function.
-
-    The tensors and `reuse_inputs` are those of `swiglu`.
-    """
-    return glu(gate, up, gelu_name(approximate), reuse_inputs)
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """Return gelu(gate) * up with the tanh approximation, or with `approximate="none"` by the error function. The
+    tensors are those of `swiglu`."""
+    return glu(gate, up, gelu_name(approximate))
 
 
-def glu(gate: Tensor, up: Tensor | None, activation: str, reuse: bool) -> Tensor:
+def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """Check the arguments and call the kernel on rows; plain torch handles empty tensors."""
     check_arguments(gate, up, activation)
-    if reuse and torch.is_grad_enabled():
-        check_reuse(gate, up)
     shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
     if 0 in shape:
         return activate_ref(halves(gate, up)[0], activation) * halves(gate, up)[1]
-    up_rows = None if up is None else rows_of(up)
-    return GLUFunction.apply(rows_of(gate), up_rows, activation, reuse).view(shape)
+    return GLUFunction.apply(rows_of(gate), None if up is None else rows_of(up), activation).view(shape)
 
 
 def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -293,19 +266,6 @@ def rows_in_place(name: str, values: Tensor) -> Tensor:
     return rows
 
 
-def check_reuse(gate: Tensor, up: Tensor | None) -> None:
-    """Raise ValueError if gradients cannot replace gate and up."""
-    if gate is up:
-        raise ValueError("reuse_inputs=True needs two tensors; gate and up are one and the same")
-    for name, values in (("gate", gate), ("up", up)):
-        if values is None:
-            continue
-        if values.is_leaf and values.requires_grad:
-            raise ValueError(f"reuse_inputs=True would overwrite {name}, a leaf that requires grad; pass False")
-        if 0 in values.stride():
-            raise ValueError(f"reuse_inputs=True cannot overwrite {name}, whose entries share memory; pass False")
-
-
 def gelu_name(approximate: str) -> str:
     """Return our name of a form of GELU; ValueError for an unknown one."""
     if approximate not in ("tanh", "none"):
@@ -319,9 +279,9 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
         raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
     if not gate.is_floating_point():
         raise ValueError(f"expected a floating dtype; got {gate.dtype}")
-    if up is None and (gate.ndim == 0 or gate.shape[-1] % 2):
-        raise ValueError(f"expected gate and up, or one tensor (..., 2 F); got one of shape {tuple(gate.shape)}")
     if up is None:
+        if gate.ndim == 0 or gate.shape[-1] % 2:
+            raise ValueError(f"expected gate and up, or one tensor (..., 2 F); got one of shape {tuple(gate.shape)}")
         return
     if gate.ndim == 0 or gate.shape != up.shape:
         raise ValueError(f"expected two tensors of one shape (..., F); got {tuple(gate.shape)}, {tuple(up.shape)}")

@@ -11,7 +11,7 @@ A few rows on CUDA go through `nf4_decode`; everything else, with the backward p
 (`frozen.py`). The backward pass needs x for dA, x A^T for dB and the adapters for dx; only what it needs is kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,6 @@ from torch import Tensor
 from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_back
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-
-Adapter = Tensor | Sequence[Tensor | None] | None
 
 
 def nf4_linear_ref(
@@ -39,48 +37,21 @@ def nf4_linear_ref(
 
 
 def nf4_linear(
-    x: Tensor, weight: Any, lora_a: Adapter = None, lora_b: Adapter = None, scale: float | Tensor = 1.0,
+    x: Tensor, weight: Any, lora_a: Tensor | None = None, lora_b: Tensor | None = None, scale: float | Tensor = 1.0,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return y (..., out) in x.dtype, from x (..., in) in float16, bfloat16 or float32 and a frozen 4-bit weight.
 
     weight: an NF4Weight or a Params4bit. lora_a (r, in) and lora_b (out, r): of any floating dtype, which their
-    gradients have too. For adjacent matrices each is a sequence, with None for a matrix without LoRA, or both are
-    stacked: lora_a (S * r, in), lora_b (out, r); all ranks are equal. scale: a number, or a tensor () on the device of
-    x, which is never copied to the host. bias (out,). Raises ValueError if an argument does not fit.
+    gradients have too. For S adjacent matrices both are stacked, with equal ranks: lora_a (S * r, in), lora_b (out, r);
+    `lora_linear` takes them apart. scale: a number, or a tensor () on the device of x, which is never copied to the
+    host. bias (out,). Raises ValueError if an argument does not fit.
     """
     weight = weight if isinstance(weight, NF4Weight) else NF4Weight.from_bitsandbytes(weight)
-    lora_a, lora_b = stack_adapters(lora_a, lora_b, weight)
     check_arguments(x, weight, lora_a, lora_b, scale, bias)
     a, b, bias = (part if part is None else part.to(x.dtype) for part in (lora_a, lora_b, bias))
     y = NF4LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, a, b, scale, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def stack_adapters(lora_a: Adapter, lora_b: Adapter, weight: NF4Weight) -> tuple[Tensor | None, Tensor | None]:
-    """Return the adapters of adjacent matrices stacked, with zeros for a matrix without LoRA; tensors as they are."""
-    if lora_a is None or lora_b is None or isinstance(lora_a, Tensor) or isinstance(lora_b, Tensor):
-        if all(part is None or isinstance(part, Tensor) for part in (lora_a, lora_b)):
-            return lora_a, lora_b  # type: ignore[return-value]
-        raise ValueError("lora_a and lora_b: expected both as tensors, or both as sequences of one for each matrix")
-    pairs, count = list(zip(lora_a, lora_b, strict=False)), len(weight.out_features)
-    if len(lora_a) != count or len(lora_b) != count or any((a is None) != (b is None) for a, b in pairs):
-        raise ValueError(f"expected a pair of LoRA factors, or twice None, for each of {count} matrices")
-    present = [(a, b) for a, b in pairs if a is not None and b is not None]
-    if not present:
-        return None, None
-    ranks = {size for a, b in present for size in (a.shape[0], b.shape[-1])}
-    if len(ranks) != 1:
-        raise ValueError(f"expected one rank for all adjacent matrices; got {sorted(ranks)}")
-    (some_a, some_b), rank = present[0], ranks.pop()
-    factors = [
-        (a, b) if a is not None and b is not None
-        else (some_a.new_zeros(rank, weight.shape[1]), some_b.new_zeros(features, rank))
-        for features, (a, b) in zip(weight.out_features, pairs, strict=True)
-    ]
-    if any(b.shape[0] != features for features, (_, b) in zip(weight.out_features, factors, strict=True)):
-        raise ValueError(f"expected lora_b of {weight.out_features} rows; got {[len(b) for _, b in factors]}")
-    return torch.cat([a for a, _ in factors]), torch.cat([b for _, b in factors])
 
 
 def check_arguments(
@@ -91,6 +62,8 @@ def check_arguments(
     out, columns = weight.shape
     if x.ndim < 1 or x.shape[-1] != columns or not x.is_floating_point():
         raise ValueError(f"expected x (..., {columns}) of a floating dtype; got {tuple(x.shape)} {x.dtype}")
+    if not all(part is None or isinstance(part, Tensor) for part in (lora_a, lora_b)):
+        raise ValueError("expected lora_a and lora_b as tensors: stack those of adjacent matrices, or call lora_linear")
     if (lora_a is None) != (lora_b is None):
         raise ValueError("expected lora_a and lora_b, or neither; got one of them")
     if lora_a is not None and lora_b is not None:

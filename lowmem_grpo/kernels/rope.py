@@ -41,8 +41,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tens
 
 
 def launch_rule(half: int) -> Launch:
-    """Return the launch: a program rotates all heads of a token, 1,024 pairs at a time, eight per thread. No two
-    threads share a pair, so in place is safe. Fused, the first product would not be rounded, unlike in transformers."""
+    """Return the launch: a program rotates all heads of a token, 1,024 pairs at a time, eight per thread. Fused, the
+    first product would not be rounded, unlike in transformers."""
     block = max(16, next_power_of_2(half))
     return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1, fused=False)
 
@@ -117,15 +117,14 @@ def tokens_first(x: Tensor, heads_first: bool) -> Tensor:
 def launch(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> None:
-    """Rotate q and k into q_out and k_out, each another tensor or the input itself."""
+    """Rotate q and k into q_out and k_out."""
     views = [tokens_first(x, heads_first) for x in (q, k, q_out, k_out)]
     batch, tokens, q_heads, width = views[0].shape
     turning = cos.shape[-1]
     strides = [stride for view in views for stride in view.stride()[:3]]
     rope_kernel[(batch * tokens,)](
         q, k, q_out, k_out, cos, sin, tokens, q_heads, views[1].shape[2], turning // 2,
-        turning if q is q_out else width, turning if k is k_out else width, *strides,
-        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BACKWARD=backward,
+        width, width, *strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BACKWARD=backward,
         **launch_rule(turning // 2).options,
     )
 
@@ -144,10 +143,6 @@ def rope_new_triton(
     return q_out, k_out
 
 
-def rope_in_place_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
-    launch(q, k, q, k, cos, sin, heads_first, backward)
-
-
 def rope_new_cpu(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
@@ -158,13 +153,7 @@ def rope_new_cpu(
     return q_out, k_out
 
 
-def rope_in_place_cpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool) -> None:
-    for x in (tokens_first(q, heads_first), tokens_first(k, heads_first)):
-        x.copy_(rotated(x, cos[:, :, None], sin[:, :, None], backward))
-
-
 rope_new = custom_op("rope_new", rope_new_cpu, rope_new_triton, fake=lambda q, k, *_: (new_like(q), new_like(k)))
-rope_in_place = custom_op("rope_in_place", rope_in_place_cpu, rope_in_place_triton, mutates=("q", "k"))
 
 
 class RopeFunction(torch.autograd.Function):
@@ -184,70 +173,22 @@ class RopeFunction(torch.autograd.Function):
         return *rope_new(grad_q, grad_k, cos, sin, ctx.heads_first, True), None, None, None
 
 
-class RopeInPlaceFunction(torch.autograd.Function):
-    """Rotates q or k in place; one at a time, since autograd lets a function change only one view."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin, heads_first):
-        ctx.save_for_backward(cos, sin)
-        ctx.heads_first = heads_first
-        ctx.mark_dirty(x)
-        rope_in_place(x, without_heads(x, heads_first), cos, sin, heads_first, False)
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        grad_x, _ = rope_new(grad, without_heads(grad, ctx.heads_first), cos, sin, ctx.heads_first, True)
-        return grad_x, None, None, None
-
-
-def without_heads(x: Tensor, heads_first: bool) -> Tensor:
-    """Return an empty tensor to pass in place of k."""
-    heads = x.ndim - 3 if heads_first else x.ndim - 2
-    return x.new_empty([0 if dimension == heads else size for dimension, size in enumerate(x.shape)])
-
-
-def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True, in_place: bool = False
-) -> tuple[Tensor, Tensor]:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = True) -> tuple[Tensor, Tensor]:
     """Return (q, k) rotated, in one launch.
 
     q and k are (B, H, T, D), as in transformers, or with `heads_first=False` (B, T, H, D) or packed (T, H, D); k may
     have fewer heads. cos and sin (T, R), (1, T, R) or (B, T, R), R even and at most D and 1,024, in the dtype of q or
     float32, carry no gradient; columns of q and k from R on stay as they are.
-
-    `in_place` overwrites q and k and returns them; any other operation that saved them for backward then raises. Under
-    autograd it takes two launches, and if q or k is a view, autograd copies the gradient of its base.
     """
     check_arguments(q, k, cos, sin, heads_first)
     if q.numel() == 0 and k.numel() == 0:
-        return (q, k) if in_place else rope_ref(q, k, cos, sin, heads_first=heads_first)
-    cos, sin = angles(cos), angles(sin)
-    if not in_place:
-        return RopeFunction.apply(q, k, cos, sin, heads_first)
-    check_in_place(q, k)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        return tuple(RopeInPlaceFunction.apply(x, cos, sin, heads_first) for x in (q, k))
-    rope_in_place(q, k, cos, sin, heads_first, False)
-    return q, k
+        return rope_ref(q, k, cos, sin, heads_first=heads_first)
+    return RopeFunction.apply(q, k, angles(cos), angles(sin), heads_first)
 
 
 def angles(values: Tensor) -> Tensor:
     """Return cosines or sines as (B or 1, T, R)."""
     return (values if values.ndim == 3 else values[None]).contiguous()
-
-
-def check_in_place(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError if q or k cannot be overwritten."""
-    if q is k:
-        raise ValueError("in place needs two tensors; q and k are one and the same")
-    for name, x in (("q", q), ("k", k)):
-        if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
-            raise ValueError(f"in place would overwrite {name}, a leaf that requires grad; pass in_place=False")
-        if x.stride(-1) != 1 or 0 in x.stride():
-            raise ValueError(f"in place needs {name} with adjacent, distinct entries; got strides {x.stride()}")
 
 
 def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> None:

@@ -11,7 +11,7 @@ from lowmem_grpo.utils import NUMBERS, TRUTH, Rule, check_ranges, one_of, torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowmem_grpo.types import Rollout, RolloutGroup
+    from lowmem_grpo.types import RolloutGroup
 
 SCALE_REWARDS = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -290,46 +290,3 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
             rollout.reward = None if reward != reward else reward
             rollout.advantage = advantage
             rollout.token_advantages = None
-
-
-def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
-    """Set `token_advantages` (REINFORCE++): R - beta * the KL from this token on, k1 per token, normalised over all
-    tokens. Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none.
-    A NaN or infinite KL gives NaN to its rollout's tokens up to it, and affects no other advantage."""
-    scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
-    returns = [reward_to_go(rollout, beta) for rollout in scored]
-    if not returns:
-        return
-    flat = torch.cat(returns)
-    flat = flat.where(flat.isfinite(), torch.nan)  # a broken reference marks its own tokens only
-    scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
-    for rollout, values in zip(scored, scores.split([len(per_token) for per_token in returns]), strict=True):
-        rollout.token_advantages = rollout.with_context(values.float())
-
-
-def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
-    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as in TRL. A completion
-    without `ref_logprobs` is masked, and its KL counts as 0."""
-    rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
-    widest = max(map(len, rows), default=0)
-    table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)
-    advantages = leave_one_out(table.where(table.isfinite(), torch.nan), "none", None, 0)
-    advantages = (normalized(advantages) if settings.normalize_advantages else advantages).nan_to_num(nan=0.0)
-    for group, values in zip(groups, advantages.tolist(), strict=True):
-        for rollout, value in zip(group.rollouts, values, strict=False):
-            rollout.advantage = value
-
-
-def without_kl(rollout: Rollout, beta: float) -> float:
-    """Return R - beta * sum (log pi - log ref) over a rollout's trained tokens; NaN if it has no reward."""
-    if rollout.reward is None or rollout.ref_logprobs is None or not rollout.num_trained:
-        return torch.nan if rollout.reward is None else rollout.reward
-    return float(reward_to_go(rollout, beta)[0])
-
-
-def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
-    """Return R - beta * sum_{s >= t} (log pi_s - log ref_s) at the rollout's trained tokens (N,), in float64."""
-    assert rollout.ref_logprobs is not None and rollout.reward is not None
-    policy = rollout.old_logprobs if rollout.old_logprobs is not None else torch.tensor(rollout.rollout_logprobs)
-    kl = rollout.at_trained(policy - rollout.ref_logprobs).double()
-    return rollout.reward - beta * kl.flip(0).cumsum(0).flip(0)

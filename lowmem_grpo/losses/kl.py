@@ -1,4 +1,5 @@
-"""Estimates of KL(policy || reference) per token, from d = logp - ref_logp on the policy's samples (Schulman, 2020).
+"""Estimates of KL(policy || reference) per token, from d = logp - ref_logp on the policy's samples (Schulman, 2020), as
+a term of the loss, or in the reward.
 """
 
 from __future__ import annotations
@@ -6,11 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lowmem_grpo.losses.advantages import STD_EPSILON, centered, leave_one_out, nanstd, normalized
 from lowmem_grpo.losses.loss_types import held, k3_of
 from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lowmem_grpo.losses.advantages import AdvantageSettings
+    from lowmem_grpo.types import Rollout, RolloutGroup
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -43,3 +48,49 @@ def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Te
     both = log_weight + difference
     product = (both.detach() if of_token else both).exp() - log_weight.exp() * (1 + difference)
     return torch.where(far, product, near)
+
+
+# In the reward
+
+
+def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
+    """Set `token_advantages` (REINFORCE++): R - beta * the KL from this token on, k1 per token, normalised over all
+    tokens. Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none.
+    A NaN or infinite KL gives NaN to its rollout's tokens up to it, and affects no other advantage."""
+    scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
+    returns = [reward_to_go(rollout, beta) for rollout in scored]
+    if not returns:
+        return
+    flat = torch.cat(returns)
+    flat = flat.where(flat.isfinite(), torch.nan)  # a broken reference marks its own tokens only
+    scores = centered(flat[None])[0] / (nanstd(flat, dim=-1) + STD_EPSILON)
+    for rollout, values in zip(scored, scores.split([len(per_token) for per_token in returns]), strict=True):
+        rollout.token_advantages = rollout.with_context(values.float())
+
+
+def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
+    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as in TRL. A completion
+    without `ref_logprobs` is masked, and its KL counts as 0."""
+    rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
+    widest = max(map(len, rows), default=0)
+    table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)
+    advantages = leave_one_out(table.where(table.isfinite(), torch.nan), "none", None, 0)
+    advantages = (normalized(advantages) if settings.normalize_advantages else advantages).nan_to_num(nan=0.0)
+    for group, values in zip(groups, advantages.tolist(), strict=True):
+        for rollout, value in zip(group.rollouts, values, strict=False):
+            rollout.advantage = value
+
+
+def without_kl(rollout: Rollout, beta: float) -> float:
+    """Return R - beta * sum (log pi - log ref) over a rollout's trained tokens; NaN if it has no reward."""
+    if rollout.reward is None or rollout.ref_logprobs is None or not rollout.num_trained:
+        return torch.nan if rollout.reward is None else rollout.reward
+    return float(reward_to_go(rollout, beta)[0])
+
+
+def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
+    """Return R - beta * sum_{s >= t} (log pi_s - log ref_s) at the rollout's trained tokens (N,), in float64."""
+    assert rollout.ref_logprobs is not None and rollout.reward is not None
+    policy = rollout.old_logprobs if rollout.old_logprobs is not None else torch.tensor(rollout.rollout_logprobs)
+    kl = rollout.at_trained(policy - rollout.ref_logprobs).double()
+    return rollout.reward - beta * kl.flip(0).cumsum(0).flip(0)

@@ -132,6 +132,18 @@ def compute_dtype(dtype: "torch.dtype | str | None") -> "torch.dtype":
     return torch.bfloat16 if is_bfloat16_supported() else torch.float16
 
 
+def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> "torch.dtype | None":
+    """Return the dtype of mixed precision; None if none is requested, or the model already has that dtype. ValueError
+    if the model is in another 16-bit dtype."""
+    own: torch.dtype = model.get_input_embeddings().weight.dtype
+    wanted = torch.bfloat16 if bf16 else torch.float16 if fp16 else own
+    if wanted == own:
+        return None
+    if own != torch.float32:
+        raise ValueError(f"the model was loaded in {own}, and GRPOConfig asks for {wanted}; make them agree")
+    return wanted
+
+
 def check_dtype(config: Any, *dtypes: "torch.dtype | None") -> None:
     """Raise ValueError if float16 is among `dtypes` and a model of this config cannot compute in it."""
     if torch.float16 in dtypes:

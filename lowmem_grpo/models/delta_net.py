@@ -141,10 +141,8 @@ class DeltaNet(nn.Module):
         layer = cache.layers[self.layer_idx]
         return layer.conv_states[0][..., 1 - self.conv_weight.shape[1] :].mT, layer.recurrent_states[0]
 
-    def run(
-        self, inputs: RuleInputs, runs: VarlenSequences, conv: Tensor | None = None,
-            state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, inputs: RuleInputs, runs: VarlenSequences, conv: Tensor | None = None, state: Tensor | None = None
+            ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (T, H, V) for packed sequences, and the final states of the convolution and the rule."""
         mixed, conv = causal_conv(inputs.mixed, self.conv_weight, runs, conv)
         query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
@@ -180,14 +178,12 @@ def repeated(states: Tensor, counts: tuple[int, ...]) -> Tensor:
     return torch.cat([row.expand(count, *row.shape[1:]) for row, count in rows])
 
 
-def use_delta_nets(model: nn.Module) -> list[str]:
-    """Replace transformers' gated delta nets by our modules; return the paths of the replaced modules."""
-    replaced = []
-    for path, module in list(model.named_modules()):
-        if type(module).__name__ in KINDS and type(module).__module__.startswith("transformers."):
-            model.set_submodule(path, DeltaNet(module))
-            replaced.append(path)
-    if replaced:
-        first: Any = model.get_submodule(replaced[0])
-        logger.info("%d gated delta-net layers compute with %s", len(replaced), fla.describe(first.conv_weight))
-    return replaced
+def use_delta_nets(model: nn.Module) -> None:
+    """Replace transformers' gated delta nets by our modules."""
+    nets = {path: DeltaNet(module) for path, module in model.named_modules()
+            if type(module).__name__ in KINDS and type(module).__module__.startswith("transformers.")}
+    for path, net in nets.items():
+        model.set_submodule(path, net)
+    if nets:
+        logger.info("%d gated delta-net layers compute with %s", len(nets),
+                    fla.describe(next(iter(nets.values())).conv_weight))

@@ -106,15 +106,14 @@ def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
     return (module for module in model.modules() if isinstance(module, ExpertStack))
 
 
-def use_routed_blocks(model: Any) -> int:
-    """Replace transformers' blocks by ours if the model's family is in our table; return their number. They hold the
-    same weights, or stay on the meta device if the model is there."""
+def use_routed_blocks(model: Any) -> None:
+    """Replace transformers' blocks by ours if the model's family is in our table. They hold the same weights, or stay
+    on the meta device if the model is there."""
     row, count = family_of(model.config), 0
     for path, module in list(model.named_modules()):
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:
             model.set_submodule(path, RoutedBlock(module, count))
             count += 1
-    return count
 
 
 def use_brought_blocks(model: Any, quantized: bool) -> None:

@@ -177,10 +177,9 @@ class FP8Quantizer(HfQuantizer):
         """Replace the layers that are stored in FP8, or are to be quantized, by ours, on the meta device."""
         dtype, block = getattr(torch, self.quantization_config.compute_dtype), self.quantization_config.block
         if self.pre_quantized:
-            names = self.quantization_config.names or {}
             heads = dict(headers(kwargs["checkpoint_files"]))
             leave_out_activations(model, heads)
-            paths, held = stored_in_fp8(model, heads, block, names), E4M3
+            paths, held = stored_in_fp8(model, heads, block, self.quantization_config.names or {}), E4M3
         else:
             left = self.get_modules_to_not_convert(model)
             paths, held = {name: block for name, module in model.named_modules()
@@ -249,14 +248,15 @@ def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]
         linear = dict(model.named_modules()).get(path)
         if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
             raise ValueError(f"{name} is stored in FP8, and only linear layers of the decoder may be. {PLAIN_WAY}")
-        if shape != [linear.out_features, linear.in_features]:
+        if shape != list(linear.weight.shape):
             raise ValueError(f"{name} is stored in FP8 as {tuple(shape)}, and the model's layer is "
-                             f"{(linear.out_features, linear.in_features)}: the checkpoint and its config.json do not "
-                             f"belong together. Fetch the checkpoint again. {PLAIN_WAY}")
+                             f"{tuple(linear.weight.shape)}: the checkpoint and its config.json do not belong "
+                             f"together. Fetch the checkpoint again. {PLAIN_WAY}")
         scale = scale_of(name, heads)
         if scale is None:
-            raise ValueError(f"{name} is stored in FP8, and its scales ({path_of(name)}{SCALES[0]} or _inv) are "
-                             f"missing: without them the weights mean nothing. Fetch the checkpoint again. {PLAIN_WAY}")
+            raise ValueError(f"{name} is stored in FP8, and its scales ({name.removesuffix('weight')}weight_scale or "
+                             "_inv) are missing: without them the weights mean nothing. Fetch the checkpoint again. "
+                             + PLAIN_WAY)
         blocks[path] = fitting_block(name, (shape[0], shape[1]), heads[scale][1], block)
     return blocks
 
@@ -271,13 +271,9 @@ def check_pairs(heads: dict[str, Any]) -> None:
                                  f"the checkpoint again. {PLAIN_WAY}")
 
 
-def path_of(name: str) -> str:
-    return name.removesuffix(".weight")
-
-
 def scale_of(name: str, stored: Container[str]) -> str | None:
     """Return the name of the stored tensor with a weight's scales; None if there is none."""
-    return next((scale for scale in (path_of(name) + suffix for suffix in SCALES) if scale in stored), None)
+    return next((scale for suffix in SCALES if (scale := name.removesuffix(".weight") + suffix) in stored), None)
 
 
 def fitting_block(name: str, shape: tuple[int, int], scales: list[int],
@@ -297,8 +293,7 @@ def headers(files: Any, kind: str = "weights in FP8") -> Iterator[tuple[str, tup
     formats."""
     for file in files or []:
         if Path(file).suffix != ".safetensors":
-            raise ValueError(f"{Path(file).name} holds {kind}, and only safetensors files are read. "
-                             f"{PLAIN_WAY}")
+            raise ValueError(f"{Path(file).name} holds {kind}, and only safetensors files are read. {PLAIN_WAY}")
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 part = opened.get_slice(name)

@@ -183,17 +183,13 @@ class LeanRMSNorm(nn.Module):
         return y
 
 
-def make_lean(model: Any, tile_rows: int | None) -> list[str]:
-    """Replace modules of a transformers model by ours; return the paths of the replaced modules."""
+def make_lean(model: Any, tile_rows: int | None) -> None:
+    """Replace modules of a transformers model by ours."""
     config = model.config.get_text_config()
     activation = NAMES.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", None))))
-    replaced = []
     for path, module in list(model.named_modules()):
-        new = lean_of(module, activation, tile_rows)
-        if new is not None:
+        if (new := lean_of(module, activation, tile_rows)) is not None:
             model.set_submodule(path, new)
-            replaced.append(path)
-    return replaced
 
 
 def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Module | None:

@@ -12,8 +12,9 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowmem_grpo.config.loading import LORA
+from lowmem_grpo.config.loading import GET_PEFT_MODEL, LORA
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts
+from lowmem_grpo.runs.adapter_file import beyond_lora, starts_plainly
 from lowmem_grpo.utils import check_given, require
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
 ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # part of the path of every linear layer of attention
 NO_EXPERTS = ("target_modules names {}. Of a mixture of experts, LoRA goes on attention only: the experts and their "
               "router stay as they are. Leave them out: target_modules={}")
+STARTS = 'True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s weights as they are'
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Targets = list[str] | str | None
 
@@ -93,6 +95,25 @@ def check_values(config: Any) -> None:
     require("lora_dropout", config.lora_dropout, LORA["lora_dropout"])
     if config.bias != "none":
         raise ValueError(f'bias={config.bias!r}: only "none" is supported')
+
+
+def check_plain(config: Any) -> None:
+    """Raise TypeError for anything but a LoraConfig, and ValueError, with the option's name, for one that asks for more
+    than LoRA on linear layers of a causal language model."""
+    if type(config) is not LoraConfig:
+        raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
+    if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
+        raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
+    check_values(config)
+    settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    variant = next((name for name in ("use_dora", "lora_bias") if settings[name]), beyond_lora(settings))
+    if variant is not None:
+        advice = GET_PEFT_MODEL[variant].advice if variant in GET_PEFT_MODEL else "Only plain LoRA is trained."
+        raise ValueError(f"peft_config: {variant}={settings[variant]!r} is not supported. {advice} Or leave "
+                         "it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)")
+    if not starts_plainly(config.init_lora_weights):
+        raise ValueError(f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported; allowed are "
+                         f"{STARTS}")
 
 
 def check_config(model: Any, config: LoraConfig) -> None:

@@ -5,6 +5,7 @@ mask. With a sliding window, blocks of queries attend to the keys within reach, 
 blocks and all layers. memory/cutting.py decides when prompts are computed once, and how large the blocks are.
 """
 
+from collections import UserDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,16 @@ class PackedLayout:
         if self.num_sequences == 1:
             return side_by_side.transpose(1, 2)
         return padded_to_packed(side_by_side, self.sources, self.places)[None]
+
+
+class FirstKeys(UserDict):
+    """Keys and values that layers share with later ones; only the first value for a key is stored, from the forward
+    pass. Layers recomputed in backward produce them again, and storing those would keep most of what was recomputed on
+    the device."""
+
+    def __setitem__(self, kind: str, keys_and_values: Any) -> None:
+        if kind not in self:
+            super().__setitem__(kind, keys_and_values)
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,

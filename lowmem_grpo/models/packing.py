@@ -90,12 +90,9 @@ def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequ
 
 def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> list[Sequence]:
     """Return the sequences of a rollout, each up to its last trained token; without one, the sequence is empty."""
-    splits, count = [Split(0), *rollout.splits], len(rollout.completion_ids)
-    sequences = []
-    ends = [*(later.start for later in rollout.splits), count]
-    routed: list[Routes | None] = [None] * len(splits)
-    if rollout.has_routes:
-        routed = routes_of(rollout, group.prompt_ids)
+    splits, sequences = [Split(0), *rollout.splits], []
+    ends = [*(later.start for later in rollout.splits), len(rollout.completion_ids)]
+    routed = routes_of(rollout, group.prompt_ids) if rollout.has_routes else [None] * len(splits)
     for split, end, routes in zip(splits, ends, routed, strict=True):
         while rollout.trained and end > split.start and not rollout.trained[end - 1]:
             end -= 1
@@ -189,12 +186,9 @@ def collate(completions: list[Completion]) -> MicroBatch:
         return torch.cat([piece.values(field) for piece in packed])
 
     input_ids = torch.tensor([token for piece in packed for token in piece.ids])
-    routes = routed = None
-    if any(piece.routes is not None for piece in packed):
-        routes, routed = packed_routes([(piece.routes, piece.position, len(piece.ids)) for piece in packed])
+    routes, routed = packed_routes([(piece.routes, piece.position, len(piece.ids)) for piece in packed])
     return MicroBatch(
-        input_ids=input_ids, host_ids=input_ids,
-        position_ids=position_ids,
+        input_ids=input_ids, host_ids=input_ids, position_ids=position_ids,
         targets=torch.tensor([token for piece in packed for token in piece.targets]),
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
         max_seqlen=width,

@@ -1,6 +1,5 @@
 """The trained model as the training loop uses it: hidden states, log-probabilities, adapter on or off."""
 
-from collections import UserDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,23 +20,13 @@ from lowmem_grpo.memory.offload.embedding import knowing, on_host
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.delta_net import use_delta_nets
-from lowmem_grpo.models.packed_attention import PackedLayout
-from lowmem_grpo.models.routes import Replay, RouteRecorder, follow_routes
+from lowmem_grpo.models.packed_attention import FirstKeys, PackedLayout
+from lowmem_grpo.models.routes import RouteRecorder, follow_routes, replay_of
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has is used
 HEAD_ROWS = 4096  # rows of the head in memory at a time in `logits_of`
 KNOWN = f"Take a model of a family that can be packed: {trained()}"
-
-
-class FirstKeys(UserDict):
-    """Keys and values that layers share with later ones; only the first value for a key is stored, from the forward
-    pass. Layers recomputed in backward produce them again, and storing those would keep most of what was recomputed on
-    the device."""
-
-    def __setitem__(self, kind: str, keys_and_values: Any) -> None:
-        if kind not in self:
-            super().__setitem__(kind, keys_and_values)
 
 
 @dataclass(frozen=True)
@@ -112,18 +101,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         set_mode(model, training)
 
 
-def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> torch.dtype | None:
-    """Return the dtype of mixed precision; None if none is requested, or the model already has that dtype. ValueError
-    if the model is in another 16-bit dtype."""
-    own: torch.dtype = model.get_input_embeddings().weight.dtype
-    wanted = torch.bfloat16 if bf16 else torch.float16 if fp16 else own
-    if wanted == own:
-        return None
-    if own != torch.float32:
-        raise ValueError(f"the model was loaded in {own}, and GRPOConfig asks for {wanted}; make them agree")
-    return wanted
-
-
 class Policy:
     """A causal language model with a frozen head (under PEFT, or bare) that computes on packed micro-batches.
 
@@ -190,9 +167,11 @@ class Policy:
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the backbone's last hidden states (T, D) for a packed batch."""
         self.follow_dropout()
-        layout, replay = PackedLayout.from_batch(batch, self.head_groups), self.replay_of(batch)
+        layout = PackedLayout.from_batch(batch, self.head_groups)
+        replay = replay_of(batch, self.base.config, self.routed_layers) if self.routed_layers else None
+        known_ids = knowing(self.host_embeddings, batch.host_ids) if self.host_embeddings else nullcontext()
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers builds no (T, T) mask
-        with self.autocast(), self.known_ids(batch):
+        with self.autocast(), known_ids:
             out = self.backbone(
                 input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=unused_mask,
                 use_cache=False, packed=layout, **({"shared_kv_states": FirstKeys()} if self.lends_keys else {}),
@@ -203,22 +182,6 @@ class Policy:
             counts = replay.counts()
             self.route_counts = counts if self.route_counts is None else self.route_counts + counts
         return out.last_hidden_state[0]
-
-    def known_ids(self, batch: MicroBatch) -> AbstractContextManager:
-        """Return the context in which embeddings on the host have the pass's ids on the host."""
-        return knowing(self.host_embeddings, batch.host_ids) if self.host_embeddings else nullcontext()
-
-    def replay_of(self, batch: MicroBatch) -> Replay | None:
-        """Return the replay of a micro-batch's routes for one pass; None if there are none. ValueError if the routes do
-        not fit this model's layers and experts."""
-        if not self.routed_layers or batch.routes is None:
-            return None
-        config = self.base.config.get_text_config()
-        got, needed = tuple(batch.routes.shape[1:]), (self.routed_layers, config.num_experts_per_tok)
-        if got != needed:
-            raise ValueError(f"rollouts have routes of (layers, experts) {got}, and this model needs {needed}: they "
-                             "are another model's. Sample anew, or set the rollouts' `routes` to None")
-        return Replay(batch.routes, batch.routed)
 
     def differing_routes(self) -> dict[str, float]:
         """Return, as a metric, the share of routes replayed since the last call that the live router would not have

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_grpo.models.experts import RoutedBlock
-from lowmem_grpo.types import Rollout, Split, Turn
+from lowmem_grpo.types import MicroBatch, Rollout, Split, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,18 @@ class Replay:
         tokens, _, k = self.routes.shape
         routed = torch.tensor(tokens, device=self.routes.device) if self.routed is None else self.routed.sum()
         return torch.stack([torch.stack(list(self.differing.values())).sum(), routed * k * len(self.differing)])
+
+
+def replay_of(batch: MicroBatch, config: Any, layers: int) -> Replay | None:
+    """Return the replay of a micro-batch's routes for one pass; None if it has none. ValueError if they do not fit a
+    model of this config, `layers` of whose layers have experts."""
+    if batch.routes is None:
+        return None
+    got, needed = tuple(batch.routes.shape[1:]), (layers, config.get_text_config().num_experts_per_tok)
+    if got != needed:
+        raise ValueError(f"rollouts have routes of (layers, experts) {got}, and this model needs {needed}: they "
+                         "are another model's. Sample anew, or set the rollouts' `routes` to None")
+    return Replay(batch.routes, batch.routed)
 
 
 def follow_routes(model: Any) -> tuple[int, ...]:

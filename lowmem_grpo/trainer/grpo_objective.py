@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.losses.advantages import put_kl_in_reward, take_kl_from_rewards
 from lowmem_grpo.losses.entropy import EntropyControl, top_entropy_mask
+from lowmem_grpo.losses.kl import put_kl_in_reward, take_kl_from_rewards
 from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
 from lowmem_grpo.losses.loss_types import LOSS_TYPES, StepCounts
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals

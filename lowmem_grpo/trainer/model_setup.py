@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrain
 from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
-from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded, check_plain, with_lora, with_values_to_come
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded, with_lora, with_values_to_come
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.memory.families import check_images, has_experts
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import use_brought_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.lora_targets import Scope, check_targets, lora_targets
+from lowmem_grpo.models.lora_targets import Scope, check_plain, check_targets, lora_targets
 from lowmem_grpo.models.pretrained import is_quantized, keep_layout
 from lowmem_grpo.models.stored_model import find
 from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, scaling_of

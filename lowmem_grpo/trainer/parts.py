@@ -20,7 +20,8 @@ from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.memory.offload.activations import drop_nothing, enable_checkpointing
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks
-from lowmem_grpo.models.policy import Policy, mixed_dtype
+from lowmem_grpo.models.card_check import mixed_dtype
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.runs.alarms import Alarms

@@ -47,17 +47,6 @@ def test_many_bands_are_as_accurate_as_one(size: Any, dtype: torch.dtype, monkey
     assert_all_as_accurate(problem(20, size, dtype, double=size != THREE))
 
 
-def test_gradients_are_those_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_bands(monkeypatch, 64 * 8)
-    arguments = problem(3, ((3, 2), 64), torch.float32, rank=2)
-    exact = in_float64(arguments | {"weight": NF4Weight.adjacent([quantized(3, 64, torch.float32) for _ in range(2)])})
-    exact["lora_b"], exact["bias"] = (torch.randn(6, *more, dtype=torch.double) for more in ((2,), ()))
-    inputs = [exact[name].detach().requires_grad_() for name in GRADIENTS]
-    assert torch.autograd.gradcheck(
-        lambda x, a, b, bias: nf4_linear(x, exact["weight"], a, b, 0.7, bias), inputs
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("double", [False, True])
 def test_agrees_with_bitsandbytes_and_peft(double: bool, dtype: torch.dtype) -> None:
@@ -81,20 +70,6 @@ def test_master_adapters_get_gradients_in_their_own_dtype() -> None:
     arguments = problem(9, THREE, torch.bfloat16, lora_dtype=torch.float32)
     assert_all_as_accurate(arguments)
     assert outcome(nf4_linear, arguments)["lora_a"].dtype == torch.float32
-
-
-def test_sequences_of_adapters_are_the_stacked_ones() -> None:
-    arguments = problem(9, THREE, torch.float32)
-    a, b = arguments["lora_a"].split(5), arguments["lora_b"].split(THREE[0])
-    listed = arguments | {"lora_a": list(a), "lora_b": list(b)}
-    assert torch.equal(nf4_linear(**listed), nf4_linear(**arguments))
-    without = nf4_linear(**(listed | {"lora_a": [a[0], None, a[2]], "lora_b": [b[0], None, b[2]]}))
-    plain = nf4_linear(**(arguments | {"lora_a": None, "lora_b": None}))
-    assert torch.equal(without[:, 128:192], plain[:, 128:192])
-    assert torch.equal(without[:, :128], nf4_linear(**arguments)[:, :128])
-    assert torch.equal(nf4_linear(**(listed | {"lora_a": [None] * 3, "lora_b": [None] * 3})), plain)
-    for part in torch.autograd.grad(without.sum(), [*a[::2], *b[::2]]):
-        assert part.abs().max() > 0
 
 
 def test_scale_may_be_a_tensor_that_is_switched_later() -> None:

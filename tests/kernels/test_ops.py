@@ -65,15 +65,12 @@ HEADS, NARROW = (2, 4, 7, 10), (2, 2, 7, 10)  # of q and k
 # A function of tensors (which get gradients), and their shapes; "* 1" makes results of them, as in a model.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "swiglu": (lambda gate, up: swiglu(gate * 1, up * 1), [(4, 6, 33)] * 2),
-    "swiglu, reusing": (lambda gate, up: swiglu(gate * 1, up * 1, reuse_inputs=True), [(4, 6, 33)] * 2),
     "swiglu, fused": (lambda both: swiglu(both * 1), [(4, 6, 66)]),
-    "swiglu, fused and reusing": (lambda both: swiglu(both * 1, reuse_inputs=True), [(4, 6, 66)]),
     "geglu": (lambda gate, up: geglu(gate, up, approximate="none"), [(4, 6, 33)] * 2),
     "geglu by tanh, fused": (lambda both: geglu(both, approximate="tanh"), [(4, 6, 66)]),
     "rms_norm": (lambda x, weight: rms_norm(x, weight, offset=1.0), [(4, 6, 33), (33,)]),
     "rms_norm of a sum": (lambda x, weight, r: rms_norm(x, weight, residual=r), [(4, 6, 33), (33,), (4, 6, 33)]),
     "rope": (lambda q, k: turned(q * 1, k * 1), [HEADS, NARROW]),
-    "rope, in place": (lambda q, k: turned(q * 1, k * 1, in_place=True), [HEADS, NARROW]),
     "rope, tokens first": (lambda q, k: turned(q, k, heads_first=False), [(2, 7, 4, 10), (2, 7, 2, 10)]),
     "packed_to_padded": (lambda q, k: packed_to_padded([q, k], *TABLES),
                          [(len(BATCH.input_ids), heads, 8) for heads in (4, 2)]),
@@ -92,13 +89,13 @@ def outcome(function: Any, inputs: list[Tensor], change: Any = lambda x: x, plai
     return results + list(torch.autograd.grad(results, leaves, grads))
 
 
-@every_row("name", [name for name in FUNCTIONS if "reusing" not in name])  # backward runs twice
+@every_row("name", FUNCTIONS)
 def test_gradients_are_the_derivatives(name: str) -> None:
     leaves = [one.double().requires_grad_() for one in numbers(*FUNCTIONS[name][1])]
     assert torch.autograd.gradcheck(FUNCTIONS[name][0], leaves, fast_mode=True)
 
 
-@every_row("name", [name for name in FUNCTIONS if "in place" not in name])  # it refuses them
+@every_row("name", FUNCTIONS)
 def test_tensors_and_gradients_of_any_strides_are_read_right(name: str) -> None:
     def strided(x: Tensor, dimension: int) -> Tensor:
         if x.ndim == 1:
@@ -196,7 +193,7 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     found: list[tuple[Any, tuple[Any, ...]]] = [
         *((glu.glu_fwd, (one, up, "gelu_tanh")) for one in (gate, gate.T.contiguous().T)),
         *((glu.glu_bwd, (grad, gate, up, "silu", fused)) for fused in (False, True)),
-        (glu.glu_bwd_reuse, (grad, gate, up, "gelu")), (glu.glu_bwd_all, (grad, gate, up, "gelu_tanh")),
+        (glu.glu_bwd_all, (grad, gate, up, "gelu_tanh")),
     ]
     for residual, needed in product((None, up), (False, True)):
         weight, total = gate[0], None if residual is None else grad
@@ -207,7 +204,7 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     for heads_first, backward in product((True, False), (False, True)):
         first, second = (one if heads_first else one.transpose(1, 2).contiguous() for one in (q, k))
         rest = second, angle.cos(), angle.sin(), heads_first, backward
-        found += [(rotary.rope_new, (first, *rest)), (rotary.rope_in_place, (first, *rest))]
+        found.append((rotary.rope_new, (first, *rest)))
     found += [(rotary.rope_new, (strided, k, angle.cos(), angle.sin(), True, False))
               for strided in (q.mT.contiguous().mT, q.transpose(0, 1).contiguous().transpose(0, 1))]
     packed = numbers(*((len(BATCH.input_ids), heads, 16) for heads in (2, 1)), dtype=torch.bfloat16)

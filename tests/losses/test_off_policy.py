@@ -96,17 +96,6 @@ def test_every_correction_is_held_to_a_formula() -> None:
     assert set(BOUNDS) == set(CORRECTIONS)
 
 
-def test_weights_are_the_formulas_and_carry_no_gradient() -> None:
-    for (mode, bounds), seed in product(CASES, range(10)):
-        tokens = example(seed)
-        old = tokens["old_logprobs"].requires_grad_()
-        found = correction_weights(
-            mode, old, tokens["rollout_logprobs"], tokens["sequence_ids"], torch.tensor(LENGTHS), bounds
-        )
-        close(found, torch.tensor(naive_weights(mode, tokens, bounds), dtype=torch.float64))
-        assert not found.requires_grad
-
-
 def test_the_bounds_of_the_cases_bind_something() -> None:
     for mode, bounds in CASES:
         bound = [naive_weights(mode, example(seed), bounds) for seed in range(10)]
@@ -141,34 +130,6 @@ def test_a_mean_k3_on_its_bound_is_kept() -> None:
     exactly = (torch.expm1(apart) - apart).item()
     assert weights("k3_mask", apart, one, (None, exactly)) == 1
     assert weights("k3_mask", apart, one, (None, math.nextafter(exactly, 0))) == 0
-
-
-@settings(deadline=None, max_examples=60)
-@given(apart=st.lists(st.floats(-30, 30), min_size=1, max_size=8), low=st.sampled_from([None, 0.5]))
-def test_token_truncation_keeps_every_token_within_its_bounds(apart: list[float], low: float | None) -> None:
-    mismatch = torch.tensor(apart, dtype=torch.float64)
-    found = weights("token_truncate", mismatch, torch.zeros(len(apart)).long(), (low, 2.0))
-    assert (found > 0).all() and (found <= 2).all() and (found >= (low or 0)).all()
-
-
-def test_masking_of_products_drops_only_long_completions() -> None:
-    """Every token is 1.2% more likely than it was sampled: the product of 100 is 3.3, of 10 it is 1.13."""
-    lengths = [10, 100]
-    ids = torch.arange(2).repeat_interleave(torch.tensor(lengths))
-    apart = torch.full((110,), math.log(1.012), dtype=torch.float64)
-    kept = {mode: [bool(weights(mode, apart, ids, bounds)[ids == s].all()) for s in range(2)] for mode, bounds in (
-        ("sequence_mask", (None, 3.0)), ("token_truncate", (None, 2.0)), ("token_mask", (0.5, 2.0)),
-        ("geometric_mask", (0.98, 1.02)), ("k3_mask", (None, 0.001)),
-    )}
-    assert kept.pop("sequence_mask") == [True, False]
-    assert kept and all(both == [True, True] for both in kept.values())
-    close(weights("token_truncate", apart, ids, (None, 2.0)), torch.full((110,), 1.012, dtype=torch.float64))
-
-
-def test_deviations_of_both_signs_are_missed_by_the_geometric_mean_and_seen_by_k3() -> None:
-    apart, ids = torch.tensor([0.5, -0.5], dtype=torch.float64), torch.zeros(2).long()
-    assert weights("geometric_mask", apart, ids, (0.99, 1.01)).all()
-    assert not weights("k3_mask", apart, ids, (None, 0.01)).any()
 
 
 # In the loss
@@ -299,6 +260,3 @@ def test_a_correction_is_due_with_staleness_or_mismatch_and_only_then() -> None:
                            (0.01, 0.01, False), (0.01, 0.02, True), *((1e-3, one, True) for one in broken)):
         watch = MismatchWatch(bound=bound, last_k3=k3)
         assert watch.due(stale=False) is due and watch.due(stale=True)
-
-
-# The registry

@@ -77,17 +77,6 @@ def test_the_problem_meets_both_bounds_of_the_ratio_and_both_signs_of_the_advant
     assert (values["advantages"] < 0).any() and (values["advantages"] > 0).any()
 
 
-def test_a_clients_own_loss_has_its_exact_gradient_through_weights_of_any_sign() -> None:
-    logprobs, _ = problem()
-    own = logprobs.clone().requires_grad_()
-    (own.square().sum() / 3 - own.sin().sum()).backward()
-    assert own.grad is not None
-    through = logprobs.clone().requires_grad_()
-    token_losses("cross_entropy", through, {"weights": -own.grad}, {}, IDS, 3).sum().backward()
-    assert through.grad is not None
-    assert torch.equal(through.grad, own.grad)
-
-
 def test_what_is_not_offered_is_refused_by_name() -> None:
     assert not_refused(lambda given: checked_settings(*given), [
         (("stable_reinforce", {}), "importance_sampling"), (("custom", {}), "forward_backward_custom"),

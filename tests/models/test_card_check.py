@@ -18,29 +18,14 @@ from lowmem_grpo.models.stored_model import resolve
 CARD = torch.cuda.is_available()
 
 
-class Cards:
-    """Cards as torch.cuda tells of them."""
-
-    def __init__(self, *capabilities: tuple[int, int], sizes: tuple[int, ...] = ()) -> None:
-        self.capabilities, self.sizes, self.current = capabilities, sizes, 0
-
-    def is_available(self) -> bool:
-        return bool(self.capabilities)
-
-    def device_count(self) -> int:
-        return len(self.capabilities)
-
-    def get_device_capability(self, index: int) -> tuple[int, int]:
-        return self.capabilities[index]
-
-    def get_device_name(self, index: int) -> str:
-        return f"card {index}"
-
-    def get_device_properties(self, index: int) -> Any:
-        return SimpleNamespace(total_memory=self.sizes[index])
-
-    def set_device(self, index: int) -> None:
-        self.current = index
+def cards_of(*capabilities: tuple[int, int], sizes: tuple[int, ...] = ()) -> Any:
+    """Cards as torch.cuda tells of them; `current` is what was set."""
+    cards = SimpleNamespace(
+        current=0, is_available=lambda: bool(capabilities), device_count=lambda: len(capabilities),
+        get_device_capability=capabilities.__getitem__, get_device_name=lambda index: f"card {index}",
+        get_device_properties=lambda index: SimpleNamespace(total_memory=sizes[index]))
+    cards.set_device = lambda index: setattr(cards, "current", index)
+    return cards
 
 
 @pytest.fixture
@@ -55,17 +40,17 @@ def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("device", "current"), [("cuda:1", 1), ("cuda:0", 0), ("cuda", 0), ("cpu", 0)])
 @pytest.mark.usefixtures("headers")
 def test_the_models_card_is_the_current_one_or_kernels_on_a_second_card_die(device: str, current: int) -> None:
-    use_card(device, cards := Cards((7, 5), (9, 0)))
+    use_card(device, cards := cards_of((7, 5), (9, 0)))
     assert cards.current == current
 
 
 @pytest.mark.parametrize(("device", "cards", "error", "words"), [
-    ("cuda:2", Cards((7, 5), (7, 5)), ValueError, r"sees 2 cards: allowed are 'cuda:0', 'cuda:1'"),
-    ("cuda:0", Cards((7, 0)), RuntimeError, r"card 0 has compute capability 7\.0, .* need 7\.5"),
-    ("cuda:1", Cards((8, 0), (6, 1)), RuntimeError, r"card 1 has compute capability 6\.1"),
-    ("cuda:0", Cards(), RuntimeError, "the model is to be on 'cuda:0', and"),
+    ("cuda:2", cards_of((7, 5), (7, 5)), ValueError, r"sees 2 cards: allowed are 'cuda:0', 'cuda:1'"),
+    ("cuda:0", cards_of((7, 0)), RuntimeError, r"card 0 has compute capability 7\.0, .* need 7\.5"),
+    ("cuda:1", cards_of((8, 0), (6, 1)), RuntimeError, r"card 1 has compute capability 6\.1"),
+    ("cuda:0", cards_of(), RuntimeError, "the model is to be on 'cuda:0', and"),
 ])
-def test_a_card_that_is_absent_or_too_old_is_refused(device: str, cards: Cards, error: type, words: str) -> None:
+def test_a_card_that_is_absent_or_too_old_is_refused(device: str, cards: Any, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         use_card(device, cards)
 
@@ -104,28 +89,19 @@ def test_a_smaller_card_than_another_one_is_said_with_how_to_take_that_one(
     device: str, gib: tuple[float, ...], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    cards = Cards(*[(8, 0)] * len(gib), sizes=tuple(int(size * 2**30) for size in gib))
+    cards = cards_of(*[(8, 0)] * len(gib), sizes=tuple(int(size * 2**30) for size in gib))
     assert larger_card(device, cards) == said if said is None else said in str(larger_card(device, cards))
     monkeypatch.setenv("WORLD_SIZE", "2")  # each rank has its own
     assert larger_card(device, cards) is None
 
 
-class Driver:
-    """libcuda of a card with or without managed memory."""
-
-    def __init__(self, managed: int, works: int = 0) -> None:
-        self.managed, self.cuInit, self.cuDeviceGet = managed, lambda flags: works, lambda card, index: 0
-
-    def cuDeviceGetAttribute(self, found: Any, which: int, card: Any) -> int:  # noqa: N802 - the name in cuda.h
-        assert which == 83
-        found._obj.value = self.managed
-        return 0
-
-
-@pytest.mark.parametrize(("driver", "has"), [(Driver(1), True), (Driver(0), False), (Driver(0, works=100), True)])
+@pytest.mark.parametrize(("managed", "works", "has"), [(1, 0, True), (0, 0, False), (0, 100, True)])
 def test_the_driver_says_whether_host_and_card_share_memory(
-    driver: Driver, has: bool, monkeypatch: pytest.MonkeyPatch
+    managed: int, works: int, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    driver = SimpleNamespace(
+        cuInit=lambda flags: works, cuDeviceGet=lambda card, index: 0,
+        cuDeviceGetAttribute=lambda found, which, card: setattr(found._obj, "value", managed if which == 83 else 9))
     monkeypatch.setattr(card_check.ctypes, "CDLL", lambda name: driver)
     assert has_managed_memory(0) == has
 
@@ -138,7 +114,7 @@ def test_a_missing_compiler_or_header_is_named(headers: Path, monkeypatch: pytes
     monkeypatch.setattr(card_check.shutil, "which", lambda _: None)
     assert "sudo apt install gcc" in str(missing_compiler())
     with pytest.raises(RuntimeError, match="sudo apt install gcc"):
-        use_card("cuda:0", Cards((9, 0)))
+        use_card("cuda:0", cards_of((9, 0)))
 
 
 @pytest.mark.skipif(CARD, reason="this machine has a card")

@@ -1,5 +1,6 @@
 """q, k, v (gate, up) in one buffer: the same parameters, the same model, the same checkpoint, and no second copy."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lowmem_grpo.fast_model import BareModel, FastPeftModel
 from lowmem_grpo.kernels.lora import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.models.fused_weights import fuse_weights, joined_weights
+from lowmem_grpo.models.lora_layers import JoinedWeights
 from lowmem_grpo.models.pretrained import Pretrained, compute_in
 
 SHAPE: dict[str, Any] = {  # whose matrices end where a block of the double quantization ends
@@ -212,3 +214,13 @@ def test_fusing_twice_changes_nothing_more_and_a_moved_model_still_computes(four
         if not four_bit:
             torch.testing.assert_close(model.to(torch.float64)(input_ids=IDS).logits.float(), expected, rtol=1e-3,
                                        atol=1e-3)
+
+
+def test_adjacent_4_bit_weights_are_taken_as_one_and_found_anew_once_they_are_replaced(tmp_path: Path) -> None:
+    attention = adapt(load(stored(tmp_path), four_bit=True)).get_base_model().model.layers[0].self_attn
+    layers, weights = [attention.q_proj, attention.k_proj, attention.v_proj], JoinedWeights()
+    (whole,) = weights.join(layers)
+    assert isinstance(whole, NF4Weight) and whole.out_features == (256, 128, 128)
+    assert weights.join(layers)[0] is whole
+    layers[1].base_layer.weight = copy.deepcopy(layers[1].base_layer.weight)
+    assert len(weights.join(layers)) == 3

@@ -62,17 +62,11 @@ def test_a_hub_that_says_nothing_is_given_up_after_as_many_seconds_as_are_asked_
 ) -> None:
     waited: list[float] = []
 
-    class Silent:
-        """A queue of answers, where none comes in time."""
+    def get(timeout: float) -> Any:
+        waited.append(timeout)
+        raise Empty
 
-        def put(self, answer: Any) -> None:
-            """It comes too late."""
-
-        def get(self, timeout: float) -> Any:
-            waited.append(timeout)
-            raise Empty
-
-    monkeypatch.setattr(hub, "SimpleQueue", Silent)
+    monkeypatch.setattr(hub, "SimpleQueue", lambda: SimpleNamespace(put=lambda answer: None, get=get))
     monkeypatch.setattr(hub.constants, "HF_HUB_ETAG_TIMEOUT", asked_for)
     with pytest.raises(hub.NoAnswerError, match=rf"gave no answer in {seconds:g} s \(HF_HUB_ETAG_TIMEOUT=30 waits"):
         hub.answer(lambda: None)

@@ -19,7 +19,6 @@ from lowmem_grpo import FastLanguageModel, FastVisionModel
 from lowmem_grpo.memory.families import TEXT_NAMES, WHOLE_KINDS, check_images
 from lowmem_grpo.models.export.formats import ExportSettings, export
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.text_backbone import text_name
 
 QWEN_VL = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_size": 64,
            "vision_config": {"depth": 2, "hidden_size": 32}}
@@ -117,17 +116,6 @@ def test_a_text_tensor_that_is_missing_is_named(folders: dict[str, Path], tmp_pa
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 tensors of its text model, such as model\.layers\.1\.mlp\.up_proj"):
         FastLanguageModel.from_pretrained(str(tmp_path), max_seq_length=64, load_in_4bit=False)
-
-
-def test_stored_names_become_those_of_a_model_of_text() -> None:
-    for kind, stored, name in (
-        ("mistral3", "language_model.model.layers.3.mlp.up_proj", "model.layers.3.mlp.up_proj"),
-        ("mistral3", "language_model.lm_head.weight", "lm_head.weight"),
-        ("mistral3", "lm_head.weight", "lm_head.weight"),
-        ("gemma4", "model.language_model.norm.weight", "model.norm.weight"),
-        ("gemma4", "model.vision_tower.patch_embedder.input_proj.weight", None), ("llama", "anything", "anything"),
-    ):
-        assert text_name(stored, TEXT_NAMES.get(kind, {})) == name
 
 
 @pytest.mark.parametrize("loader", [FastLanguageModel, FastVisionModel])

@@ -53,11 +53,6 @@ def by_definition(weight: FP8Weight) -> Tensor:
     return values
 
 
-def wide(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The FP8 weights among the arguments in float64, dequantized."""
-    return {name: by_definition(value) if isinstance(value, FP8Weight) else value for name, value in arguments.items()}
-
-
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
 from lowmem_grpo.cli import eval as eval_command
 from lowmem_grpo.cli import playing
+from lowmem_grpo.data.prompt_inputs import encode
 from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.rewards import SelfJudge
 from lowmem_grpo.trainer.preflight.checks import PreflightError
@@ -83,7 +84,7 @@ def test_every_reader_of_an_adapter_renders_and_ends_as_its_training_did(
     load: Loaded, run: Path, ends: list[int]
 ) -> None:
     model = load(run / "adapter")
-    assert model.encode(CHAT)[1] == prompt_ids()
+    assert encode(model.loaded.tokenizer, CHAT)[1] == prompt_ids()
     assert model.engine().eos_ids == ends
 
 

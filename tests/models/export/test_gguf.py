@@ -11,7 +11,7 @@ from gguf import GGUFWriter
 
 from lowmem_grpo.models.export.folder import ExportError
 from lowmem_grpo.models.export.formats import ExportSettings, export
-from lowmem_grpo.models.export.gguf import GGUFError, command, find_converter, read_gguf
+from lowmem_grpo.models.export.gguf import GGUFError, find_converter, read_gguf
 
 
 def test_gguf_goes_through_the_converter_and_is_read_back(adapter: Path, tmp_path: Path, unequal: None) -> None:
@@ -26,11 +26,6 @@ def test_gguf_goes_through_the_converter_and_is_read_back(adapter: Path, tmp_pat
     assert Path(out).name == "tiny-q8_0.gguf"
     assert Path(merged).parent == Path(out).parent
     assert read_gguf(tmp_path / "out" / "tiny-q8_0.gguf").shapes["model.norm.weight"] == (128,)
-
-
-def test_the_converters_command_line_is_plain_data(tmp_path: Path) -> None:
-    words = command(tmp_path / "convert_hf_to_gguf.py", Path("m; rm -rf"), Path("o"), "f16")[1:]
-    assert words == [str(tmp_path / "convert_hf_to_gguf.py"), "m; rm -rf", "--outfile", "o", "--outtype", "f16"]
 
 
 @pytest.mark.parametrize(("script", "message"), [
