@@ -28,8 +28,6 @@ PRESETS: Presets = {"cpu": Preset("tiny", 128, 16, 32)}
 
 @dataclass
 class ArithmeticOptions(RecipeOptions):
-    gradient_checkpointing_mode: str = "none"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     train_size: int = 4096
     """Problems to train on."""
     eval_problems: int = 512

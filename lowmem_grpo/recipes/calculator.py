@@ -94,8 +94,6 @@ def text_of(value: Fraction) -> str:
 
 @dataclass
 class CalculatorOptions(RecipeOptions):
-    gradient_checkpointing_mode: str = "none"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     train_size: int = 4096
     """Problems to train on."""
     eval_problems: int = 256

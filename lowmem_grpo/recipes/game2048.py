@@ -205,8 +205,6 @@ PLAYERS = {"random": random_move, "corner": corner, "greedy": greedy}
 
 @dataclass
 class Game2048Options(RecipeOptions):
-    gradient_checkpointing_mode: str = "none"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     side: int | None = None
     """Tiles in a row: 3 or 4; None takes 3 for an embedded model and 4 for others."""
     goal: int | None = None

@@ -103,8 +103,6 @@ PLAYERS = {"blind": blind, "in range": in_range, "bisection": bisect}
 
 @dataclass
 class GuessOptions(RecipeOptions):
-    gradient_checkpointing_mode: str = "none"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     largest: int = 32
     """The hidden number is from 1 to this one."""
     tries: int = 5

@@ -59,8 +59,6 @@ RUBRIC = """\
 
 @dataclass
 class InboxOptions(JudgeOptions):
-    gradient_checkpointing_mode: str = "none"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     mailbox: str | None = None
     """"small": 500 mails of a line each; "large": 4,000 mails as people write them. None takes the small one for the
     embedded model, and the large one for others."""

@@ -47,7 +47,7 @@ class RecipeOptions:
     """Scale of LoRA; None takes the preset's, in proportion to lora_rank."""
     gradient_checkpointing_mode: str = "auto"
     """Gradient checkpointing: layer inputs wait in host memory ("offload"; with "auto" the last layers keep everything
-    where the card has room), on the card ("device"), or "none"."""
+    where the card has room, and an embedded model is not checkpointed), on the card ("device"), or "none"."""
     resume: bool = False
     """Continue the run in output_dir from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)

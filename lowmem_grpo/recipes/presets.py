@@ -81,13 +81,14 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     form_of_weights(options.load_in_4bit, False, options.load_in_fp8)  # raises ValueError for both
     four_bit = either(options.load_in_4bit, name not in EMBEDDED and not options.load_in_fp8)
     form = weights(four_bit, options.load_in_fp8)
+    checkpointing = False if name in EMBEDDED and options.checkpointing == "auto" else options.checkpointing
     settings = defaults | preset.settings | options.config
     if preset is not presets.get(CPU):
         settings |= without_card(preset, name, form, settings, options)
     return Setup(name, either(options.max_seq_length, preset.max_seq_length), rank,
                  either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit,
                  options.load_in_fp8, options.kv_cache_dtype, options.card_share, options.fast_inference,
-                 options.checkpointing, options.resume, GRPOConfig(**settings))
+                 checkpointing, options.resume, GRPOConfig(**settings))
 
 
 def planned(setup: Setup, card: Device) -> MemoryPlan:

@@ -159,8 +159,6 @@ PLAYERS = {"random": random_move, "perfect": best_move}
 
 @dataclass
 class TicTacToeOptions(RecipeOptions):
-    gradient_checkpointing_mode: str = "none"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     strengths: str = "0,0,0.5,1"
     """Of opponents in training: the chance that a move is the best one, from 0 (random) to 1 (perfect). A game draws
     one of these."""

@@ -207,8 +207,6 @@ OF_TINY, OF_OTHERS = WORLDS
 
 @dataclass
 class TwentyQuestionsOptions(RecipeOptions):
-    gradient_checkpointing_mode: str = "none"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"), on the card ("device"), or "none"."""
     world: str | None = None
     """What can be thought of: "numbers" (1 to 16; the game says which are left) or "things" (100 of them); None takes
     numbers for an embedded model and things for others."""

@@ -96,15 +96,10 @@ def test_logging_takes_groups_trajectories_or_numbers(model: art.TrainableModel[
     ((groups, split, *_), (none, _, metrics, step)) = backend.logged
     assert split == "versus-base" and len(groups[0]) == len(groups[0].exceptions) == 1
     assert (none, metrics, step) == ([], {"loss": 0.5}, 7)
-
-
-@pytest.mark.parametrize(("best", "kept"), [(None, []), (3, [3])])
-def test_the_best_checkpoint_stays_beside_the_newest(
-    model: art.TrainableModel[Any], backend: ScriptedBackend, best: int | None, kept: list[int]
-) -> None:
-    backend.best = best
-    asyncio.run(model.delete_checkpoints())
-    assert backend.kept == kept
+    for best, kept in ((None, []), (3, [3])):
+        backend.best = best
+        asyncio.run(model.delete_checkpoints())
+        assert backend.kept == kept, "the best checkpoint stays beside the newest"
 
 
 def test_an_address_serves_other_clients_and_litellm(model: art.TrainableModel[Any]) -> None:
@@ -123,7 +118,10 @@ def test_an_address_serves_other_clients_and_litellm(model: art.TrainableModel[A
 def test_the_address_is_opened_where_it_is_read_and_before_register_the_error_says_what_to_do(
     model: art.TrainableModel[Any]
 ) -> None:
-    unknown = model_of()
+    unknown = model_of(_internal_config={"init_args": {"max_seq_length": 64}})
+    assert unknown._internal_config == {"init_args": {"max_seq_length": 64}}
+    unknown._internal_config = art.dev.InternalModelConfig(peft_args={"r": 8})
+    assert unknown.model_copy(deep=True)._internal_config == {"peft_args": {"r": 8}}
     assert "inference_base_url=None" in repr(unknown) and unknown.model_dump()["inference_api_key"] is None
     for name in ("inference_base_url", "inference_api_key"):
         with pytest.raises(ValueError, match=r"has no backend yet: call `await model.register\(backend\)` first"):
@@ -158,13 +156,6 @@ def test_a_program_keeps_its_state_in_the_folder_of_its_run(model: art.Trainable
     (tmp_path / "mail" / "agent" / "program_state.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         model.read_state()
-
-
-def test_the_internal_config_is_given_or_set_as_in_art() -> None:
-    given = model_of(_internal_config={"init_args": {"max_seq_length": 64}})
-    assert given._internal_config == {"init_args": {"max_seq_length": 64}}
-    given._internal_config = art.dev.InternalModelConfig(peft_args={"r": 8})
-    assert given.model_copy(deep=True)._internal_config == {"peft_args": {"r": 8}}
 
 
 @every_row(("call", "words"), [

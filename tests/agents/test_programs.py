@@ -1,4 +1,4 @@
-"""Whole programs in ART's habits run on the tiny model: a game, a tool and a mail agent."""
+"""Whole programs in ART's habits run on the tiny model: a tool and a mail agent."""
 
 import asyncio
 import sys
@@ -27,16 +27,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / "metrics.jsonl") if "reward" in line]
-
-
-@pytest.mark.slow
-def test_a_game_is_played_in_groups_and_trained_for_two_steps(tmp_path: Path, program: Callable[[str], Any]) -> None:
-    asyncio.run(program("game").main())
-    folder = tmp_path / "runs" / "guess" / "guesser-001"
-    lines = steps_of(folder)
-    assert [line["step"] for line in lines] == [1, 2]
-    assert all(line["trajectories/trained"] == 8 and line["trajectories/unexplained"] == 0 for line in lines)
-    assert {path.name for path in folder.glob("checkpoint-*")} <= {"checkpoint-0", "checkpoint-2"}
 
 
 def test_a_tool_is_offered_and_its_trajectories_are_trained_and_logged(

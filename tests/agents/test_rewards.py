@@ -48,12 +48,15 @@ def test_the_judge_sees_tools_once_and_further_conversations_too() -> None:
     assert "Be strict." in question.system
 
 
-def test_trajectories_that_are_alike_get_one_score_and_nothing_to_compare_is_not_asked() -> None:
+def test_trajectories_that_are_alike_get_one_score_and_nothing_to_compare_is_not_asked(
+    caplog: pytest.LogCaptureFixture
+) -> None:
     judge = Scripted()
     assert [one.reward for one in scored(art.TrajectoryGroup([trajectory("a")] * 3), judge)] == [0.5] * 3
     assert len(scored(art.TrajectoryGroup([]), judge)) == 0 and not judge.asked
-    scored(art.TrajectoryGroup([trajectory("a"), trajectory("b"), trajectory("a")]), judge)
-    assert len(judge.asked[0].answers) == 2
+    with caplog.at_level(logging.WARNING):
+        scored(art.TrajectoryGroup([trajectory("a"), trajectory("b"), trajectory("a")]), judge, debug=True)
+    assert len(judge.asked[0].answers) == 2 and "RULER: trajectory 2 gets 1: " in caplog.text
 
 
 def test_a_judge_that_fails_raises_or_drops_its_group(caplog: pytest.LogCaptureFixture) -> None:
@@ -106,20 +109,10 @@ def test_a_judge_that_cannot_be_is_refused_with_what_to_give(judge: Any, params:
         judge_of(judge, params)
 
 
-@pytest.mark.parametrize(("group", "rubric", "words"), [
-    ([], "x", "takes one TrajectoryGroup, and got a list"), (art.TrajectoryGroup([]), " ", "rubric is ' '"),
-])
-def test_what_is_no_group_and_no_rubric_is_refused(group: Any, rubric: str, words: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        scored(group, Scripted(), rubric=rubric)
-
-
-def test_debug_logs_what_the_judge_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        scored(art.TrajectoryGroup([trajectory("a"), trajectory("b")]), Scripted(), debug=True)
-    assert "RULER: trajectory 2 gets 1: " in caplog.text
-
-
-def test_a_judge_of_native_rewards_is_taken_as_it_is() -> None:
+def test_what_is_no_group_and_no_rubric_is_refused_and_a_judge_of_rewards_is_taken() -> None:
+    with pytest.raises(TypeError, match="takes one TrajectoryGroup, and got a list"):
+        scored([], Scripted())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rubric is ' '"):
+        scored(art.TrajectoryGroup([]), Scripted(), rubric=" ")
     judge = rewards.UrlJudge("http://127.0.0.1:1/v1", "m", "key")
     assert judge_of(judge, None) is judge

@@ -1,6 +1,7 @@
 """From trajectories to what is trained: only what the policy drew, once, and shown as it was said; and to numbers."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,40 +10,29 @@ from openai.types.chat.chat_completion import Choice
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.runs.trajectory import turn_records
-from lowmem_grpo.types import Message, Turn
+from lowmem_grpo.types import Turn
 
 SYSTEM, ASK, MORE = ({"role": role, "content": text} for role, text in
                      (("system", "Be brief."), ("user", "2 + 3?"), ("user", "And 4 + 4?")))
-
-
-class CheckpointStore:
-    """Holds turns by name."""
-
-    def __init__(self, **turns: Turn) -> None:
-        self.turns = turns
-
-    def turn(self, name: str) -> Turn | None:
-        return self.turns.get(name)
-
-    def find(self, messages: list[Message], tools: Any = None, models: Any = (), taken: Any = ()) -> list[str | None]:
-        said = {turn.text: name for name, turn in self.turns.items()}
-        return [said.get(one["content"]) if one["role"] == "assistant" else None for one in messages]
 
 
 def turn(prompt: list[int], *drawn: int, text: str, **more: Any) -> Turn:
     return Turn(prompt, list(drawn), [-0.5] * len(drawn), "stop", text, **more)
 
 
-SHELF = CheckpointStore(
-    five=turn([1, 2], 10, 11, text="5"), eight=turn([1, 2, 10, 11, 3], 12, text="8"),
-    other=turn([1, 2], 13, text="five"), base=turn([7], 9, text="base", policy_version=-1),
-    again=turn([1, 2, 10, 11, 4], 14, text="nine"),
-)
+HELD = {
+    "five": turn([1, 2], 10, 11, text="5"), "eight": turn([1, 2, 10, 11, 3], 12, text="8"),
+    "other": turn([1, 2], 13, text="five"), "base": turn([7], 9, text="base", policy_version=-1),
+    "again": turn([1, 2, 10, 11, 4], 14, text="nine"),
+}
+NAMES = {one.text: name for name, one in HELD.items()}
+SHELF: Any = SimpleNamespace(turn=HELD.get, find=lambda messages, *_: [
+    NAMES.get(one["content"]) if one["role"] == "assistant" else None for one in messages])
 
 
 def choice(name: str | None, text: str = "", **message: Any) -> Choice:
     turns = {} if name is None else {"turn": name}
-    held = SHELF.turns.get(name or "")
+    held = HELD.get(name or "")
     said = {"role": "assistant", "content": text or (held.text if held else "?"), **message}
     return Choice.model_validate({"index": 0, "finish_reason": "stop", "message": said, **turns})
 
@@ -73,7 +63,12 @@ def test_a_group_is_made_of_the_named_turns_and_shown_with_what_was_said() -> No
         "trajectories/total": 2, "trajectories/trained": 2, "trajectories/unexplained": 0, "groups/left_out": 0,
         "trajectories/exceptions": 1, "metrics/late": 3.0, "metrics/right": 1.5, "group_metrics/of": 2.0,
     }
-    assert SHELF.turns["five"].replies == [], "what is held stays as it is"
+    assert HELD["five"].replies == [], "what is held stays as it is"
+
+
+def test_without_a_choice_known_answers_are_the_policys() -> None:
+    _, [group] = of(trajectory(*TWO.messages()), ONE)
+    assert group.rollouts[0].completion_ids == [10, 11, 3, 12] and group.rollouts[0].turns[1].text == "8"
 
 
 def test_a_turn_of_two_histories_is_trained_once_and_its_beginning_shown_once() -> None:
@@ -93,12 +88,6 @@ def test_a_turn_of_two_histories_is_trained_once_and_its_beginning_shown_once() 
 def test_what_others_said_is_context(said: list[Any]) -> None:
     _, [group] = of(trajectory(*said), ONE)
     assert [one.text for one in group.rollouts[0].turns] == ["five"]
-
-
-def test_without_a_choice_known_answers_are_the_policys() -> None:
-    plain = trajectory(*TWO.messages())
-    _, [group] = of(plain, ONE)
-    assert group.rollouts[0].completion_ids == [10, 11, 3, 12] and group.rollouts[0].turns[1].text == "8"
 
 
 def test_calls_of_tools_are_shown_and_counted() -> None:
@@ -140,9 +129,6 @@ def test_numbers_of_parts_of_any_size_have_the_means_of_the_whole() -> None:
     for cut in range(4):
         parts = Tally.total([tally_of(groups[:cut], {}), tally_of(groups[cut:], {})])
         assert parts.metrics() == pytest.approx(whole)
-
-
-def test_sums_are_added_and_a_mean_of_none_is_zero() -> None:
     total = Tally.total([Tally({"seen": 2}, {"spread": []}), Tally({"seen": 3, "lost": 1})])
     assert total.metrics() == {"seen": 5, "lost": 1, "spread": 0.0}
 

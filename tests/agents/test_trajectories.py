@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 from pydantic import ValidationError
-from tables import every_row
+from tables import every_row, not_refused
 
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents import trajectories as module
@@ -24,20 +24,15 @@ def choice(content: str | None, **message: Any) -> Choice:
     return Choice.model_validate({"index": 0, "finish_reason": "stop", "message": said, "turn": "t1"})
 
 
-async def rollout(reward: float, error: Exception | None = None) -> art.Trajectory:
+async def rollout(reward: float) -> art.Trajectory:
     await asyncio.sleep(0)
-    if error is not None:
-        raise error
     return art.Trajectory(messages_and_choices=[{"role": "user", "content": "Hi"}, choice("Ho")], reward=reward)
 
 
-def test_a_choice_keeps_the_name_of_its_turn_in_a_trajectory_and_its_copies() -> None:
+def test_copies_have_lists_and_dictionaries_of_their_own_and_keep_the_names_of_turns() -> None:
     trajectory = art.Trajectory(messages_and_choices=[choice("Ho")])
     for one in (trajectory, copy.copy(trajectory), copy.deepcopy(trajectory), trajectory.model_copy()):
         assert one.messages_and_choices[0].turn == "t1"  # type: ignore[union-attr]
-
-
-def test_copies_have_lists_and_dictionaries_of_their_own() -> None:
     group = art.TrajectoryGroup([art.Trajectory(metadata={"a": 1})], metadata={"b": 2}, logs=["made"])
     for copied in (copy.copy(group), group.model_copy()):
         copied.trajectories.append(art.Trajectory())
@@ -66,13 +61,13 @@ def test_messages_are_those_that_a_model_is_sent() -> None:
     assert [one["trainable"] for one in trajectory.for_logging()["messages"]] == [False, True, False, False]
 
 
-@pytest.mark.parametrize("wrong", [None, "Hello", {"content": "no role"}, 3])
-def test_what_is_no_message_is_refused_with_what_to_append(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="choices of a completion"):
-        message_of(wrong)
-
-
-def test_a_field_that_a_trajectory_does_not_have_is_refused() -> None:
+@pytest.mark.filterwarnings("error")
+def test_what_is_no_message_group_or_field_is_refused_with_how_to_write_it() -> None:
+    assert not_refused(message_of, [
+        (wrong, "choices of a completion") for wrong in (None, "Hello", {"content": "no role"}, 3)], TypeError) == []
+    assert not_refused(lambda make: art.TrajectoryGroup(make()), [
+        (wrong, "write TrajectoryGroup(rollout") for wrong in (
+            art.Trajectory, lambda: rollout(1), lambda: "abc", lambda: 3)], TypeError) == []
     with pytest.raises(ValidationError, match="rewards"):
         art.Trajectory(rewards=1.0)  # type: ignore[call-arg]
 
@@ -117,13 +112,6 @@ def test_errors_and_what_is_no_trajectory_are_kept_as_failures_of_a_group() -> N
     assert len(group) == 1
     assert [(one.type, one.message) for one in group.exceptions] == [
         ("ValueError", "no mail"), ("TypeError", "None stands in place of a Trajectory"), ("KeyError", "'x'")]
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("wrong", [art.Trajectory, lambda: rollout(1), lambda: "abc", lambda: 3])
-def test_one_member_in_place_of_a_list_is_refused_with_how_to_write_it(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"write TrajectoryGroup\(rollout"):
-        art.TrajectoryGroup(wrong())
 
 
 @every_row("name", ["ServerlessBackend", "SkyPilotBackend", "TinkerBackend", "megatron", "PipelineTrainer", "utils",

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from datasets import Dataset
+from small_models import scatter
 from tables import every_row
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.cli.eval import Candidate, find_subject, problems
 from lowmem_grpo.cli.main import main
-from lowmem_grpo.data.files import read_dataset
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.recipes.eval_task import Exam, find_exam
@@ -125,11 +125,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that has unlearnt arithmetic, on some of the layers."""
     bare, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(bare, r=2, target_modules=["q_proj", "up_proj"])
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.fill_(0.3)
-    model.save_lora(tmp_path_factory.mktemp("eval") / "adapter")
-    return tmp_path_factory.getbasetemp() / "eval0" / "adapter"
+    folder = tmp_path_factory.mktemp("eval") / "adapter"
+    scatter(model, 2.0).save_lora(folder)
+    return folder
 
 
 def test_base_and_adapter_answer_the_same_prompts(adapter: Path, tmp_path: Path) -> None:
@@ -233,50 +231,17 @@ def test_the_table_shows_answers_side_by_side(capsys: pytest.CaptureFixture[str]
     assert "\x1b" not in shown
 
 
-@pytest.mark.parametrize(("words", "code", "message"), [
-    (["tiny"], 2, "name the problems: --recipe NAME, or --dataset FILE"),
-    (["tiny", "--dataset", "x.jsonl"], 2, "--dataset needs --reward NAME"),
-    (["tiny", "--recipe", "arithmatic"], 1, "no recipe 'arithmatic'; did you mean arithmetic?"),
-    (["tiny", "--recipe", "options"], 1, "no recipe 'options'"),
-    (["tiny", "--recipe", "arithmetic", "--k", "4"], 2, "--k 4 needs at least as many answers: --samples 4"),
-    (["tiny", "--recipe", "arithmetic", "--limit", "0"], 2, "0 is not in the range"),
-    (["tiny", "--recipe", "arithmetic", "--limit", "1", "--max-tokens", "0"], 2, "0 is not in the range"),
-    (["tiny", "--recipe", "arithmetic", "--limit", "1", "--show", "-1"], 2, "-1 is not in the range"),
-    (["tiny", "--recipe", "arithmetic", "--dataset", "x.jsonl"], 1, "makes its own problems; leave --dataset out"),
-    (["tiny", "--dataset", "x.jsonl", "--reward", "number_match"], 1, "no file 'x.jsonl'"),
-    (["tiny", "--dataset", "x.jsonl", "--reward", "number_mach"], 1, "no reward 'number_mach'"),
-    (["no-such/model", "--recipe", "arithmetic", "--limit", "1"], 1, "no model 'no-such/model'"),
-    (["empty", "--recipe", "arithmetic"], 1, "neither a run nor an adapter"),
-    (["tiny", "--adapter", "nowhere", "--recipe", "arithmetic"], 1, "there is no nowhere"),
-    (["tiny", "--recipe", "arithmetic", "--limit", "1", "--temperature", "-1"], 1, "temperature is -1.0"),
-])
-def test_a_mistake_is_answered_in_words(
-    words: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    done = invoke(*words)
-    assert done.exit_code == code, done.output
-    assert message in " ".join(done.output.split())
-    assert isinstance(done.exception, SystemExit)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"]
-
-
 # what it asks
 
 
-@pytest.mark.parametrize("name", ["number_match", "math_match", "boxed_match", "answer_match"])
-def test_ready_made_verifiers_are_made(name: str) -> None:
-    found = find_function(name)
-    assert isinstance(found, Verifier)
-    assert found.columns == ("answer",)
-
-
-@pytest.mark.parametrize("name", ["correctness_reward_func", "number_equal"])
-def test_ready_made_rewards_are_made(name: str) -> None:
-    right, wrong = "<answer>4</answer>", "<answer>5</answer>"
-    found = find_function(name)(prompts=["?"] * 2, completions=[right, wrong], answer=["4", "4"])
-    assert found[0] > 0 >= found[1]
+def test_ready_made_rewards_and_verifiers_are_made_by_their_names() -> None:
+    for name in ("number_match", "math_match", "boxed_match", "answer_match"):
+        made = find_function(name)
+        assert isinstance(made, Verifier) and made.columns == ("answer",)
+    for name in ("correctness_reward_func", "number_equal"):
+        right, wrong = "<answer>4</answer>", "<answer>5</answer>"
+        found = find_function(name)(prompts=["?"] * 2, completions=[right, wrong], answer=["4", "4"])
+        assert found[0] > 0 >= found[1]
 
 
 @every_row(("name", "message"), [
@@ -364,23 +329,6 @@ def test_more_prompts_than_fit_at_a_time_are_sampled_in_parts() -> None:
     assert found.texts == answer(model, rows, [find_function("number_match")], params, together=4).texts
 
 
-def test_files_of_every_kind_are_read(tmp_path: Path) -> None:
-    rows = Dataset.from_list([{"prompt": "a", "answer": "1"}])
-    rows.to_json(tmp_path / "x.jsonl")
-    rows.to_csv(tmp_path / "x.csv")
-    rows.to_parquet(tmp_path / "x.parquet")
-    for name in ("x.jsonl", "x.csv", "x.parquet"):
-        assert read_dataset(str(tmp_path / name))[0]["prompt"] == "a"
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "x.txt").touch()
-    for name, message in (("empty.jsonl", "no rows from"), ("x.txt", "allowed are .jsonl, .json, .csv, .parquet")):
-        with pytest.raises(OSError, match=message):
-            read_dataset(str(tmp_path / name))
-    with pytest.raises(DataError, match="no rows"):
-        rows_of([], None)
-    assert rows_of(rows, None) == [{"prompt": "a", "answer": "1"}]
-
-
 def test_rows_without_a_prompt_are_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = Dataset.from_list([{"prompt": "a"}, {"prompt": ""}, {"prompt": None}, {"prompt": "b"}])
     with caplog.at_level("WARNING", logger="lowmem_grpo"):
@@ -389,3 +337,5 @@ def test_rows_without_a_prompt_are_counted_and_left_out(caplog: pytest.LogCaptur
         caplog.clear()
         rows_of(rows, 1)
         assert not caplog.text
+    with pytest.raises(DataError, match="no rows"):
+        rows_of([], None)

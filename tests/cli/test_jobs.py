@@ -193,11 +193,6 @@ def test_a_server_that_is_gone_is_told_from_a_wrong_request(tmp_path: Path) -> N
     assert found.returncode == 1 and "is not reached" in found.stderr
 
 
-def test_other_machines_are_served_only_with_keys(tmp_path: Path) -> None:
-    found = ran("serve", "--host", "0.0.0.0", "--folder", str(tmp_path))
-    assert found.returncode == 1 and "give --key-file FILE" in found.stderr
-
-
 def test_two_servers_do_not_share_a_folder(served: Served) -> None:
     found = ran("serve", "--port", "0", "--folder", str(served.home))
     assert found.returncode == 1 and "another server has" in found.stderr

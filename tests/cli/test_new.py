@@ -2,20 +2,22 @@
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from datasets import Dataset
+from recipe_runs import invoke
 from tables import every_row
 
 from lowmem_grpo.cli import new as command
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.models import hub
 from lowmem_grpo.recipes.new_recipe import KINDS, kind_of
 from lowmem_grpo.recipes.recipe_file import load_recipe
@@ -34,10 +36,6 @@ ANSWERS: dict[str, Callable[[int], Any]] = {
 WRITERS: dict[str, Callable[[Dataset, Path], Any]] = {
     "jsonl": Dataset.to_json, "csv": Dataset.to_csv, "parquet": Dataset.to_parquet,
 }
-
-
-def invoke(*words: Any) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def said(result: Result) -> str:
@@ -129,15 +127,9 @@ def test_a_recipe_with_an_environment_is_clean_and_trains_is_tested_and_played(f
     assert played.exit_code == 0 and "the model" in played.output, played.output
 
 
-@pytest.mark.parametrize("option", [("--data", "rows.csv"), ("--answers", "number"), ("--prompt-column", "a")])
-def test_a_recipe_with_an_environment_takes_no_data(option: tuple[str, str], folder: Path) -> None:
-    done = invoke("new", "mine", "--agent", *option)
-    assert done.exit_code != 0 and f"so {option[0]} has nothing to say" in said(done)
-    assert not (folder / "mine.py").exists()
-
-
 @every_row("kind", CHOICES)
 def test_answers_are_taken_for_what_they_are(kind: str) -> None:
+    assert list(command.KINDS) == CHOICES
     assert kind_of([str(ANSWERS[kind](i)) for i in range(24)]) == kind
 
 
@@ -148,10 +140,6 @@ def test_answers_are_taken_for_what_they_are(kind: str) -> None:
 ])
 def test_mixed_answers_are_taken_for_what_most_of_them_are(answers: list[str], kind: str) -> None:
     assert kind_of(answers) == kind
-
-
-def test_the_kinds_of_the_option_are_those_there_are() -> None:
-    assert list(command.KINDS) == CHOICES
 
 
 def test_marked_solutions_in_a_list_are_all_right_and_those_without_a_mark_are_none(folder: Path) -> None:
@@ -233,31 +221,21 @@ def test_a_prompt_has_the_columns_that_it_needs(
     assert load_recipe("./mine.py").DATA.rows[4]["prompt"][-1]["content"] == asked
 
 
-@pytest.mark.parametrize("option", ["--split", "--prompt-column"])
-def test_an_option_that_a_recipe_does_not_use_is_refused(option: str) -> None:
-    done = invoke("eval", "tiny", "--recipe", "./mine.py", "--dataset", "OWNER/NAME", option, "test")
-    assert done.exit_code == 2
-    assert f"{option} has no effect beside --recipe" in said(done)
-
-
-def test_columns_with_any_names_in_any_place_make_a_recipe_that_finds_them(folder: Path) -> None:
+def test_columns_with_any_names_in_any_place_make_a_recipe_that_finds_them_wherever_it_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ('what "is" \\ asked\n$name', "it's {right}")
     (folder / "da ta").mkdir()
     moved = folder / "da ta" / "rows'.jsonl"
     Path(rows_file("number", names=names)).rename(moved)
-    done = invoke("new", "odd", "--data", moved, "--prompt-column", names[0], "--answer-column", names[1])
-    assert done.exit_code == 0, done.output
+    words = ("new", "odd", "--data", moved, "--prompt-column", names[0], "--answer-column", names[1], "--out")
+    for out in (".", "sub/folder"):
+        done = invoke(*words, out)
+        assert done.exit_code == 0, done.output
     is_clean(folder / "odd.py")
-    assert len(load_recipe("./odd.py").DATA.rows) == 24
-
-
-def test_data_is_found_from_the_recipe_wherever_the_command_runs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = invoke("new", "mine", "--data", rows_file("number"), "--out", "sub/folder")
-    assert done.exit_code == 0, done.output
     monkeypatch.chdir(tmp_path)
-    assert len(load_recipe("here/sub/folder/mine.py").DATA.rows) == 24
+    for name in ("here/odd.py", "here/sub/folder/odd.py"):
+        assert len(load_recipe(name).DATA.rows) == 24
 
 
 def test_a_dataset_of_the_hub_is_looked_at_where_the_hub_answers(
@@ -346,38 +324,23 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 
 
-ONE_ROW = {"one.jsonl": '\n{"question": "a", "answer": 1}\n', "one.json": '[{"question": "a", "answer": 1}]',
-           "one.csv": 'question,answer\na,"b\nc"\n'}
-
-
-@pytest.mark.parametrize("name", ONE_ROW)
-def test_a_file_of_one_row_is_refused_before_any_library_is_imported(name: str, folder: Path) -> None:
-    Path(name).write_text(ONE_ROW[name])
-    done, imported = said_at_once("new", "mine", "--data", name)
-    assert done == f"Error: {name} has one row, and a recipe needs two or more, to train on and to test with; add rows"
-    assert not imported & {"torch", "datasets", "transformers"}
-    assert [path.name for path in folder.iterdir()] == [name]
-
-
-@pytest.mark.parametrize("more", [[], ["--agent"], ["--data", "rows.jsonl"], ["--out", "not/there"]])
-def test_a_full_disk_is_told_before_any_library_is_imported(
-    more: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@every_row("more", [[], ["--agent"], ["--data", "rows.jsonl"], ["--out", "not/there"]])
+def test_a_full_disk_is_told_in_a_line(more: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows_file("number")
-    full = "import shutil; shutil.disk_usage = lambda place: shutil._ntuple_diskusage(1, 1, 0); "
-    done, imported = said_at_once("new", "mine", *more, first=full)
-    out = "not/there" if "not/there" in more else "."
-    assert done == (f"Error: nothing can be written to {out}: No space left on device; choose another folder with "
-                    "--out FOLDER")
-    assert not imported & {"torch", "datasets", "transformers"}
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
+    done, out = invoke("new", "mine", *more), "not/there" if "not/there" in more else "."
+    assert done.output == (f"Error: nothing can be written to {out}: No space left on device; choose another folder "
+                           "with --out FOLDER\n")
 
 
-def said_at_once(*words: str, first: str = "") -> tuple[str, set[str]]:
-    """Return what a command prints in a process of its own, and the libraries that it imported."""
-    code = (f"{first}import sys; from lowmem_grpo.cli.main import main\ntry: main({[*words]!r})\n"
-            "finally: print('\\n' + ' '.join({name.partition('.')[0] for name in sys.modules}))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    return done.stderr.strip(), {*done.stdout.strip().rpartition("\n")[2].split()}
+@pytest.mark.parametrize(("words", "message"), [
+    (["--prompt-column", "qestion"], "no column 'qestion'; it has question, answer"),
+    (["--prompt-column", "answer", "--answer-column", "answer"], "cannot both be"),
+])
+def test_columns_that_cannot_be_used_are_refused(words: list[str], message: str, folder: Path) -> None:
+    done = invoke("new", "mine", "--data", rows_file("number"), *words)
+    assert done.exit_code == 1 and message in said(done)
+    assert [path.name for path in folder.iterdir()] == ["rows.jsonl"]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -390,34 +353,6 @@ def test_data_that_cannot_be_used_is_refused_in_a_line_and_nothing_is_written(na
     assert len(done.output.strip().splitlines()) == 1
     assert len(done.output) < 400
     assert [path.name for path in folder.iterdir()] == [name]
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    (["mine", "--data", "nope.csv"], "no file 'nope.csv' that can be read"),
-    (["mine", "--data", "."], "no file '.' that can be read"),
-    (["mine", "--data", "rows.jsnl"], "there is no file 'rows.jsnl'"),
-    (["mine", "--data", "rows.jsonl", "--prompt-column", "qestion"], "no column 'qestion'; it has question, answer"),
-    (["mine", "--data", "rows.jsonl", "--prompt-column", "answer", "--answer-column", "answer"], "cannot both be"),
-    (["mine", "--prompt-column", "question"], "--prompt-column is about --data FILE, which is not given"),
-    (["mine", "--answers", "poem"], "'poem' is not one of"),
-    (["my-recipe"], "cannot be a recipe's name, which has letters, digits and _, and no digit first; write my_recipe"),
-    (["mine.py"], "write mine"), (["sub/mine"], "write mine, and its folder as --out FOLDER"), (["9lives"], "'9lives'"),
-    ([""], "'' cannot be a recipe's name"), (["x" * 300], "cannot be a recipe's name"), (["../up"], "write up"),
-    (["class"], "is a word of Python itself"), (["gsm8k"], "is a recipe of the package"),
-    (["random"], "would hide the Python module 'random'"), (["torch"], "would hide the Python module 'torch'"),
-    (["lowmem_grpo"], "would hide the Python module 'lowmem_grpo'"),
-    (["mine", "--out", "rows.jsonl"], "--out rows.jsonl is no folder"),
-    (["mine", "--out", "rows.jsonl/deeper"], "nothing can be written to rows.jsonl/deeper"),
-])
-def test_a_mistake_is_answered_in_a_line_and_nothing_is_written(
-    words: list[str], message: str, folder: Path
-) -> None:
-    rows_file("number")
-    done = invoke("new", *words)
-    assert done.exit_code in (1, 2), done.output
-    assert message in said(done)
-    assert "Traceback" not in done.output
-    assert [path.name for path in folder.iterdir()] == ["rows.jsonl"]
 
 
 def test_nothing_is_replaced_unasked_and_data_never(folder: Path) -> None:

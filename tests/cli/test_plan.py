@@ -142,23 +142,6 @@ def test_a_size_in_place_of_a_card_has_no_time_and_says_why() -> None:
     assert "A step's time is not estimated: no data sheet is known of '16GiB'" in plan(*words).output
 
 
-@every_row(("words", "message"), [
-    (["--model", "qwen3-8b", "--gpu", "t4", "--prompts", "0"], "prompts is 0; it must be a whole number, from 1 to"),
-    (["--model", "qwen3-8b", "--gpu", "t4", "--prompt-length", "2048"], "do not fit a context of 2048"),
-    (["--model", "qwen3-8b", "--gpu", "t4", "--completion-length", "1900"], "give a mean of at most"),
-    (["--model", "lama-3.1-8b", "--gpu", "t4"], "did you mean llama-3.1-8b"),
-    (["--model", "qwen3-4b", "--gpu", "4900"], "no card '4900'; did you mean"),
-    (["--model", "qwen3-8b", "--gpu", "t4", "--context", "99999"], "this model's is 40960 at most"),
-    (["--model", "qwen3-8b", "--gpu", "t4", "--generations", "0"], "num_generations is 0"),
-    (["--model", "qwen3-8b", "--gpu", "t4", "--optim", "sgd"], "optim is 'sgd'; it must be one of"),
-])
-def test_bad_input_is_answered_in_a_line(words: list[str], message: str) -> None:
-    done = plan(*words)
-    assert done.exit_code == 1
-    assert message in done.output
-    assert "Traceback" not in done.output
-
-
 def test_an_unreachable_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 

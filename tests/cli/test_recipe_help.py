@@ -68,26 +68,8 @@ def test_options_inherited_from_the_package_are_listed(options: str, tmp_path: P
     assert ("rows=3" in own) == (options == "Mine") and "  model=" in shared and "  model=" not in own
 
 
-@pytest.mark.parametrize("words", [
-    ["email", "--help"], ["email", "-h"], ["--help", "email"], ["email", "seed=1", "-h"],
-])
+@every_row("words", [["email", "--help"], ["--help", "email"], ["email", "seed=1", "-h"]])
 def test_help_of_a_recipe_is_not_the_help_of_the_command(words: list[str]) -> None:
     result = CliRunner().invoke(main, ["run", *words])
     assert result.exit_code == 0, result.output
     assert "longest_words=40" in result.output and "Usage:" not in result.output
-
-
-def test_help_of_the_command_lists_the_recipes() -> None:
-    for flag in ("--help", "-h"):
-        result = CliRunner().invoke(main, ["run", flag])
-        assert result.exit_code == 0 and "Usage:" in result.output and "  email  " in result.output
-
-
-@pytest.mark.parametrize(("content", "message"), [(None, "No such file"), ("x = (", "never closed")])
-def test_help_of_an_unreadable_file_is_an_error_in_words(content: str | None, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    if content is not None:
-        path.write_text(content)
-    result = CliRunner().invoke(main, ["run", str(path), "--help"])
-    assert result.exit_code == 1
-    assert "cannot be read as a recipe" in result.output and message in result.output

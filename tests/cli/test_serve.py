@@ -1,4 +1,4 @@
-"""`lowmem-grpo serve`: the link that it prints opens the page of its queue."""
+"""`lowmem-grpo serve` and `watch`: the link that they print opens their page, and a signal ends them meanwhile."""
 
 import re
 import signal
@@ -11,6 +11,7 @@ from urllib.request import HTTPCookieProcessor, build_opener
 import pytest
 from click.testing import CliRunner
 from programs import kept_open, program
+from run_pages import write_run
 
 import lowmem_grpo
 from lowmem_grpo.cli.serve import client_name, serve
@@ -19,27 +20,34 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(("command", "number"), [
+    ("serve", signal.SIGINT), ("serve", signal.SIGTERM), ("serve", signal.SIGHUP), ("watch", signal.SIGINT),
+    ("watch", signal.SIGTERM),
+])
 @pytest.mark.every(3)
-def test_the_printed_link_opens_the_page_of_the_queue_and_a_signal_closes_both(tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-m", "lowmem_grpo", "serve", "--port", "0", "--folder", tmp_path]
-    with program(*command, stderr=subprocess.STDOUT) as process:
+def test_the_printed_link_opens_the_page_and_a_signal_ends_it_while_a_page_is_open(
+    command: str, number: int, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "the-run", 5)
+    where, shown = ((tmp_path,), "the-run") if command == "watch" else (("--folder", tmp_path / "home"), "No runs yet")
+    words = [sys.executable, "-m", "lowmem_grpo", command, "--port", "0", *where]
+    with program(*words, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         said = ""
-        while not (link := re.search(r"page (\S+)", said)) and (line := process.stdout.readline()):
+        while not (link := re.search(r"(?:open|page) (\S+)", said)) and (line := process.stdout.readline()):
             said += line
         assert link, said
-        browser = build_opener(HTTPCookieProcessor(CookieJar()))
+        browser, base = build_opener(HTTPCookieProcessor(CookieJar())), link[1].partition("/page/")[0]
         browser.open(link[1], timeout=60)
-        assert "No runs yet" in browser.open(link[1].partition("page/")[0], timeout=60).read().decode()
-        with kept_open(link[1]):
+        assert shown in browser.open(f"{base}/", timeout=60).read().decode()
+        with kept_open(base):
             for _ in range(2 if number == signal.SIGTERM else 1):  # as `timeout` does
                 process.send_signal(number)
             rest = process.stdout.read()
             process.wait(60)
     assert "Traceback" not in rest, rest
     assert process.returncode == (130 if number == signal.SIGINT else 143)
-    assert not list(tmp_path.glob("*-wal")), "the database was closed"
+    assert not list(tmp_path.glob("home/*-wal")), "the database was closed"
 
 
 def test_a_server_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -50,32 +58,9 @@ def test_a_server_in_several_processes_is_refused(monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (("--engine", "vllm"), "tested with our own engine only: leave --engine out"),
-    (("--fp8", "--16bit"), "--fp8 and --16bit contradict each other"),
-    (("--4bit", "--fp8"), "--fp8 and --4bit contradict each other"),
-])
-def test_a_model_that_cannot_be_served_so_is_refused_before_anything_is_made(
-    tmp_path: Path, words: tuple[str, ...], told: str
-) -> None:
-    asked = ["--model", "no/such", "--folder", str(tmp_path / "home"), *words]
-    found = CliRunner().invoke(serve, asked, terminal_width=400)
-    assert found.exit_code == 1 and told in found.output and not (tmp_path / "home").exists()
-
-
 def test_clients_are_told_a_name_with_which_they_find_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for model, folder in (("tiny", Path(lowmem_grpo.__file__).parent / "assets" / "tiny"), (str(tmp_path), tmp_path)):
         assert client_name(model).startswith(f"model {folder} (its name for clients of the Tinker protocol")
         assert "need renderer_name=role_colon" in client_name(model)
     assert client_name("Qwen/Qwen3-4B") == "model Qwen/Qwen3-4B"
-
-
-def test_an_adapter_is_no_model_to_serve_and_the_message_says_how_to_make_one(tmp_path: Path) -> None:
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    asked = ["--model", str(adapter), "--folder", str(tmp_path / "home")]
-    found = CliRunner().invoke(serve, asked, terminal_width=400)
-    assert found.exit_code == 1 and f"lowmem-grpo export {adapter} --out FOLDER" in found.output
-    assert not (tmp_path / "home").exists()

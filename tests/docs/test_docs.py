@@ -1,6 +1,7 @@
 """Generated pages are up to date, and name everything there is."""
 
 import re
+from ast import literal_eval
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -73,12 +74,4 @@ def test_every_algorithm_is_on_the_page_with_its_three_lines(heading: str, names
 
 @every_row("line", re.findall(r"^    GRPOConfig\((.*)\)\s+# ", PAGE, flags=re.MULTILINE))
 def test_every_setting_on_the_page_is_accepted(line: str) -> None:
-    settings = dict(re.findall(r"(\w+)=([^,]+)(?:, |$)", line))
-    GRPOConfig(**{name: plain(value) for name, value in settings.items()})
-
-
-def plain(text: str) -> object:
-    """A literal of the page."""
-    if text in ("True", "False"):
-        return text == "True"
-    return text.strip('"') if text.startswith('"') else float(text) if "." in text else int(text)
+    GRPOConfig(**{name: literal_eval(value) for name, value in re.findall(r"(\w+)=([^,]+)(?:, |$)", line)})

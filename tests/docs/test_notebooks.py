@@ -105,24 +105,16 @@ def test_every_notebook_is_checked_and_listed() -> None:
 
 
 @every_row("path", NOTEBOOKS)
-def test_a_notebook_is_valid_and_stores_no_outputs(path: Path) -> None:
+def test_a_notebook_is_valid_stores_no_outputs_and_asks_colab_for_a_card(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
+    assert (notebook.metadata.kernelspec.name, notebook.metadata.accelerator) == ("python3", "GPU")
+    ran = [(cell.outputs, cell.execution_count) for cell in notebook.cells if cell.cell_type == "code"]
+    assert ran == [([], None)] * len(ran)
 
 
 @every_row("path", NOTEBOOKS)
-def test_a_notebook_asks_colab_for_a_card_and_any_jupyter_for_its_usual_kernel(path: Path) -> None:
-    metadata = nbformat.read(path, as_version=4).metadata
-    assert metadata.kernelspec.name == "python3"
-    assert metadata.accelerator == "GPU"
-
-
-@every_row("path", NOTEBOOKS)
-def test_a_notebook_hides_nothing_and_writes_only_beside_itself(path: Path) -> None:
+def test_a_notebook_hides_nothing_writes_only_beside_itself_and_its_links_lead_somewhere(path: Path) -> None:
     for source in cells(path)[1:]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -130,10 +122,6 @@ def test_a_notebook_hides_nothing_and_writes_only_beside_itself(path: Path) -> N
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert not node.value.startswith(("/", "~", "..")), node.value
         assert max(map(len, source.splitlines())) <= 120
-
-
-@every_row("path", NOTEBOOKS)
-def test_the_links_of_a_notebook_lead_somewhere(path: Path) -> None:
     links = [link for text in cells(path, "markdown") for link in re.findall(r"\]\(([^)#]+)\)", text)]
     assert [link for link in links if "://" not in link and not (FOLDER / link).exists()] == []
 

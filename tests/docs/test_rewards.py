@@ -1,6 +1,5 @@
 """The page of ready-made verifiers and rewards is as its source says, every example on it holds, nothing is missing."""
 
-import ast
 import re
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -29,11 +28,8 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make_rewards
 
 
-def test_the_page_is_that_of_the_table(source: Any) -> None:
+def test_the_page_is_that_of_the_table_and_every_example_on_it_holds(source: Any) -> None:
     assert source.page() == PAGE, "run python docs/make_rewards.py"
-
-
-def test_every_example_on_the_page_holds(source: Any) -> None:
     ran = [run(entry) for entry in source.ENTRIES if not entry.needs or find_spec(entry.needs)]
     assert len(ran) >= len(source.ENTRIES) - 2
     for code, found, expected in ran:
@@ -63,24 +59,6 @@ def test_every_ready_made_one_is_on_the_page(source: Any) -> None:
         "is named in NOT_IN_TABLES here")
     for name in ("after", "boxed", "code_passes_tests", "email_rewards", "in_tag", "last_line", "last_number", "whole"):
         assert f"`{name}" in PAGE
-
-
-def test_the_three_lists_of_names_are_the_same() -> None:
-    """Type checkers read the imports and `__all__`, and cannot read HOMES; so a name is written three times."""
-    tree = ast.parse(Path(rewards.__file__).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    imported = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom)
-                for alias in node.names}
-    homes = {name: f"lowmem_grpo.{home}" for name, home in rewards.HOMES.items()}
-    for place, names in (("the imports for type checkers", imported), ("__all__", rewards.__all__), ("HOMES", homes)):
-        missing = sorted({*imported, *rewards.__all__, *homes} - {*names})
-        assert missing == [], f"add {', '.join(missing)} to {place} in lowmem_grpo/rewards/__init__.py"
-    assert homes == imported, "HOMES in lowmem_grpo/rewards/__init__.py names another file than the import"
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'proximty'; it has .*proximity"):
-        rewards.proximty  # noqa: B018
 
 
 def test_the_page_says_every_limit_of_the_sandbox_and_its_number() -> None:

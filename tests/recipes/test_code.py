@@ -1,5 +1,6 @@
 """Recipe code: problems that are exact, and tests that a solution passes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from recipe_runs import run
 
 from lowmem_grpo.recipes import code
 from lowmem_grpo.recipes.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
+from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.rewards.ready.code import code_passes_tests
 from lowmem_grpo.rewards.sandbox import worker
 from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, SandboxError, why_not
@@ -17,18 +19,13 @@ PATIENT = Limits(seconds=60, total_seconds=120)  # right code on a busy machine
 needs_isolation = pytest.mark.skipif(not WORKING, reason="no isolation works here: " + str(why_not("process")))
 
 
-def take(count: int, split: str = "train", seed: int = 0) -> list[CodeProblem]:
-    source = code_problems(split, seed)
-    return [next(source) for _ in range(count)]
-
-
 # problems
 
 
 @needs_isolation
 def test_a_solution_passes_its_own_tests_and_no_other_one_does() -> None:
     """Expected results come from one function, the solution is another text: the sandbox compares the two."""
-    firsts = {problem.template: problem for problem in take(200)}
+    firsts = {problem.template: problem for problem in take(code_problems("train", 0), 200)}
     assert len(firsts) == len(TEMPLATES)
     verifier = code_passes_tests(isolation=WORKING[0], limits=PATIENT, batch_seconds=600)
     problems = list(firsts.values())
@@ -36,11 +33,6 @@ def test_a_solution_passes_its_own_tests_and_no_other_one_does() -> None:
     assert verifier.verdicts([problem.solution for problem in problems], tests=tests) == [True] * len(problems)
     others = [CodeProblem(p.template, p.a + 1, p.b + 1).solution for p in problems]
     assert verifier.verdicts(others, tests=tests) == [False] * len(problems)
-
-
-def test_asking_for_more_problems_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"only \d+ different test problems; ask for fewer"):
-        code.make_dataset("test", 5000)
 
 
 def test_the_question_shows_only_one_test() -> None:
@@ -75,13 +67,19 @@ def test_only_a_block_that_defines_the_function_is_paid_for_its_form() -> None:
 # without a sandbox, and the exam
 
 
-def test_without_a_sandbox_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(worker, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
     why_not.cache_clear()
-    try:
-        result = run("code", tmp_path / "run")
-    finally:
-        why_not.cache_clear()
+    yield
+    why_not.cache_clear()
+
+
+@pytest.mark.usefixtures("no_sandbox")
+def test_without_a_sandbox_neither_a_run_nor_an_exam_begins(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match=r"apt install bubblewrap.*exam has no such option.*--reward MINE\.py"):
+        code.EXAM.problems(3, 0, None)
+    result = run("code", tmp_path / "run")
     assert result.exit_code == 1 and "apt install bubblewrap" in result.output
     assert 'isolation="process"' in result.output and not (tmp_path / "run").exists()
 
@@ -97,13 +95,3 @@ def test_the_exam_only_takes_right_answers(monkeypatch: pytest.MonkeyPatch) -> N
     hurried = code_passes_tests(isolation=WORKING[0], batch_seconds=1e-9)
     monkeypatch.setattr(code, "code_passes_tests", lambda: hurried)
     assert code.EXAM.right(answers, tests=tests) == [None] * 3  # never run: unjudged, not wrong
-
-
-def test_an_exam_without_a_sandbox_is_refused_before_anything_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
-    why_not.cache_clear()
-    try:
-        with pytest.raises(SandboxError, match=r"apt install bubblewrap.*exam has no such option.*--reward MINE\.py"):
-            code.EXAM.problems(3, 0, None)
-    finally:
-        why_not.cache_clear()

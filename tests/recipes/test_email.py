@@ -2,27 +2,20 @@
 
 import code as standard_code
 import email as standard_email
-from itertools import islice
 from typing import Any
 
 from lowmem_grpo.recipes import email
-from lowmem_grpo.recipes.email import KINDS, NAMES, SIGNATURE, EmailRequest, requests
+from lowmem_grpo.recipes.email import KINDS, NAMES, SIGNATURE, requests
+from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.rewards.ready.mail import email_rewards, has_word
 
 
-def take(count: int, split: str = "train", seed: int = 0) -> list[EmailRequest]:
-    return list(islice(requests(split, seed), count))
-
-
-def test_a_keyword_is_in_the_ideal_reply_and_answers_only_its_question() -> None:
-    for request in take(2000):
+def test_a_keyword_answers_only_its_question_and_every_kind_and_name_comes_often() -> None:
+    drawn = take(requests("train", 0), 2000)
+    for request in drawn:
         assert [fact for fact in request.facts if has_word(fact, request.keyword)] == [request.fact]
         assert has_word(request.ideal, request.keyword) and request.text.count(request.fact) == 1
         assert request.ideal.startswith(f"Dear {request.recipient},\n") and request.ideal.endswith(SIGNATURE)
-
-
-def test_every_kind_of_question_and_every_name_comes_often() -> None:
-    drawn = take(2000)
     for question, _, _ in KINDS:
         assert sum(request.question.startswith(question.partition("{")[0]) for request in drawn) > 200
     assert all(sum(request.recipient == name for request in drawn) > 80 for name in NAMES)

@@ -11,6 +11,7 @@ from lowmem_grpo.recipes import guess, tictactoe
 from lowmem_grpo.recipes.calculator import calculate, sums
 from lowmem_grpo.recipes.eval_task import baselines, play
 from lowmem_grpo.recipes.guess import Guess, number_in
+from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.recipes.tictactoe import EMPTY, TicTacToe, best_moves, free, square_in, value, winner
 
 NO_NUMBER = ["", "no idea", "4 or 5", "9" * 5000, "٣", "\x00", "1e999999999999", "1-2"]
@@ -38,9 +39,7 @@ def test_every_hidden_number_is_found_by_listening() -> None:
             low, high = (middle + 1, high) if middle < hidden else (low, middle - 1)
             told = f"{'higher' if middle < hidden else 'lower'}: {low} to {high}"
             assert (said, reward, done) == (told, 0.0, tries == 5)
-            if done:
-                break
-            assert game.state_key() == f"{low}-{high} {5 - tries}"
+            assert done or game.state_key() == f"{low}-{high} {5 - tries}"
         assert (reward == 1) == (hidden != 32)  # 31 numbers can be found in five tries
 
 
@@ -54,49 +53,29 @@ def test_all_numbers_are_hidden_equally_often_and_a_seed_always_hides_the_same()
     assert all(60 < hidden.count(number) < 145 for number in range(1, 33))
 
 
-def test_a_reply_that_names_no_number_loses_at_once() -> None:
-    for reply in NO_NUMBER:
-        game = Guess()
-        game.reset(seed=1)
-        assert game.step(reply) == ("unreadable", -1.0, True)
-
-
-def test_only_one_whole_number_is_a_guess() -> None:
+def test_only_one_whole_number_is_a_guess_and_any_other_reply_loses() -> None:
     for reply, number in (
         ("7", 7), (" 07\n", 7), ("-3", -3), ("**12**.", 12), ("Is it 30?", 30), ("7.5", None), ("3\n4", None),
-        ("", None),
+        *((none, None) for none in NO_NUMBER),
     ):
         assert number_in(reply) == number
-
-
-def test_a_guess_out_of_range_costs_a_try_and_tells_nothing() -> None:
     game = Guess()
     game.reset(seed=2)
     assert game.step("99") == ("lower: 1 to 32", 0.0, False) and game.step("-5") == ("higher: 1 to 32", 0.0, False)
-    assert game.state_key() == "1-32 3"
-
-
-@pytest.mark.parametrize("wrong", [{"largest": 1}, {"tries": 0}])
-def test_a_game_that_cannot_be_played_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least 2 and 1"):
-        Guess(**wrong)
+    assert game.state_key() == "1-32 3", "a guess out of range costs a try and tells nothing"
+    assert game.step("no idea") == ("unreadable", -1.0, True)
 
 
 # tictactoe
 
 
-def test_a_reply_that_is_no_square_is_illegal_and_told_what_is_allowed() -> None:
-    for reply in (*NO_NUMBER, "0", "10", "12", "X"):
+def test_a_reply_that_is_no_free_square_is_illegal_and_told_what_is_allowed() -> None:
+    for reply, place in (("5", 4), ("I take 9.", 8), ("0", None), ("12", None), ("1 2", None)):
+        assert square_in(reply) == place
+    for reply in (*NO_NUMBER, "0", "10", "X"):
         game = TicTacToe()
         game.reset(seed=1)
-        said, reward, done = game.step(reply)
-        assert (reward, done) == (-1.0, True), reply
-        assert said == "illegal\n1|2|3\n4|5|6\n7|8|9\nFree: 1 2 3 4 5 6 7 8 9", reply
-
-
-def test_a_taken_square_is_illegal() -> None:
-    game = TicTacToe()
-    game.reset(seed=1)
+        assert game.step(reply) == ("illegal\n1|2|3\n4|5|6\n7|8|9\nFree: 1 2 3 4 5 6 7 8 9", -1.0, True), reply
     game.step("5")
     assert game.step("5")[1:] == (-1.0, True)
 
@@ -172,37 +151,15 @@ def test_best_moves_agree_with_a_search_that_shares_no_code() -> None:
     assert seen > 1000
 
 
-@pytest.mark.parametrize("strengths", [(), (1.5,), (0.5, -0.1)])
-def test_an_opponent_of_no_strength_is_refused(strengths: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="from 0"):
-        TicTacToe(strengths)
-
-
-def test_only_one_digit_is_a_move() -> None:
-    for reply, place in (("5", 4), ("I take 9.", 8), ("0", None), ("12", None), ("1 2", None)):
-        assert square_in(reply) == place
-
-
 # calculator
 
 
-def test_sums_are_right_distinct_and_never_shared_by_the_splits() -> None:
-    drawn = {split: [problem for problem, _ in zip(sums(split, 3), range(900), strict=False)]
-             for split in ("train", "test")}
-    assert not {problem.question for problem in drawn["train"]} & {problem.question for problem in drawn["test"]}
-    for problems in drawn.values():
-        assert len(set(problems)) == 900
-        for problem in problems:
-            assert eval(problem.expression) == problem.answer >= 0
-            assert calculate(problem.expression) == str(problem.answer)
-
-
-def test_the_calculator_is_exact() -> None:
+def test_sums_are_right_and_the_calculator_is_exact_and_refuses_what_is_no_expression() -> None:
+    for problem in take(sums("train", 3), 900):
+        assert eval(problem.expression) == problem.answer >= 0
+        assert calculate(problem.expression) == str(problem.answer)
     for expression, result in (("12 * (3 + 4)", "84"), ("7/3", "7/3"), ("2-5", "-3"), ("8/2", "4")):
         assert calculate(expression) == result
-
-
-def test_the_calculator_refuses_what_is_no_expression() -> None:
     none = ("", "1 +", "2 ** 9", "__import__('os')", "1/0", "9" * 200, "x", "(" * 100)
     assert not_refused(calculate, [(one, "is no expression of whole numbers") for one in none]) == []
 

@@ -4,35 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from recipe_runs import invoke, lines, records, run
+from recipe_runs import invoke, lines, run
 
 from lowmem_grpo.environments.rows import HELD_OUT
 from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions
-from lowmem_grpo.recipes.tictactoe import TicTacToe
-
-MODELS = {"guess": "tiny-games", "calculator": "tiny-games", "tictactoe": "tiny-games", "game2048": "tiny-talks",
-          "twenty_questions": "tiny-talks"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "paid"), [
-    ("guess", {"won", "Guess"}), ("calculator", {"correct_answer"}), ("tictactoe", {"won", "TicTacToe"}),
-    ("game2048", {"won", "Game2048"}), ("twenty_questions", {"won", "TwentyQuestions"}),
-])
-def test_a_short_run_plays_trains_and_says_how_others_play(name: str, paid: set[str], tmp_path: Path) -> None:
-    result = run(name, tmp_path, "seed=3")
-    assert result.exit_code == 0, result.output
-    summary, line = records(tmp_path)
-    assert (summary["recipe"], summary["status"], summary["steps"], summary["model"]) == \
-        (name, "finished", 1, MODELS[name])
-    assert summary["eval_problems"] == len(summary["samples"]) == 4
-    assert {"accuracy_before", "accuracy_after"} <= summary.keys()
-    assert {f"rewards/{reward}/mean" for reward in paid} <= line.keys()
-    assert line["reward"] is not None
-    expected = {"guess": {"blind", "in range", "bisection"}, "tictactoe": {"random", "perfect"}, "calculator": set(),
-                "game2048": {"random", "corner", "greedy"}, "twenty_questions": {"blind", "listening", "halving"}}
-    assert set(summary.get("baselines", {})) == expected[name]
-    assert all(0 <= share <= 1 for share in summary.get("baselines", {}).values())
 
 
 def test_the_games_own_pay_decides_and_not_the_count_of_wins(tmp_path: Path) -> None:
@@ -42,10 +17,13 @@ def test_the_games_own_pay_decides_and_not_the_count_of_wins(tmp_path: Path) -> 
     assert all(row["turns"] and row["ending"] == "done" for row in rows)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "model"), [
+    ("guess", "tiny-games"), ("calculator", "tiny-games"), ("tictactoe", "tiny-games"), ("game2048", "tiny-talks"),
+    ("twenty_questions", "tiny-talks"),
+])
 @pytest.mark.every(3)
-def test_eval_plays_the_same_games(name: str, tmp_path: Path) -> None:
-    result = invoke("eval", MODELS[name], "--recipe", name, "--limit", "6", "--out", str(tmp_path), "--engine",
+def test_eval_plays_the_same_games(name: str, model: str, tmp_path: Path) -> None:
+    result = invoke("eval", model, "--recipe", name, "--limit", "6", "--out", str(tmp_path), "--engine",
                     "transformers")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "eval.json").read_text())
@@ -61,13 +39,7 @@ def test_held_out_games_are_repeated_by_their_seed_and_never_trained_on() -> Non
         rows = make(50, 1).to_list()
         assert make(20, 1).to_list() == rows[:20] and make(50, 2).to_list() != rows
         assert min(row["seed"] for row in rows) >= HELD_OUT  # training has lower ones
-
-
-def test_the_opponent_before_and_after_training_is_the_one_asked_for() -> None:
-    game = TicTacToe((1.0,))
-    for row in tictactoe.make_dataset(5, 0, 0.25):
-        game.reset(**row)
-        assert game.strength == 0.25
+    assert {row["strength"] for row in tictactoe.make_dataset(5, 0, 0.25)} == {0.25}
 
 
 def test_only_what_the_policy_says_itself_is_its_answer() -> None:
@@ -77,4 +49,3 @@ def test_only_what_the_policy_says_itself_is_its_answer() -> None:
         ([{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2340"}], 1.0),
     ):
         assert calculator.correct_answer([completion], ["2340"]) == [right]
-

@@ -1,27 +1,25 @@
 """Recipe judge: reports that are exact, summaries that are measured, and short runs with both judges."""
 
 import re
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from recipe_runs import records, run
 
 from lowmem_grpo.recipes import judge
-from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, Report, is_short, reports, share_kept
+from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, is_short, reports, share_kept
+from lowmem_grpo.recipes.tasks.splits import take
 from tests.attacks.judge_server import by_length, serving
-
-
-def take(count: int, split: str = "train", seed: int = 0) -> list[Report]:
-    return list(islice(reports(split, seed), count))
-
 
 # reports
 
 
-def test_a_report_holds_each_of_its_facts_once() -> None:
-    assert {report.kind for report in take(200)} == set(range(len(KINDS)))
-    for report in take(200):
+def test_a_report_holds_each_of_its_facts_once_and_says_how_long_a_summary_may_be() -> None:
+    drawn = take(reports("train", 0), 200)
+    assert {report.kind for report in drawn} == set(range(len(KINDS)))
+    assert f"more than {WORDS_ALLOWED} words" in judge.RUBRIC
+    for report in drawn:
+        assert f"at most {WORDS_ALLOWED} words" in report.question
         words = re.findall(r"\w+", report.text)
         assert [words.count(fact) for fact in report.facts] == [1] * 7
         assert share_kept(report.text, list(report.facts)) == 1.0 and not is_short(report.text)
@@ -44,11 +42,6 @@ def test_a_fact_is_found_as_a_whole_word() -> None:
         ("Ravensby, 12400 tons of salty wool", 1 / 3), ("01240 Ravens", 0.0),
     ):
         assert share_kept(text, ["Ravensby", "1240", "salt"]) == pytest.approx(share)
-
-
-def test_the_judge_is_told_how_long_a_summary_may_be() -> None:
-    assert f"more than {WORDS_ALLOWED} words" in judge.RUBRIC
-    assert f"at most {WORDS_ALLOWED} words" in take(1)[0].question
 
 
 # short runs

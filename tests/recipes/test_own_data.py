@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lowmem_grpo.recipes.own_data import OwnData, OwnOptions
+from lowmem_grpo.recipes.own_data import OwnData
 
 
 def make_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -33,11 +33,13 @@ def split(path: Path, **settings: Any) -> tuple[set[str], set[str]]:
     return set(asked(data.train())), set(asked(data.test(10_000)))
 
 
-def test_every_row_is_on_one_side_and_about_one_in_eight_is_held_out(tmp_path: Path) -> None:
+def test_every_row_is_on_one_side_and_about_one_in_eight_is_held_out_of_a_few_at_least_one(tmp_path: Path) -> None:
     train, test = split(write(tmp_path / "rows.jsonl", some(2000)))
-    assert not train & test
-    assert len(train | test) == 2000
-    assert 200 < len(test) < 300
+    assert not train & test and len(train | test) == 2000 and 200 < len(test) < 300
+    for count in (2, 3, 5, 12):
+        for start in range(0, 300, 60):
+            train, test = split(write(tmp_path / f"rows{count}-{start}.jsonl", some(count, start)))
+            assert train and test and not train & test
 
 
 def test_a_row_stays_on_its_side_whatever_the_order_and_whichever_rows_come_and_go(tmp_path: Path) -> None:
@@ -62,15 +64,6 @@ def test_the_same_question_in_other_letters_and_spaces_or_under_another_system_p
     assert not {" ".join(q.split()).lower() for q in train} & {" ".join(q.split()).lower() for q in test}
     other = OwnData(path, lambda row: {"prompt": row["question"], "answer": row["answer"]})
     assert set(asked(other.train())) == train
-
-
-@pytest.mark.parametrize("count", [2, 3, 5, 12])
-def test_a_few_rows_leave_something_on_both_sides(count: int, tmp_path: Path) -> None:
-    for start in range(0, 300, 30):
-        train, test = split(write(tmp_path / f"rows{start}.jsonl", some(count, start)))
-        assert train
-        assert test
-        assert not train & test
 
 
 def test_the_file_that_is_trained_on_gives_only_held_out_rows_to_a_test(
@@ -105,12 +98,9 @@ def test_answers_are_texts_and_empty_cells_are_left_out_and_counted(
     with caplog.at_level("WARNING", logger="lowmem_grpo"):
         assert list(data.rows["answer"]) == ["5", "2.5", "1"]
     assert "2 of 5 rows are left out: no answer (1), no prompt (1)" in caplog.text
-
-
-def test_values_of_every_kind_become_texts(tmp_path: Path) -> None:
     answers = ["a ", True, 1.5, {"b": [1]}, ["ü"]]
     rows = [{"question": f"What is {i}?", "answer": json.dumps(value)} for i, value in enumerate(answers)]
-    data = OwnData(write(tmp_path / "rows.jsonl", rows), lambda row: {
+    data = OwnData(write(tmp_path / "rows.jsonl", rows), lambda row: row | {
         "prompt": row["question"], "answer": json.loads(row["answer"])})
     assert list(data.rows["answer"]) == ["a", "true", "1.5", '{"b": [1]}', '["ü"]']
 
@@ -147,21 +137,15 @@ def test_rows_that_make_no_lesson_are_named(made: Any, message: str, tmp_path: P
         data.train()
 
 
-def test_an_error_of_make_row_itself_is_not_taken_for_a_missing_column(tmp_path: Path) -> None:
-    data = OwnData(write(tmp_path / "rows.jsonl", some(3)), lambda row: {}[row["question"] and "question"])
+def test_an_error_of_make_row_itself_is_its_own_and_a_size_or_share_that_makes_no_sense_is_refused(
+    tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", some(9))
     with pytest.raises(KeyError):
-        data.train()
-
-
-@pytest.mark.parametrize("share", [0, 1, -0.1, 2])
-def test_a_share_that_leaves_one_side_empty_is_refused(share: float, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="above 0 and below 1"):
-        OwnData("rows.jsonl", make_row, held_out=share)
-
-
-def test_a_number_of_problems_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    data = OwnData(write(tmp_path / "rows.jsonl", some(9)), make_row)
+        OwnData(path, lambda row: {}[row["question"] and "question"]).train()
     for size in (0, -1):
         with pytest.raises(ValueError, match=f"eval_problems is {size}; it must be at least 1"):
-            data.test(size)
-    assert OwnOptions().eval_problems >= 1
+            OwnData(path, make_row).test(size)
+    for share in (0, 1, -0.1, 2):
+        with pytest.raises(ValueError, match="above 0 and below 1"):
+            OwnData(path, make_row, held_out=share)

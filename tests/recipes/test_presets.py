@@ -1,6 +1,8 @@
-"""Presets of all recipes: settings that are valid, a context that holds the completion, memory that the card has."""
+"""Presets of all recipes: settings that are valid, a context that holds the completion, and a plan, before the model is
+loaded, that fits the card; a share of a card is a smaller card."""
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -8,77 +10,101 @@ from typing import Any
 
 import pytest
 import torch
+from card import gpu
 
-from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.memory.cards import device
+from lowmem_grpo.config.loading import TRANSFORMERS, VLLM
+from lowmem_grpo.engines.vllm.settings import default_kv_bytes
+from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.named_configs import named_config
-from lowmem_grpo.memory.plan import RunSettings
-from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes import RECIPES
+from lowmem_grpo.recipes import presets as module
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import OTHER_MODELS, SIZES, Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.presets import OTHER_MODELS, SIZES, Preset, Presets, Setup, planned, prepare
+from lowmem_grpo.server.jobs.dispatcher import JobPlan, plan_recipe
 from lowmem_grpo.utils import GIB
 
 MODULES: dict[str, ModuleType] = {name: import_module(f"lowmem_grpo.recipes.{name}") for name in RECIPES}
-EVERY = [(name, size) for name, module in MODULES.items() for size in module.PRESETS]
-ON_A_CARD = [(name, size) for name, size in EVERY if size != "cpu"]
+EVERY = [(name, size) for name, recipe in MODULES.items() for size in recipe.PRESETS]
 
 
-@pytest.fixture
-def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def has_card(monkeypatch: pytest.MonkeyPatch, gib: float | None) -> None:
+    """Let torch say that there is a card of this size, or none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gib is not None)
+    memory = SimpleNamespace(total_memory=(gib or 0) * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: memory)
 
 
-def setup_of(name: str, size: str) -> Setup:
-    module = MODULES[name]
-    return prepare(module.OPTIONS(gpu=size, engine="transformers"), module.DEFAULTS, module.PRESETS)
+def setup_of(name: str, size: str, **options: Any) -> Setup:
+    recipe = MODULES[name]
+    return prepare(recipe.OPTIONS(gpu=size, **{"engine": "transformers"} | options), recipe.DEFAULTS, recipe.PRESETS)
 
 
 def test_every_preset_has_valid_settings_that_fit_its_context() -> None:
+    assert [name for name, recipe in MODULES.items() if list(recipe.PRESETS) != ["cpu", *SIZES]] == ["arithmetic"]
     for name, size in EVERY:
         setup = setup_of(name, size)
         assert setup.config.rounding() is None, (name, size)
         assert setup.config.max_completion_length + 256 <= setup.max_seq_length or setup.is_tiny, (name, size)
         assert 1 <= setup.lora_rank <= 64 and 1 <= setup.lora_alpha / setup.lora_rank <= 2, (name, size)
         assert setup.is_tiny == (size == "cpu") and setup.load_in_4bit == (not setup.is_tiny), (name, size)
+        assert setup.checkpointing == ("auto" if size != "cpu" else False), (name, size)
 
 
-def test_every_preset_fits_the_card_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # without one its optimizer is another one
+def test_every_preset_fits_its_card_and_so_do_newer_models_with_the_engine_that_samples_them(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_card(monkeypatch, 80)  # without one its optimizer is another one
+    monkeypatch.setattr(module, "config_of", shape_of)
 
-    def fits(name: str, size: str) -> bool:
-        setup = setup_of(name, size)
-        config = setup.config
-        shape = setup.model.partition("/")[2].replace("-Coder", "")  # the same layers under another name
-        run = RunSettings(
-            setup.max_seq_length, config.num_generations, setup.lora_rank, optim=config.optim,
-            completions_per_step=config.completions_per_step,
-        )
-        return plan(named_config(shape), run, device(f"{size}GB")).fits
+    def fits(name: str, size: str, model: str | None = None) -> bool:
+        row = family_of(named_config(model)) if model else None
+        engine = TRANSFORMERS if row and not row.vllm else VLLM
+        return planned(setup_of(name, size, model=model, engine=engine), device(f"{size}GB")).fits
 
-    assert [case for case in ON_A_CARD if not fits(*case)] == []
-
-
-def test_newer_models_fit_the_presets_with_the_engine_that_samples_them() -> None:
-    def fits(name: str, size: str, model: str) -> bool:
-        preset, fields, row = MODULES[name].PRESETS[size], named_config(model), family_of(named_config(model))
-        config = GRPOConfig(**(MODULES[name].DEFAULTS | preset.settings))
-        assert row is not None, model
-        run = RunSettings(
-            preset.max_seq_length, config.num_generations, preset.lora_rank, optim=config.optim,
-            completions_per_step=config.completions_per_step, engine="vllm" if row.vllm else "transformers",
-        )
-        return plan(fields, run, device(f"{size}GB")).fits
-
-    presets = [*(("gsm8k", size) for size in SIZES), ("code", "16"), ("inbox", "16")]
-    assert [(*one, model) for one in presets for model in OTHER_MODELS if not fits(*one, model)] == []
+    assert [case for case in EVERY if case[1] != "cpu" and not fits(*case)] == []
+    cases = [*(("gsm8k", size) for size in SIZES), ("code", "16"), ("inbox", "16"), ("twenty_questions", "16")]
+    assert [(*case, model) for case in cases for model in OTHER_MODELS if not fits(*case, model)] == []
 
 
-def test_every_size_of_card_has_a_preset() -> None:
-    others = [name for name, module in MODULES.items() if list(module.PRESETS) != ["cpu", *SIZES]]
-    assert others == ["arithmetic"]
+def shape_of(model: str) -> dict[str, Any]:
+    """The shape of a model of a preset: coders have the layers of other models."""
+    return named_config(model if model in OTHER_MODELS else model.partition("/")[2].replace("-Coder", ""))
+
+
+def test_a_share_of_a_card_is_planned_as_a_smaller_card() -> None:
+    setup = replace(setup_of("gsm8k", "16", engine="vllm"), model="tiny")
+    whole, half = Device("a card", 32 * GIB, 32 * GIB), Device("half of a card", 32 * GIB, 16 * GIB)
+    assert planned(setup, half).peak <= 16 * GIB < planned(setup, whole).device.budget
+    assert planned(setup_of("arithmetic", "cpu", model="tiny-games"), device("t4")).fits
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
+def test_without_a_card_nothing_is_known() -> None:
+    assert plan_recipe("arithmetic", ["max_steps=3"]) == JobPlan()
+    keep_to(0.5)  # and there is nothing to keep to
+
+
+def test_the_cache_of_a_run_with_a_share_counts_only_what_the_run_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy: Any = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10)
+    for share, cache in ((1.0, 0), (0.4, 10)):  # 70 of 100 are in use; half of 40, less the 10 that this process holds
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share)
+        assert default_kv_bytes(policy, 0.5) == cache
+
+
+@gpu
+def test_a_run_that_fills_its_share_is_told_so_on_the_card() -> None:
+    before = torch.cuda.get_per_process_memory_fraction()
+    keep_to(0.01)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(torch.cuda.get_device_properties(0).total_memory // 50, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before)
 
 
 # which preset, and what changes it
@@ -87,29 +113,33 @@ PRESETS: Presets = {
     "cpu": Preset("tiny", 64, 4, 8, {"max_steps": 1}), "16": Preset("some/small", 512, 8, 16, {"max_steps": 2}),
     "80": Preset("some/large", 1024, 16, 16, {"max_steps": 3}),
 }
+PAGED: Presets = {"cpu": PRESETS["cpu"], "16": Preset("some/small", 512, 8, 16, {"optim": "paged_adamw_8bit"})}
 DEFAULTS: dict[str, Any] = {"learning_rate": 1e-3, "max_steps": 9}
 
 
-def prepared(**options: Any) -> Setup:
-    return prepare(RecipeOptions(engine="transformers", **options), DEFAULTS, PRESETS)
+def prepared(presets: Presets = PRESETS, **options: Any) -> Setup:
+    return prepare(RecipeOptions(engine="transformers", **options), DEFAULTS, presets)
 
 
 def test_a_size_is_read_however_it_is_written() -> None:
-    for gpu in ("16", "16GB", "16 GiB", "16gb"):
-        setup = prepared(gpu=gpu)
-        found = setup.model, setup.max_seq_length, setup.lora_rank, setup.lora_alpha
-        assert found == ("some/small", 512, 8, 16), gpu
-        assert (setup.config.max_steps, setup.config.learning_rate) == (2, 1e-3), gpu
+    for size in ("16", "16GB", "16 GiB", "16gb"):
+        setup = prepared(gpu=size)
+        found = setup.model, setup.max_seq_length, setup.lora_rank, setup.lora_alpha, setup.kv_cache_dtype
+        assert found == ("some/small", 512, 8, 16, "auto"), size
+        assert (setup.config.max_steps, setup.config.learning_rate) == (2, 1e-3), size
 
 
-def test_what_was_asked_by_name_wins() -> None:
+def test_what_was_asked_by_name_wins_a_zero_too() -> None:
     setup = prepared(
         gpu="80", model="another", max_seq_length=99, lora_rank=32, load_in_4bit=False, resume=True,
-        config={"max_steps": 7, "learning_rate": 0.5},
+        kv_cache_dtype="fp8", config={"max_steps": 7, "learning_rate": 0.5},
     )
     assert (setup.model, setup.max_seq_length, setup.lora_rank, setup.load_in_4bit) == ("another", 99, 32, False)
     assert setup.lora_alpha == 32  # in the preset's proportion to the rank
     assert (setup.config.max_steps, setup.config.learning_rate, setup.resume) == (7, 0.5, True)
+    assert setup.kv_cache_dtype == "fp8"
+    for option in ("max_seq_length", "lora_rank", "lora_alpha"):
+        assert getattr(prepared(gpu="16", **{option: 0}), option) == 0
 
 
 def test_weights_are_in_fp8_in_place_of_4_bits_and_not_in_both() -> None:
@@ -120,89 +150,59 @@ def test_weights_are_in_fp8_in_place_of_4_bits_and_not_in_both() -> None:
         prepared(gpu="16", load_in_fp8=True, load_in_4bit=True)
 
 
-def test_the_form_of_the_cache_is_the_models_unless_it_is_asked_for() -> None:
-    assert prepared(gpu="16").kv_cache_dtype == "auto"
-    assert prepared(gpu="16", kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
-
-
-@pytest.mark.parametrize(("option", "value"), [("max_seq_length", 0), ("lora_rank", 0), ("lora_alpha", 0)])
-def test_a_zero_is_taken_as_asked(option: str, value: int) -> None:
-    assert getattr(prepared(gpu="16", **{option: value}), option) == value
-
-
 def test_another_model_on_a_cpu_gets_the_preset_of_a_card() -> None:
     setup = prepared(gpu="cpu", model="some/hub-name")
     assert (setup.max_seq_length, setup.config.max_steps, setup.load_in_4bit) == (512, 2, True)
     assert prepared(gpu="cpu", model="tiny").max_seq_length == 64
 
 
-PAGED: Presets = {"cpu": PRESETS["cpu"], "16": Preset("some/small", 512, 8, 16, {"optim": "paged_adamw_8bit"})}
-
-
-@pytest.mark.usefixtures("no_card")
-@pytest.mark.parametrize(("options", "model"), [
-    ({"gpu": "16"}, "some/small"), ({"model": "a/model"}, "a/model"), ({"gpu": "cpu", "model": "a/model"}, "a/model"),
+@pytest.mark.parametrize(("options", "model", "changed"), [
+    ({"gpu": "16"}, "some/small", True), ({"model": "a/model"}, "a/model", True),
+    ({"gpu": "cpu", "model": "a/model"}, "a/model", True),
+    ({"gpu": "16", "config": {"optim": "paged_adamw_8bit"}}, "some/small", False),
 ])
 def test_a_cards_preset_on_a_cpu_is_said_with_what_changes(
-    options: dict[str, Any], model: str, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], model: str, changed: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    setup = prepare(RecipeOptions(engine="transformers", **options), {}, PAGED)
-    assert (setup.model, setup.config.optim, setup.load_in_4bit) == (model, "adamw_8bit", True)
-    (said,) = caplog.messages
-    assert said == (
-        f"There is no card here: the CPU uses the preset of a card (for some/small), with {model}, 4-bit weights "
-        "and optim=adamw_8bit instead of paged_adamw_8bit. This can be slow."
-    )
-
-
-@pytest.mark.usefixtures("no_card")
-def test_an_optimizer_that_was_asked_for_stays(caplog: pytest.LogCaptureFixture) -> None:
-    options = RecipeOptions(engine="transformers", gpu="16", config={"optim": "paged_adamw_8bit"})
-    assert prepare(options, {}, PAGED).config.optim == "paged_adamw_8bit"
-    assert "no card here" in caplog.text and "instead of" not in caplog.text
+    has_card(monkeypatch, None)
+    setup = prepared(PAGED, **options)
+    assert (setup.model, setup.load_in_4bit) == (model, True)
+    assert setup.config.optim == ("adamw_8bit" if changed else "paged_adamw_8bit")
+    instead = " and optim=adamw_8bit instead of paged_adamw_8bit" if changed else ""
+    assert caplog.messages == [f"There is no card here: the CPU uses the preset of a card (for some/small), with "
+                               f"{model}, 4-bit weights{instead}. This can be slow."]
 
 
 def test_nothing_is_said_of_a_preset_that_fits_the_machine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    prepare(RecipeOptions(engine="transformers"), {}, PAGED)
-    prepare(RecipeOptions(engine="transformers", model="a/model"), {}, {"cpu": PRESETS["cpu"]})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert prepare(RecipeOptions(engine="transformers", gpu="16"), {}, PAGED).config.optim == "paged_adamw_8bit"
+    has_card(monkeypatch, None)
+    prepared(PAGED)
+    prepared({"cpu": PRESETS["cpu"]}, model="a/model")
+    has_card(monkeypatch, 16)
+    assert prepared(PAGED, gpu="16").config.optim == "paged_adamw_8bit"
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize(("gib", "size"), [(14.7, "some/small"), (22.0, "some/small"), (79.2, "some/large")])
-def test_a_card_gets_the_largest_preset_that_fits(
-    gib: float, size: str, monkeypatch: pytest.MonkeyPatch
+def test_a_card_gets_the_largest_preset_that_fits_and_one_that_is_too_small_is_refused(
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=gib * GIB))
-    assert prepared().model == size
-
-
-def test_a_card_that_is_too_small_or_a_size_without_a_preset_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="gpu is '24'; allowed are auto, cpu, 16, 80"):
-        prepared(gpu="24")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=8 * GIB))
+    for gib, model in ((14.7, "some/small"), (22.0, "some/small"), (79.2, "some/large")):
+        has_card(monkeypatch, gib)
+        assert prepared().model == model
+    has_card(monkeypatch, 8)
     with pytest.raises(ValueError, match=r"this card has 8\.0 GiB; the smallest preset is for 16"):
         prepared()
+    with pytest.raises(ValueError, match="gpu is '24'; allowed are auto, cpu, 16, 80"):
+        prepared(gpu="24")
     alone = {"cpu": PRESETS["cpu"]}  # of a recipe for every machine
     assert prepare(ArithmeticOptions(engine="transformers"), DEFAULTS, alone).model == "tiny"
 
 
-# what the list of recipes says
-
-
-def test_the_list_of_recipes_is_the_files_that_are_recipes() -> None:
-    folder = Path(next(iter(MODULES.values())).__file__ or "").parent
-    runnable = {path.stem for path in folder.glob("*.py") if re.search(r"^OPTIONS = ", path.read_text(), re.MULTILINE)}
-    assert runnable == set(RECIPES)
-
-
-def test_every_recipe_shows_its_command() -> None:
-    for name, module in MODULES.items():
-        docstring = module.__doc__ or ""
+def test_the_list_of_recipes_is_the_files_that_are_recipes_and_each_shows_its_command() -> None:
+    files = Path(str(module.__file__)).parent.glob("*.py")
+    assert {path.stem for path in files if re.search(r"^OPTIONS = ", path.read_text(), re.MULTILINE)} == set(RECIPES)
+    for name, recipe in MODULES.items():
+        docstring = recipe.__doc__ or ""
         assert docstring.startswith(f"Recipe `{name}`: ") and f"\n    lowmem-grpo run {name}" in docstring, name

@@ -45,4 +45,5 @@ def test_a_split_or_size_that_makes_no_sense_is_refused() -> None:
     refused = {("validation", 5): '"train" and "test"', ("Train", 5): "split is 'Train'", ("test", -3): "at least 1",
                ("train", 0): "size is 0; it must be at least 1"}
     rows = [((name, *given), words) for name in MAKERS for given, words in refused.items()]
+    rows.append((("code", "test", 5000), "different test problems; ask for fewer"))
     assert not_refused(lambda row: MAKERS[row[0]](*row[1:]), rows) == []

@@ -1,6 +1,5 @@
 """Twenty questions: guesses, questions, what the other side is asked, what the policy hears; known players."""
 
-import random
 from typing import Any
 
 import pytest
@@ -16,13 +15,10 @@ from lowmem_grpo.recipes.twenty_questions import (
     TwentyQuestionsOptions,
     about,
     answered_truly,
-    guess_in,
-    limit_in,
     narrowed,
     question_of,
     truth,
     truthful,
-    yes_or_no,
 )
 
 
@@ -43,9 +39,12 @@ def test_a_question_goes_to_the_base_model_which_alone_is_told_the_thing() -> No
 
 
 def test_the_policy_hears_nothing_but_yes_or_no() -> None:
-    for said in ("It is a cat!", "yes and no", "", "not"):
+    for said, heard in (
+        ("yes", "yes"), ("No, it is not.", "no"),
+        *((text, "I do not know") for text in ("It is a cat!", "yes and no", "", "not", "I know nothing")),
+    ):
         asked = game_of("cat").step("What is it?")
-        assert isinstance(asked, AskBase) and asked.then(said) == ("I do not know, 19 left", 0.0, False)
+        assert isinstance(asked, AskBase) and asked.then(said) == (f"{heard}, 19 left", 0.0, False)
 
 
 def test_the_policy_hears_which_numbers_fit_the_answers_whether_these_are_true_or_not() -> None:
@@ -62,23 +61,18 @@ def test_the_policy_hears_which_numbers_fit_the_answers_whether_these_are_true_o
 def test_what_says_nothing_or_contradicts_leaves_all_numbers_that_were_left() -> None:
     for question, answer, left in (
         ("Is it above 8?", "yes", (9, 16)), ("Is it above 8?", "no", (1, 8)), ("Is it above 0?", "no", (1, 16)),
-        ("Is it above 16?", "yes", (1, 16)), ("Is it even?", "yes", (1, 16)),
+        ("Is it above 16?", "yes", (1, 16)), ("Is it even?", "yes", (1, 16)), ("is it above 12 ?", "yes", (13, 16)),
+        ("Is it above eight?", "yes", (1, 16)), ("Is it above 8 or 9?", "yes", (1, 16)), ("", "yes", (1, 16)),
+        ("Is it above " + "9" * 5000 + "?", "yes", (1, 16)),
         ("Is it above 8?", "I do not know", (1, 16)),
     ):
         assert narrowed(1, 16, question, answer) == left
 
 
-def test_only_one_form_of_question_names_a_limit() -> None:
-    for question, limit in (
-        ("Is it above 8?", 8), ("is it above 12 ?", 12), ("Is it above eight?", None), ("Is it above 8 or 9?", None),
-        ("Is it above " + "9" * 5000 + "?", None), ("", None),
-    ):
-        assert limit_in(question) == limit
-
-
 def test_what_ends_a_game_and_what_it_pays() -> None:
     for thing, reply, reward, won in (
         ("cat", "Guess: cat", 1.0, True), ("cat", "I know. guess: A Cat!", 1.0, True),
+        ("moon", "GUESS:  the Moon.", 1.0, True), ("cat", "I guess cat", -1.0, False), ("cat", "guess:", -1.0, False),
         ("cat", "Guess: dog", 0.0, False), ("cat", "Guess: cat or dog", 0.0, False), ("cat", "cat", -1.0, False),
         ("cat", "", -1.0, False), ("cat", "Is it wet", -1.0, False), ("5", "Guess: 5", 1.0, True),
         ("5", "Guess: 15", 0.0, False), ("5", "Guess: 5 6", 0.0, False), ("5", "5", -1.0, False),
@@ -108,21 +102,6 @@ def test_a_person_may_take_the_other_side() -> None:
     assert asked == [about("5", "Is it above 4?")] and TwentyQuestions.opponent is None
 
 
-def test_a_guess_is_what_stands_behind_its_word() -> None:
-    for reply, name in (
-        ("Guess: cat", "cat"), ("GUESS:  the Moon.", "moon"), ("Is it a cat?", None), ("I guess cat", None),
-        ("guess:", None),
-    ):
-        assert guess_in(reply) == name
-
-
-def test_an_answer_has_one_of_the_two_words() -> None:
-    for reply, answer in (
-        ("yes", "yes"), ("No, it is not.", "no"), ("yes, no", None), ("I know nothing", None), ("", None),
-    ):
-        assert yes_or_no(reply) == answer
-
-
 def test_true_answers_to_all_questions_leave_the_number_over() -> None:
     for number in NUMBERS:
         low, high = 1, 16
@@ -148,25 +127,6 @@ def test_known_players_do_as_well_as_is_known() -> None:
     found = baselines(answered_truly(), PLAYERS, [{"seed": seed} for seed in range(1500)])
     assert {name: share * 100 for name, share in found.items()} == pytest.approx(
         {"blind": 6.2, "listening": 79.7, "halving": 100}, abs=4)
-
-
-def test_a_player_asks_within_the_rules() -> None:
-    for player in PLAYERS.values():
-        game, rng, done = answered_truly(), random.Random(1), False
-        game.reset(seed=3)
-        while not done:
-            reply = player(game, rng)
-            assert guess_in(reply) in NUMBERS or limit_in(reply) in range(1, 16)
-            _, _, done = game.step(reply)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"world": "tiny"}, "world is 'tiny'; it must be numbers or things"),
-    ({"turns": 0}, "turns is 0; it must be at least 1"),
-])
-def test_a_game_that_cannot_be_played_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TwentyQuestionsOptions(**options)
 
 
 def test_the_embedded_model_plays_in_a_smaller_world_than_others() -> None:
