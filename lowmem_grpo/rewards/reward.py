@@ -72,35 +72,24 @@ class Reward(ABC):
 
 
 class TextReward(Reward):
-    """A reward of each text alone, without a column; `settings` are further arguments of the rule."""
+    """A reward of each text by a rule; with a `column`, of each text and its row's value there, None if that is None.
+    `settings` are further arguments of the rule."""
 
-    def __init__(self, name: str, rule: Callable[..., float | None], **settings: Any) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, rule: Callable[..., float | None], column: str | None = None,
+                 **settings: Any) -> None:
+        super().__init__(name, () if column is None else (column,))
         self.rule = partial(rule, **settings)
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        return [self.rule(text) for text in texts]
-
-
-class LabelReward(Reward):
-    """A reward of each text and its row's value in one column; None if that value is None."""
-
-    def __init__(self, name: str, rule: Callable[..., float | None], column: str, **settings: Any) -> None:
-        super().__init__(name, (column,))
-        self.rule = partial(rule, **settings)
-
-    def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
+        if not self.columns:
+            return [self.rule(text) for text in texts]
         pairs = zip(texts, columns[self.columns[0]], strict=True)
         return [None if label is None else self.rule(text, label) for text, label in pairs]
 
 
-class TokenReward(Reward):
+class TokenReward(TextReward):
     """A reward of each completion's token ids as sampled, before decoding and without a chat template; of an episode,
     the ids that the policy sampled in all its turns."""
-
-    def __init__(self, name: str, rule: Callable[..., float], **settings: Any) -> None:
-        super().__init__(name)
-        self.rule = partial(rule, **settings)
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:

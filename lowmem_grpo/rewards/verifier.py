@@ -32,18 +32,20 @@ class Verifier(ABC):
         return VerifiedReward(self, right, wrong, name or self.name)
 
 
-class LabelVerifier(Verifier):
-    """A verifier that compares each text with its row's value in one column."""
+class TextVerifier(Verifier):
+    """A verifier of each text alone, or that compares each text with its row's value in a `column`."""
 
-    def __init__(self, name: str, judge: Callable[..., Verdict], column: str, **settings: Any) -> None:
-        """`judge` takes a completion's text, a label and the `settings`. A list is several labels, any of which is
-        right; None is no label, and gives no verdict."""
-        self.name, self.judge, self.columns = name, functools.partial(judge, **settings), (column,)
+    def __init__(self, name: str, judge: Callable[..., Verdict], column: str | None = None, **settings: Any) -> None:
+        """`judge` takes a completion's text, a label if there is a column, and the `settings`. A list is several
+        labels, any of which is right; None is no label, and gives no verdict."""
+        self.name, self.judge = name, functools.partial(judge, **settings)
+        self.columns = () if column is None else (column,)
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
-        labels = columns[self.columns[0]]
+        if not self.columns:
+            return [self.judge(text) for text in completions]
         return [any_of(label, functools.partial(self.judge, text))
-                for text, label in zip(completions, labels, strict=True)]
+                for text, label in zip(completions, columns[self.columns[0]], strict=True)]
 
 
 def any_of(label: Any, judge: Callable[[Any], Verdict]) -> Verdict:
@@ -51,16 +53,6 @@ def any_of(label: Any, judge: Callable[[Any], Verdict]) -> Verdict:
     labels = label if isinstance(label, list | tuple) else [label]
     said = [judge(each) for each in labels if each is not None]
     return True if True in said else False if False in said else None
-
-
-class TextVerifier(Verifier):
-    """A verifier that needs only the text."""
-
-    def __init__(self, name: str, judge: Callable[..., Verdict], **settings: Any) -> None:
-        self.name, self.judge = name, functools.partial(judge, **settings)
-
-    def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
-        return [self.judge(text) for text in completions]
 
 
 class VerifiedReward(Reward):

@@ -3,7 +3,6 @@
 import gc
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from card import gpu
 from small_models import SHAPE, TINY, random_model, saved_reward_model
-from trainer_runs import ROWS, SMALL, TEXTS, digit_sum, load
+from trainer_runs import ROWS, SMALL, digit_sum, load
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -33,7 +32,6 @@ from lowmem_grpo.trainer.preflight.checks import PreflightError
 from lowmem_grpo.utils import GIB
 
 TURN = [{"role": "user", "content": "9 + 1"}]
-SETTINGS = ("max_steps", "save_strategy", "save_steps", "max_completion_length")
 PROMPTS: list[Any] = ["9 + 1 is", "Start with 3.", TURN, [{"role": "system", "content": "Reckon."}, *TURN]]
 ANSWERS = ["10", "it is ten, and " * 9, "", "10"]
 COMPLETIONS = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -66,11 +64,12 @@ def scored(given: Any, prompts: list[Any] = PROMPTS, completions: list[Any] = CO
     return column
 
 
-def test_scores_are_those_of_each_text_alone_by_name_and_by_object(folder: Path) -> None:
-    expected = one_by_one(folder)
+def test_scores_are_those_of_each_text_alone_by_name_and_by_a_frozen_object_without_dropout(folder: Path) -> None:
+    expected, model = one_by_one(folder), model_of(folder, attention_dropout=0.5).train()
     assert len({round(score, 4) for score in expected}) == 4
     assert scored(str(folder)) == pytest.approx(expected, rel=1e-5)
-    assert scored([model_of(folder)]) == pytest.approx(expected, rel=1e-5)
+    assert scored([model]) == pytest.approx(expected, rel=1e-5)
+    assert not model.training and not any(p.requires_grad or p.grad is not None for p in model.parameters())
 
 
 def test_rows_are_scored_in_batches_which_change_no_score(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,12 +96,6 @@ def test_fewer_rows_are_scored_at_once_where_memory_runs_out(
     monkeypatch.setattr(judge, "forward", forward)
     assert scored(judge) == pytest.approx(one_by_one(folder), rel=1e-5)
     assert sizes == [4, 2, 1, 1, 1, 1] and "out of memory in the reward model judge-0.1B" in caplog.text
-
-
-def test_it_is_frozen_without_dropout_and_takes_no_gradient(folder: Path) -> None:
-    model = model_of(folder, attention_dropout=0.5).train()
-    assert scored(model) == pytest.approx(one_by_one(folder), rel=1e-5)
-    assert not model.training and not any(p.requires_grad or p.grad is not None for p in model.parameters())
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_and_the_model_looks_for_that(folder: Path) -> None:
@@ -177,14 +170,13 @@ def test_a_head_that_would_be_random_is_refused(folder: Path, tmp_path: Path) ->
 # In a run
 
 
-def run(folder: Path, reward_funcs: Any, rows: Any = ROWS, **parts: Any) -> GRPOTrainer:
-    settings = {name: parts.pop(name) for name in list(parts) if name in SETTINGS}
-    config = GRPOConfig(output_dir=str(folder), report_to="none", **(SMALL | settings))
-    return GRPOTrainer(load(), reward_funcs, config, rows, **parts)
+def run(folder: Path, reward_funcs: Any, processing_classes: Any) -> GRPOTrainer:
+    config = GRPOConfig(output_dir=str(folder), report_to="none", **(SMALL | {"max_steps": 1}))
+    return GRPOTrainer(load(), reward_funcs, config, ROWS, reward_processing_classes=processing_classes)
 
 
 def test_a_run_beside_a_function_logs_its_rewards_under_its_name(folder: Path, tmp_path: Path) -> None:
-    trainer = run(tmp_path, [digit_sum, str(folder)], max_steps=1, reward_processing_classes=[None, None])
+    trainer = run(tmp_path, [digit_sum, str(folder)], [None, None])
     assert trainer.reward_func_names == ["digit_sum", "judge-0.1B"] and trainer.reward_weights.tolist() == [1.0, 1.0]
     assert trainer.reward_processing_classes[0] is None and len(trainer.reward_processing_classes) == 2
     trainer.train()
@@ -196,22 +188,10 @@ def test_a_run_beside_a_function_logs_its_rewards_under_its_name(folder: Path, t
     assert line["rewards/judge-0.1B/mean"] == pytest.approx(sum(expected) / len(expected), abs=1e-5)
 
 
-def test_a_resumed_run_with_a_reward_model_is_the_undisturbed_one(folder: Path, tmp_path: Path) -> None:
-    short = {"max_steps": 2, "max_completion_length": 6}
-    straight = run(tmp_path / "a", str(folder), TEXTS, save_strategy="steps", save_steps=1, **short)
-    straight.train()
-    (tmp_path / "b").mkdir()
-    shutil.copytree(tmp_path / "a" / "checkpoint-1", tmp_path / "b" / "checkpoint-1")
-    again = run(tmp_path / "b", str(folder), TEXTS, **short)
-    again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-1"))
-    for left, right in zip(straight.policy.trainable, again.policy.trainable, strict=True):
-        assert torch.equal(left, right)
-
-
 def test_a_chat_that_the_tokenizer_cannot_render_is_found_before_step_one(folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
-    trainer = run(tmp_path, str(folder), reward_processing_classes=tokenizer)
+    trainer = run(tmp_path, str(folder), tokenizer)
     with pytest.raises(PreflightError, match="the reward model's tokenizer has no chat template"):
         trainer.train()
 

@@ -4,8 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
 from lowmem_grpo.rewards.sandbox.cases import read_cases
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, Sandbox, why_not
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 from lowmem_grpo.rewards.sandbox.plain import decode, encode
 from lowmem_grpo.rewards.sandbox.trial import Trial, run_tests
@@ -13,6 +16,14 @@ from lowmem_grpo.rewards.sandbox.trial import Trial, run_tests
 LIMITS = Limits(seconds=2, total_seconds=30, memory_bytes=128 * MIB, scratch_bytes=MIB, files=40, output_bytes=50_000)
 RIGHT = "def add(a, b):\n    return a + b\n"
 ASSERT, CALL = "assert add(2, 3) == 5", {"call": "add", "args": [2, 3], "expected": 5}
+
+
+def working_verifier(**options: Any) -> CodeVerifier:
+    """A verifier in the first isolation that works here; the test is skipped if none does."""
+    working = [name for name in ISOLATIONS if why_not(name) is None]
+    if not working:
+        pytest.skip("; ".join(f"{name}: {why_not(name)}" for name in ISOLATIONS))
+    return code_passes_tests(isolation=working[0], **options)
 
 
 def descendants() -> list[str]:

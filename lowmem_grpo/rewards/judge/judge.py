@@ -27,8 +27,6 @@ from lowmem_grpo.utils import TEXT, at_least, require
 
 logger = logging.getLogger(__name__)
 
-GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
-    ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 EQUAL = 0.5  # the reward of completions that have no other to be compared with
 QUIET_SECONDS = 300.0  # between two warnings of the same kind
 
@@ -60,6 +58,7 @@ class Round:
     known: set[Question] = field(default_factory=set)  # questions answered from the cache
     meter: Meter = field(default_factory=Meter)
     troubles: list[Finding] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def report(self, kind: str, problem: str, fix: str) -> None:
         """Note that a question has no answer for this reason."""
@@ -73,12 +72,8 @@ class Judge:
     time_limit: float  # seconds within which `rate` returns
     rate: Any  # defined by each judge
 
-    def __init__(self, name: str, cache_size: int, **gone: Any) -> None:
-        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative, TypeError, with
-        what to do instead, for an option in `gone`, which is unknown or was removed."""
-        for option in gone:
-            advice = GONE.get(option, "see docs/judge.md for its options")
-            raise TypeError(f"a judge has no option {option!r}: {advice}")
+    def __init__(self, name: str, cache_size: int) -> None:
+        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative."""
         require("cache_size", cache_size, at_least(0))
         self.name, self.cache_size = name, cache_size
         self.cache: OrderedDict[str, Ratings] = OrderedDict()
@@ -149,9 +144,8 @@ class JudgeReward(Reward):
                 else completion_text(completion) for completion in completions]
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
-        places, began = self.ask(texts, columns, call), time.monotonic()
-        now: Round = self.judge.rate(questions_of(places))
-        return self.settle(places, now, time.monotonic() - began, call)
+        places = self.ask(texts, columns, call)
+        return self.settle(places, self.judge.rate(questions_of(places)), call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
         """Return the places of N completions. A group is consecutive completions with the same prompt, and for episodes
@@ -170,12 +164,12 @@ class JudgeReward(Reward):
         groups = groupby(zip(tasks, texts, strict=True), lambda item: item[0])
         return [place for task, group in groups for place in places_of([text for _, text in group], *task[:3])]
 
-    def settle(self, places: list[Place], now: Round, seconds: float, call: dict[str, Any]) -> list[float | None]:
+    def settle(self, places: list[Place], now: Round, call: dict[str, Any]) -> list[float | None]:
         """Return the rewards for a round's scores, None without a score, and log the round."""
         if now.troubles:
             self.trouble = now.troubles[-1]
         ratings = [self.rating_of(place, now) for place in places]
-        self.log(places, now, seconds, [reason for _, reason in ratings], call)
+        self.log(places, now, [reason for _, reason in ratings], call)
         return [reward for reward, _ in ratings]
 
     def rating_of(self, place: Place, now: Round) -> tuple[float | None, str]:
@@ -188,7 +182,7 @@ class JudgeReward(Reward):
         score, reason = now.found[question][number]
         return (score - self.low) / (self.high - self.low), reason
 
-    def log(self, places: list[Place], now: Round, seconds: float, reasons: list[str], call: dict[str, Any]) -> None:
+    def log(self, places: list[Place], now: Round, reasons: list[str], call: dict[str, Any]) -> None:
         if callable(log := call.get("log_extra")):
             log(f"{self.__name__}_reason", reasons)
         if not callable(log := call.get("log_metric")) or not reasons:
@@ -198,7 +192,9 @@ class JudgeReward(Reward):
                   "cached": sum(question in now.known for question in asked),
                   "retries": now.meter.retried, "tokens": now.meter.prompt_tokens + now.meter.completion_tokens}
         means = {name: total / len(reasons) for name, total in totals.items()}
-        for name, value in (means | ({"seconds": seconds} if now.meter.calls else {})).items():
+        if now.meter.calls:
+            means["seconds"] = time.monotonic() - now.began
+        for name, value in means.items():
             log(f"judge/{self.__name__}/{name}", value)
 
 
@@ -211,9 +207,8 @@ class AsyncJudgeReward(JudgeReward):
     async def pay(  # type: ignore[override]
         self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]
     ) -> list[float | None]:
-        places, began = self.ask(texts, columns, call), time.monotonic()
-        now = await self.judge.rate(questions_of(places))
-        return self.settle(places, now, time.monotonic() - began, call)
+        places = self.ask(texts, columns, call)
+        return self.settle(places, await self.judge.rate(questions_of(places)), call)
 
 
 def questions_of(places: list[Place]) -> list[Question]:

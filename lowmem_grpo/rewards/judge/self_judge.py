@@ -24,12 +24,11 @@ class SelfJudge(Judge):
     def __init__(
         self, model: Any, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
         chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
-        **gone: Any,
     ) -> None:
         """`model` is the model from FastLanguageModel; a question and its reply must fit into its max_seq_length.
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
         all questions of a step. A generation cannot be aborted, but no second one begins after half of that time."""
-        super().__init__("self", cache_size, **gone)
+        super().__init__("self", cache_size)
         for name, value, rule in (("max_tokens", max_tokens, COUNT), ("temperature", temperature, ZERO_OR_MORE),
                                   ("time_limit", time_limit, POSITIVE)):
             require(name, value, rule)
@@ -41,8 +40,8 @@ class SelfJudge(Judge):
     def rate(self, questions: list[Question]) -> Round:
         """Return a round with the ratings of the questions that the base model answered. Failures raise no error."""
         now, waiting = self.begin(questions)
-        began, faults = time.monotonic(), self.ask(dict.fromkeys(waiting), self.temperature, now)
-        if faults and time.monotonic() - began < self.time_limit / 2:
+        faults = self.ask(dict.fromkeys(waiting), self.temperature, now)
+        if faults and time.monotonic() - now.began < self.time_limit / 2:
             faults |= self.ask(faults, max(self.temperature, SECOND_TEMPERATURE), now)
         if left := [str(fault) for question, fault in faults.items() if question not in now.found]:
             now.report("babble", f"{len(left)} of {len(questions)} replies have no scores that can be used: {left[0]}",

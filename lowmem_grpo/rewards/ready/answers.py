@@ -9,8 +9,8 @@ from typing import Any
 
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
-from lowmem_grpo.rewards.reward import LabelReward, TextReward
-from lowmem_grpo.rewards.verifier import LabelVerifier, TextVerifier, Verdict, VerifiedReward
+from lowmem_grpo.rewards.reward import TextReward
+from lowmem_grpo.rewards.verifier import TextVerifier, Verdict, VerifiedReward
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
 LONGEST_LABEL = 6  # words of a label; a longer label is a sentence, and not an answer
@@ -23,13 +23,13 @@ NUMERALS = {
 LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is matched against
 
 
-def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool = False) -> LabelVerifier:
+def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool = False) -> TextVerifier:
     """Return a verifier: the answer's text equals the label, or the answer that the label states. White space at the
     ends is ignored, and any inside counts as one space. An empty label gives no verdict.
 
     `where` finds the answer: `whole` (default), `last_line`, `boxed`, `in_tag("answer")`, `after("####")`.
     """
-    return LabelVerifier("answer_match", same_text, column, where=where, ignore_case=ignore_case)
+    return TextVerifier("answer_match", same_text, column, where=where, ignore_case=ignore_case)
 
 
 def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict:
@@ -39,7 +39,7 @@ def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict
     return written.casefold() in (wanted.casefold(), answer.casefold()) if ignore_case else written in (wanted, answer)
 
 
-def number_match(column: str = "answer", where: Place = last_number, tolerance: float = 0.0) -> LabelVerifier:
+def number_match(column: str = "answer", where: Place = last_number, tolerance: float = 0.0) -> TextVerifier:
     """Return a verifier: the answer, by default the last number of the completion, equals the label's number.
 
     "1,234.50", "$1234.5" and "1234.5" are equal. A label may state its answer, as GSM8K's do ("... #### 43", "The
@@ -48,7 +48,7 @@ def number_match(column: str = "answer", where: Place = last_number, tolerance: 
     """
     if not 0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance is {tolerance!r}; it must be 0 or above; 0.01 is one per cent")
-    return LabelVerifier("number_match", same_number, column, where=where, tolerance=Fraction(tolerance))
+    return TextVerifier("number_match", same_number, column, where=where, tolerance=Fraction(tolerance))
 
 
 def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Verdict:
@@ -66,7 +66,7 @@ def labelled_number(label: Any) -> Fraction | None:
     return read_number(stated(label)) if number is None and isinstance(label, str) else number
 
 
-def boxed_match(column: str = "answer") -> LabelVerifier:
+def boxed_match(column: str = "answer") -> TextVerifier:
     r"""Return a verifier: the last \boxed{...} contains the label, as the same number or the same text.
 
     Spaces, dollar signs, \left and the like are ignored, and so is a unit that only one side has; lists may be in any
@@ -74,7 +74,7 @@ def boxed_match(column: str = "answer") -> LabelVerifier:
     a sentence or a number in words, the same text is right, and any other gives no verdict. `math_match` also accepts
     x+1 for 1+x.
     """
-    return LabelVerifier("boxed_match", same_boxed, column)
+    return TextVerifier("boxed_match", same_boxed, column)
 
 
 def same_boxed(text: str, label: Any) -> Verdict:
@@ -178,7 +178,7 @@ def number_equal(
 
 def proximity(
     exact: float = 3.0, outlier: float = -1.5, reach: float = 1.0, column: str = "answer", where: Place = last_number
-) -> LabelReward:
+) -> TextReward:
     """Return a reward that grows with the nearness of the answer's number x to the label y:
     max(outlier, exact * (1 - |x - y| / (reach |y|))).
 
@@ -188,7 +188,7 @@ def proximity(
     """
     if not exact > outlier or not reach > 0:
         raise ValueError(f"exact is {exact}, outlier {outlier}, reach {reach}; needed: exact > outlier, reach > 0")
-    return LabelReward("proximity", pay_nearness, column, where=where, exact=exact, outlier=outlier,
+    return TextReward("proximity", pay_nearness, column, where=where, exact=exact, outlier=outlier,
                        reach=Fraction(reach))
 
 

@@ -33,6 +33,7 @@ from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, run_tests
 from lowmem_grpo.rewards.sandbox.trial import Verdict as TestVerdict
 from lowmem_grpo.rewards.sandbox.worker import CannotStart
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
+from lowmem_grpo.utils import at_least, require
 
 BATCH_SECONDS = 45.0  # with the time of the last completion, this stays below the trainer's reward_timeout of 60
 FENCED = re.compile(  # with possessive quantifiers, so that a long first line is scanned only once
@@ -75,8 +76,8 @@ class CodeVerifier(Verifier):
 
     def __init__(self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
                  batch_seconds: float, function: str | None = None) -> None:
-        if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
-            raise ValueError(f"workers is {workers!r}; it must be at least 1, or None for one per CPU")
+        if workers is not None:
+            require("workers", workers, at_least(1, int), ", or None for one per CPU")
         if not batch_seconds > 0:
             raise ValueError(f"batch_seconds is {batch_seconds!r}; it must be above 0")
         self.name, self.columns = "code_passes_tests", (column,) if function is None else (column, function)

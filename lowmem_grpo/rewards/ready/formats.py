@@ -6,6 +6,7 @@ from typing import Any
 
 from lowmem_grpo.rewards.reward import Reward, TextReward, TokenReward
 from lowmem_grpo.rewards.verifier import TextVerifier, VerifiedReward
+from lowmem_grpo.utils import at_least, require
 
 THOUGHT = ("<think>", "</think>")
 REASONING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</SOLUTION>")
@@ -74,8 +75,8 @@ UNITS: dict[str, Callable[[Any], int]] = {
 
 def length_near(target: int, spread: int, unit: str = "tokens") -> Reward:
     """Return a reward of 1 at the length `target`, which falls linearly to 0 at `spread` units from it."""
-    whole_number("target", target, 0)
-    whole_number("spread", spread, 1)
+    require("target", target, at_least(0, int))
+    require("spread", spread, at_least(1, int))
     return measured("length_near", pay_near, unit, target=target, spread=spread)
 
 
@@ -85,7 +86,7 @@ def pay_near(completion: Any, unit: str, target: int, spread: int) -> float:
 
 def too_long(longest: int, unit: str = "tokens", pay: float = -1.0) -> Reward:
     """Return a reward that pays `pay` for a completion of more than `longest` units, else 0."""
-    whole_number("longest", longest, 0)
+    require("longest", longest, at_least(0, int))
     return measured("too_long", pay_excess, unit, longest=longest, pay=float(pay))
 
 
@@ -111,8 +112,8 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
     added to the other rewards with its weight in `reward_weights`. ValueError unless
     1 <= cache_length <= max_completion_length.
     """
-    whole_number("max_completion_length", max_completion_length, 1)
-    whole_number("cache_length", cache_length, 1)
+    require("max_completion_length", max_completion_length, at_least(1, int))
+    require("cache_length", cache_length, at_least(1, int))
     if cache_length > max_completion_length:
         raise ValueError(f"cache_length is {cache_length}; it must be at most max_completion_length "
                          f"({max_completion_length}), a fifth of it is usual")
@@ -131,7 +132,7 @@ def repetition_penalty(ngram: int = 4, worst: float = -1.0) -> TokenReward:
 
     It is 0 if no n-gram repeats, or with fewer than `ngram` tokens. ValueError for a positive `worst`.
     """
-    whole_number("ngram", ngram, 1)
+    require("ngram", ngram, at_least(1, int))
     if not worst <= 0:
         raise ValueError(f"worst is {worst!r}; a penalty is 0 or below")
     return TokenReward("repetition_penalty", pay_repetition, ngram=ngram, worst=worst)
@@ -143,9 +144,3 @@ def pay_repetition(ids: list[int], ngram: int, worst: float) -> float:
         return 0.0
     different = len(set(zip(*(ids[start : start + count] for start in range(ngram)), strict=True)))
     return worst * (1 - different / count) if different < count else 0.0
-
-
-def whole_number(name: str, value: object, least: int) -> None:
-    """Raise ValueError unless `value` is an int of at least `least`, and not a bool."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least {least}")

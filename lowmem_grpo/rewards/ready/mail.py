@@ -5,7 +5,7 @@ from typing import Any
 
 from lowmem_grpo.rewards.ready.answers import answer_match
 from lowmem_grpo.rewards.ready.formats import too_long
-from lowmem_grpo.rewards.reward import LabelReward, Reward, TextReward
+from lowmem_grpo.rewards.reward import Reward, TextReward
 from lowmem_grpo.rewards.verifier import VerifiedReward
 
 GREETING_LINES = 2  # lines at the top of a mail that may hold the recipient's name
@@ -20,10 +20,10 @@ def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
     return [keyword_present(), ideal_answer(), too_long(longest_words, "words"), recipient_named(), signed(signature)]
 
 
-def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> LabelReward:
+def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> TextReward:
     """Return a reward that pays `present` if the completion contains the row's keyword as a whole word, in any case,
     else `absent`. Of a list of keywords, all are required. None if the row has no keyword."""
-    return LabelReward("keyword_present", pay_keywords, column, amounts=(present, absent))
+    return TextReward("keyword_present", pay_keywords, column, amounts=(present, absent))
 
 
 def pay_keywords(text: str, label: Any, amounts: tuple[float, float]) -> float | None:
@@ -46,9 +46,9 @@ def ideal_answer(exact: float = 1.0, other: float = 0.0, column: str = "ideal") 
     return answer_match(column).reward(exact, other, "ideal_answer")
 
 
-def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> LabelReward:
+def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> TextReward:
     """Return a reward: `named` if one of the first two non-blank lines names the row's recipient, else `unnamed`."""
-    return LabelReward("recipient_named", pay_recipient, column, amounts=(named, unnamed))
+    return TextReward("recipient_named", pay_recipient, column, amounts=(named, unnamed))
 
 
 def pay_recipient(text: str, label: Any, amounts: tuple[float, float]) -> float | None:

@@ -183,15 +183,10 @@ def serve(order: dict[str, Any], channel: Channel) -> None:
             link.serve(request)
             continue
         try:
-            line = json.dumps({"value": answer(link.module, request)}).encode()
+            function = find(link.module, request["call"])
+            channel.send({"value": encode(function(*decode(request["args"]), **decode(request["kwargs"])))})
         except BaseException as error:  # noqa: BLE001
-            line = json.dumps(described(error)).encode()
-        channel.socket.sendall(line + b"\n")
-
-
-def answer(module: ModuleType, request: dict[str, Any]) -> Any:
-    function = find(module, request["call"])
-    return encode(function(*decode(request["args"]), **decode(request["kwargs"])))
+            channel.send(described(error))
 
 
 def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

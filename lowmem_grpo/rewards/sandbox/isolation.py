@@ -4,7 +4,6 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -86,14 +85,13 @@ def warn_of_process() -> None:
 class SandboxTrials:
     """Tries each isolation in its own daemon thread, so that a sandbox that hangs delays nothing else in `doctor`."""
 
-    def __init__(self, names: Sequence[str] = ISOLATIONS, why_not: Callable[[str], str | None] = why_not) -> None:
-        self._why_not = why_not
+    def __init__(self) -> None:
         self._reasons: dict[str, str] = {}  # by isolation: why it does not work, or that it does
-        self._threads = {name: start_thread(f"trial of {name}", partial(self._try, name)) for name in names}
+        self._threads = {name: start_thread(f"trial of {name}", partial(self._try, name)) for name in ISOLATIONS}
 
     def _try(self, name: str) -> None:
         try:
-            self._reasons[name] = " ".join((self._why_not(name) or WORKS).split())[:120]
+            self._reasons[name] = " ".join((why_not(name) or WORKS).split())[:120]
         except Exception as error:  # noqa: BLE001 - the line reports any error
             self._reasons[name] = f"{type(error).__name__}: {error}"
 
@@ -104,6 +102,5 @@ class SandboxTrials:
             thread.join(max(0.0, deadline - time.monotonic()))
         states = {name: self._reasons.get(name, "no answer yet") for name in self._threads}
         works = [name for name, state in states.items() if state == WORKS]
-        taken = BY_DEFAULT if BY_DEFAULT in works else None
-        head = taken or ("none by default, process if asked for" if works else "none")
-        return f"{head} ({'; '.join(f'{name}: {state}' for name, state in states.items() if name != taken)})"
+        taken = BY_DEFAULT if BY_DEFAULT in works else "none by default, process if asked for" if works else "none"
+        return f"{taken} ({'; '.join(f'{name}: {state}' for name, state in states.items() if name != taken)})"

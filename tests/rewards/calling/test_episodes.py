@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,35 +42,28 @@ def scored(*functions: Any, rollouts: list[Rollout] | None = None, row: dict[str
 @pytest.mark.parametrize("early", [True, False])
 def test_functions_for_one_answer_read_the_last_and_functions_for_messages_read_all(early: bool) -> None:
     """Where `completion[0]` is the first turn, a reward for one answer pays for a call of a tool."""
-    def of_one_answer(completions: list[Any], **kwargs: Any) -> list[float]:
-        return [float("42" in completion[0]["content"]) for completion in completions]
+    reads = [
+        lambda messages: "42" in messages[0]["content"],
+        lambda messages: [message["role"] for message in messages] == ["assistant", "tool", "assistant"],
+        lambda messages: sum(len(message.get("tool_calls", ())) for message in messages),
+        lambda messages: messages[-1]["content"] == "Right!",
+    ]
+    found = scored(*(partial(read_each, read=read) for read in reads), early=early)
+    assert [*found.values()] == [[0, 1], [0, 1], [0, 1], [1, 0]]
 
-    def of_messages(completions: list[Any]) -> list[float]:
-        roles = [[message["role"] for message in each] for each in completions]
-        return [float(each == ["assistant", "tool", "assistant"]) for each in roles]
 
-    def of_calls(completions: list[Any]) -> list[float]:
-        return [float(sum(len(message.get("tool_calls", ())) for message in each)) for each in completions]
-
-    def of_the_last(completions: list[Any]) -> list[float]:
-        return [float(each[-1]["content"] == "Right!") for each in completions]
-
-    assert scored(of_one_answer, of_messages, of_calls, of_the_last, early=early) == {
-        "of_one_answer": [0, 1], "of_messages": [0, 1], "of_calls": [0, 1], "of_the_last": [1, 0]}
+def read_each(completions: list[Any], read: Any) -> list[float]:
+    return [float(read(completion)) for completion in completions]
 
 
 def test_the_messages_are_a_plain_list_but_for_index_0() -> None:
     plain = [{"role": "assistant", "content": "6 * 7", "tool_calls": [CALL]}, {"role": "tool", "content": "42"},
              {"role": "assistant", "content": "It is 42."}, {"role": "user", "content": "Thanks."}]
     later = EpisodeMessages(plain)
-    first, *rest = later
-    assert [first, *rest] == list(later) == later == plain and len(later) == 4 and isinstance(later, list)
-    assert later[0] is plain[2] and later[1:] == plain[1:] and later[:1] == plain[:1]
-    assert [later[index] for index in (1, 2, 3, -1, -4)] == [plain[index] for index in (1, 2, 3, -1, -4)]
-    assert copy.deepcopy(later) == plain == json.loads(json.dumps(later))
-    for missing, index in ((later, 4), (EpisodeMessages(), 0)):
-        with pytest.raises(IndexError):
-            missing[index]
+    assert [*later] == later == plain == copy.deepcopy(later) == json.loads(json.dumps(later))
+    assert later[0] is plain[2] and later[1:] == plain[1:] and later[:1] == plain[:1] and later[-4] == plain[0]
+    with pytest.raises(IndexError):
+        EpisodeMessages()[0]
 
 
 def test_a_text_prompt_gets_the_text_of_the_last_turn() -> None:
@@ -89,11 +83,9 @@ def test_ready_made_rewards_read_the_last_answer_and_count_only_what_the_policy_
 
 @pytest.mark.parametrize("prompt", [None, [{"role": "user", "content": ""}]])
 def test_an_episode_without_turns_is_an_empty_answer_whatever_its_row(prompt: Any) -> None:
-    def empty(completions: list[Any]) -> list[float]:
-        return [float(not each[0]["content"]) for each in completions]
-
     rollouts = [game(), episode(ending="environment_error")]
-    assert scored(empty, rollouts=rollouts, row={"seed": 3, "prompt": prompt})["empty"] == [0, 1]
+    assert scored(lambda completions: [float(not each[0]["content"]) for each in completions], rollouts=rollouts,
+                  row={"seed": 3, "prompt": prompt}) == {"<lambda>": [0, 1]}
 
 
 def test_functions_get_prompts_with_what_the_environment_added() -> None:

@@ -45,14 +45,6 @@ class Length(Reward):
         return [float(len(text)) for text in texts]
 
 
-class Last(Length):
-    after_sampling = True
-
-
-class Together(Length):
-    by_group = False
-
-
 def prompts_of(count: int) -> list[Prompt]:
     """The answer's column is missing in the first row."""
     return [Prompt({"prompt": f"p{n}", **({"answer": str(n)} if n else {})}, [n], "") for n in range(count)]
@@ -194,11 +186,6 @@ def test_what_is_logged_does_not_depend_on_how_a_batch_was_cut_into_calls(first:
     assert whole == {"failed": 0.25, "digit": 1.5, "threes": pytest.approx(1 / 3)}
 
 
-def test_a_mean_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="log nothing"):
-        MeanOf(0.0, 0)
-
-
 def test_each_group_is_scored_once_whatever_the_engine_tells_and_those_finished_at_once_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,25 +214,12 @@ def plain(completions: list[str], **_: Any) -> list[float]:
     (None, ["length"]), (True, ["length", "plain", "logs_later"]), (False, [])
 ])
 def test_the_setting_and_the_functions_decide_which_are_called_early(chosen: bool | None, early: list[str]) -> None:
-    scorer = RewardScorer([Length(), plain, logs_later, Last(name="last"), Together(name="all")], while_sampling=chosen)
+    last, whole = Length(name="last"), Length(name="all")
+    last.after_sampling, whole.by_group = True, False
+    scorer = RewardScorer([Length(), plain, logs_later, last, whole], while_sampling=chosen)
     assert scorer.early == early
     scoring = RewardBatch(scorer, prompts_of(1), None)
     assert (scoring.on_group is None) == (not early)
-
-
-def test_functions_that_use_the_engine_or_are_plain_are_called_once_after_sampling() -> None:
-    last, seen = Last(name="last"), []
-
-    def once(completions: list[str], **_: Any) -> list[float]:
-        seen.append(len(completions))
-        return [0.0] * len(completions)
-
-    with early([Length(), once, last], 2) as (scoring, groups):
-        add_groups(scoring, groups)
-        scoring.wait(groups)
-        assert (last.calls, seen) == ([], [])
-        scoring.settle(groups)
-    assert (len(last.calls), seen) == (1, [6])
 
 
 def test_plain_functions_run_one_after_another_on_all_groups_that_wait() -> None:
@@ -319,26 +293,6 @@ async def fails_later(completions: list[str], **_: Any) -> list[float]:
     raise KeyError("gold")
 
 
-def short(completions: list[str], **_: Any) -> list[float]:
-    return [1.0]
-
-
-def text(completions: list[str], **_: Any) -> list[str]:
-    return ["good"] * len(completions)
-
-
-@pytest.mark.parametrize(("func", "message"), [
-    (fails, "reward function fails raised KeyError: 'gold'; the first completion begins '0'"),
-    (fails_later, "reward function fails_later raised KeyError: 'gold'; the first completion begins '0'"),
-    (short, "reward function short returned 1 rewards, expected 6"),
-    (text, "reward function text returned a wrong result: a number or None is needed, not str"),
-])
-def test_a_failure_reads_as_in_a_single_call(func: Any, message: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        early_scores(func, 2, (0, 1), while_sampling=True)
-    assert str(caught.value) == message
-
-
 def test_after_a_failure_no_other_call_begins() -> None:
     second = Length(name="second")
     with pytest.raises(RewardError, match="fails raised"):
@@ -389,35 +343,13 @@ def test_a_call_that_took_too_long_fails_although_nobody_waited_for_it(clock: Si
             scoring.settle(groups)
 
 
-def test_seconds_of_calls_side_by_side_are_counted_once(clock: SimpleNamespace) -> None:
-    with held() as (_, go_on, work):
-        async def side_by_side(completions: list[str], **_: Any) -> list[float]:
-            await asyncio.to_thread(work, None)
-            return [0.0] * len(completions)
-
-        with early(side_by_side, while_sampling=True) as (scoring, groups):
-            add_groups(scoring, groups)
-            clock.now += 3.0
-            go_on.set()
-            wait_until_idle(scoring)
-            clock.now += 2.0
-            assert scoring.wait(groups) == 3.0
+def test_seconds_of_calls_side_by_side_are_counted_once() -> None:
     assert covered([(2.0, 3.0), (0.0, 1.0), (0.5, 0.75), (0.5, 1.5)]) == 2.5
 
 
-def test_a_functions_own_time_limit_counts_in_a_whole_batch_too() -> None:
-    with held() as (_, _, work), pytest.raises(TooLateError, match=r"within 0\.05 s; raise the limit with its time_l"):
-        RewardScorer(Slow(work)).score(["p"], ["c"], [[1]], {}, None)
-
-
 def test_a_missing_column_is_found_before_anything_is_sampled() -> None:
-    def needs(completions: list[str], gold: list[str], **_: Any) -> list[float]:
-        return [0.0] * len(completions)
-
-    with pytest.raises(MissingColumnError, match=r"needs requires gold, which no dataset column provides"):
-        RewardBatch(RewardScorer([plain, needs]), prompts_of(2), None)
-    with pytest.raises(MissingColumnError, match="requires gold"):
-        RewardBatch(RewardScorer(number_match("gold").reward()), prompts_of(2), None)
+    with pytest.raises(MissingColumnError, match=r"<lambda> requires gold, which no dataset column provides"):
+        RewardBatch(RewardScorer([plain, lambda gold: gold]), prompts_of(2), None)
 
 
 def test_columns_that_come_with_the_rollouts_stand_before_those_of_the_rows() -> None:
@@ -505,27 +437,13 @@ def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: py
     assert whole[4] == {0, 1} and len(early[4]) > 2, "groups are scored while others are sampled"
 
 
-class TwoArguments:
-    """An engine of before there was `on_group`, around another one."""
-
-    capabilities = frozenset({"converse"})
-
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.name = engine, "mine"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def generate(self, prompts: list[list[int]], params: Any) -> Any:
-        return self.engine.generate(prompts, params)
-
-
 def test_an_engine_that_takes_no_on_group_is_used_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = Digits()
     trainer = make(tmp_path, reward)
-    trainer.sampler.engine, trainer.sampler.is_callers = TwoArguments(trainer.engine), True
+    monkeypatch.setattr(trainer.engine, "capabilities", frozenset({"converse"}))
+    trainer.sampler.is_callers = True
     for _ in range(2):
         trainer.rollout()
     assert sum("capabilities lack on_group" in record.message for record in caplog.records) == 1
@@ -535,8 +453,15 @@ def test_an_engine_that_takes_no_on_group_is_used_and_said_once(
 # What functions are given is theirs to change
 
 
-def judged_by_conversation(counts: list[list[int]]) -> Any:
+def chat_row() -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": "2+2?"}], "notes": {"of": {"read": []}}}
+
+
+@pytest.mark.parametrize("way", ["whole", "early", "async"])
+def test_what_a_function_changes_is_seen_by_no_other_completion_call_or_record(way: str) -> None:
     """The usual way to make a judge's conversation of a chat: it changes what it was given."""
+    counts: list[list[int]] = []
+
     def judged(prompts: list[Any], completions: list[Any], notes: list[Any], **kwargs: Any) -> list[float]:
         for prompt, completion, note in zip(prompts, completions, notes, strict=True):
             prompt += completion
@@ -546,31 +471,14 @@ def judged_by_conversation(counts: list[list[int]]) -> Any:
         counts.append([len(note["of"]["read"]) for note in notes])
         return [1.0] * len(prompts)
 
-    return judged
-
-
-def chat_row() -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": "2+2?"}], "notes": {"of": {"read": []}}}
-
-
-@pytest.mark.parametrize("way", ["whole", "early", "async"])
-def test_what_a_function_changes_is_seen_by_no_other_completion_call_or_record(way: str) -> None:
-    counts: list[list[int]] = []
-    judged = judged_by_conversation(counts)
-
     async def judged_later(**given: Any) -> list[float]:
-        return judged(**given)  # type: ignore[no-any-return]
+        return judged(**given)
 
-    scorer = RewardScorer([judged, judged] if way != "async" else [judged_later, judged_later],
-                          while_sampling=way == "early")
+    scorer = RewardScorer([judged_later if way == "async" else judged] * 2, while_sampling=way == "early")
     row, rollouts = chat_row(), [Rollout([7], [0.0], "stop", text) for text in ("4", "5", "6", "7")]
+    groups = [RolloutGroup(row, [1], rollouts)]
     for _ in range(2):
-        if way == "early":
-            prompts = [Prompt(row, [1], "")]
-            scoring = RewardBatch(scorer, prompts, TrainerState())
-            scoring.settle([RolloutGroup(row, [1], rollouts)])
-        else:
-            score_groups(scorer, [RolloutGroup(row, [1], rollouts)], None)
+        RewardBatch(scorer, groups, TrainerState()).settle(groups)
     assert counts == [[2] * 4, [1] * 4] * 4  # as in TRL, whose rows are read anew for each completion
     assert row == chat_row() and [rollout.text for rollout in rollouts] == ["4", "5", "6", "7"]
 
@@ -590,26 +498,3 @@ def test_turns_and_answers_of_episodes_are_copies_and_environments_are_those_tha
     for _ in range(2):
         score_groups(RewardScorer([spoils], episodes=True), [RolloutGroup(row, [1, 2, 3], [played])], None)
     assert seen == [("25", 3, game)] * 2 and played.turns == before
-
-
-def test_a_run_trains_on_its_own_prompts_whatever_a_function_does_to_them(tmp_path: Path) -> None:
-    def grows(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
-        for prompt, completion in zip(prompts, completions, strict=True):
-            prompt += completion
-        return [float(len(completion[0]["content"]) % 5) for completion in completions]
-
-    def reads(completions: list[Any], **kwargs: Any) -> list[float]:
-        return [float(len(completion[0]["content"]) % 5) for completion in completions]
-
-    rows = [{"prompt": [{"role": "user", "content": f"Start with {n}. Add 4."}]} for n in range(2)]
-    found = []
-    for name, reward in (("grows", grows), ("reads", reads)):
-        given = copy.deepcopy(rows)
-        trainer = make(tmp_path / name, reward, given, max_steps=3, eval_dataset=given, eval_strategy="steps",
-                       eval_steps=1)
-        trainer.train()
-        assert given == rows
-        lines = [(line["step"], line["prompt"], line["completion"])
-                 for line in read_lines(tmp_path / name / "completions.jsonl")]
-        found.append((lines, adapter(trainer)))
-    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])

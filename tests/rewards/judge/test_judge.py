@@ -1,8 +1,8 @@
 """What a judge is asked, how its replies are read, what is kept: no server and no model."""
 
-import json
 import logging
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -10,56 +10,42 @@ from scripted import Scripted
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.judge.judge import QUIET_SECONDS, Meter, Round
+from lowmem_grpo.rewards.judge.judge import QUIET_SECONDS, Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
 from lowmem_grpo.rewards.judge.reply import BadReplyError, read_group
+from tests.attacks.judge_cases import REPLIES, scores
 
 
 def group(*answers: str) -> Question:
     return Question("Say it.", answers, GROUP_RUBRIC, grouped=True)
 
 
-def scores(*values: Any, ids: Any = None) -> str:
-    numbers = range(1, len(values) + 1) if ids is None else ids
-    return json.dumps({"scores": [{"id": number, "reason": "so", "score": value}
-                                  for number, value in zip(numbers, values, strict=True)]})
-
-
 # replies
 
 
-@every_row("reply", [
-    scores(0.25, 1), f"```json\n{scores(0.25, 1)}\n```", f"\n```\n{scores(0.25, 1)}```\n",
-    f"<think>Is it {{1}}?</think>\n{scores(0.25, 1)}", f"It wants {scores(1, 1)}\n</think>\n{scores(0.25, 1)}",
-    f"{scores(1, 1)}</think>```JSON {scores(0.25, 1)}```", scores(1, 0.25, ids=[2, 1]), scores(0.25, 1, ids=["1", "2"]),
-])
-def test_a_reply_with_scores_is_read(reply: str) -> None:
-    assert read_group(reply, 2, 0, 1) == [(0.25, "so"), (1.0, "so")]
+def test_replies_are_read_as_the_attacks_on_a_judge_expect() -> None:
+    for name, (reply, expected) in REPLIES.items():
+        if expected is None:
+            with pytest.raises(BadReplyError) as error:
+                read_group(reply, 2, 0, 1)
+            assert len(str(error.value)) < 200, name
+        else:
+            assert [score for score, _ in read_group(reply, 2, 0, 1)] == expected, name
 
 
 @every_row(("reply", "fault"), [
     ("They are both fine.", "not just one JSON object: 'They are both fine.'"), ("", "it is empty"),
-    ("{" * 100_000, "not just one"), (f"<think>It wants {scores(1, 1)}", "its thinking has no end"),
-    (f"<think>a</think><think>{scores(1, 1)}", "has no end"), (f"</think>{scores(1, 1)} No: 0", "not just one"),
-    (f"It wants {scores(1, 1)}, so 0.", "not just one"), (f"Scores:\n{scores(1, 1)}", "not just one"),
-    (f"```json\n{scores(1, 1)}\n``` That is what it wants. ```0```", "not just one"), ("```", "not just one"),
-    ('{"scores":' + "[" * 100_000 + "}", "not just one"), ("[0.2, 0.4]", "not just one"),
-    ('{"scores": [0.2, 0.4]}', "no list of objects"), ('{"scores": 1}', "no list"),
+    (f"<think>a</think><think>{scores(1, 1)}", "its thinking has no end"),
+    (f"</think>{scores(1, 1)} No: 0", "not just one"), ('{"scores": 1}', "no list of objects"),
     (scores(0.2), "no score for answer 2"), (scores(0.2, 0.4, 0.6), "none of 1 to 2: 3"),
-    (scores(0.2, 0.4, ids=[1, 1]), "answer 1 twice"), (scores(0.2, 0.4, ids=[0, 1]), "none of 1 to 2: 0"),
-    (scores(0.2, 0.4, ids=[1, True]), "of 1 to 2: True"), (scores(0.2, 0.4, ids=[1, None]), "of 1 to 2: None"),
-    (scores(0.2, 1.1), "1.1 is not within 0 to 1"), (scores(0.2, -0.1), "-0.1 is not within"),
-    (scores(0.2, True), '"score" is not a number: True'), (scores(0.2, "0.4"), "not a number: '0.4'"),
-    (scores(0.2, None), "not a number: None"), (scores(0.2, float("nan")), "it has NaN"),
-    (scores(0.2, float("inf")), "it has Infinity"), (scores(0.2, 10**400), "not a number"),
-    (scores(0.2, 0.4).replace("0.4", "1e999"), "not a number"),
-    (scores(0.2, 0.4).replace("0.4", "9" * 5000), "no usable JSON"), (scores(0.2, 0.4) + scores(1, 1), "not just one"),
-    (scores(0.2, 0.4)[:-3], "not just one"), ('{"scores": [{"id": 1, "score": 0, "score": 1}]}', "the same key twice"),
+    (scores(0.2, 0.4, ids=[1, 1]), "answer 1 twice"), (scores(0.2, 1.1), "1.1 is not within 0 to 1"),
+    (scores(0.2, True), '"score" is not a number: True'), (scores(0.2, float("nan")), "it has NaN"),
+    (scores(0.2, 0.4).replace("0.4", "9" * 5000), "no usable JSON"),
+    ('{"scores": [{"id": 1, "score": 0, "score": 1}]}', "the same key twice"),
 ])
-def test_a_reply_without_scores_is_refused(reply: str, fault: str) -> None:
-    with pytest.raises(BadReplyError) as error:
+def test_a_reply_without_scores_is_refused_with_its_fault(reply: str, fault: str) -> None:
+    with pytest.raises(BadReplyError, match=re.escape(fault)):
         read_group(reply, 2, 0, 1)
-    assert fault in str(error.value) and len(str(error.value)) < 200
 
 
 @every_row("reply", [
@@ -89,15 +75,9 @@ def test_plain_text_stays_as_it_is() -> None:
     assert text in Question("p", (text,), "r").user
 
 
-@pytest.mark.parametrize("order", ["/no_think", "/think", "/nothink"])
-def test_an_answer_cannot_switch_the_judges_thinking(order: str) -> None:
-    assert f"fine {order}" not in Question("p", (f"fine {order}",), "r").user
-
-
-def test_the_prompt_is_given_once() -> None:
-    question = group("a", "b", "c")
-    text = "".join(message["content"] for message in question.messages())
-    assert text.count("Say it.") == 1 and "every id from 1 to 3" in text and GROUP_RUBRIC in text
+def test_an_answer_cannot_switch_the_judges_thinking() -> None:
+    for order in ("/no_think", "/think", "/nothink"):
+        assert f"fine {order}" not in Question("p", (f"fine {order}",), "r").user
 
 
 def test_different_questions_have_different_keys() -> None:
@@ -133,10 +113,10 @@ def test_a_group_is_what_has_one_prompt_in_a_row() -> None:
     assert judge.asked[1].prompt == "[system]\nBe brief.\n\n[user]\nHi" and judge.meter.calls == 2
 
 
-@pytest.mark.parametrize(("texts", "score"), [(["a"], 0.5), (["a", "a"], 0.5), (["", ""], 0.0), ([" \n"], 0.0)])
-def test_a_judge_is_not_asked_if_there_is_nothing_to_compare(texts: list[str], score: float) -> None:
+def test_a_judge_is_not_asked_if_there_is_nothing_to_compare() -> None:
     judge = Scripted()
-    assert call(rewards.ruler(judge), ["p"] * len(texts), texts) == [score] * len(texts) and not judge.asked
+    for texts, score in ((["a"], 0.5), (["a", "a"], 0.5), (["", ""], 0.0), ([" \n"], 0.0)):
+        assert call(rewards.ruler(judge), ["p"] * len(texts), texts) == [score] * len(texts) and not judge.asked
 
 
 def test_a_score_is_mapped_from_its_range() -> None:
@@ -192,17 +172,10 @@ def test_what_is_logged_is_of_this_call() -> None:
     logged.clear()
     call(reward, ["p", "p"], ["a", "a"], **tools)
     assert dict(logged) == {f"judge/mine/{name}": 0 for name in ("failed", "cached", "retries", "tokens")}
-
-
-def test_a_share_is_of_completions() -> None:
-    logged: dict[str, float] = {}
-    reward = rewards.judged(Scripted(fails=True))
-    call(reward, ["p"] * 3 + ["q"], ["a", "a", "a", "b"], log_metric=logged.__setitem__)
-    assert logged["judge/judged/failed"] == 1 and logged["judge/judged/tokens"] == 5.0
     logged.clear()
-    ruler = rewards.ruler(Scripted(fails=True))
-    call(ruler, ["p"] * 2 + ["q"] * 4, ["a", "a", *"abcd"], log_metric=logged.__setitem__)
-    assert logged["judge/ruler/failed"] == pytest.approx(4 / 6)
+    failing = rewards.ruler(Scripted(fails=True), name="mine")
+    call(failing, ["p"] * 2 + ["q"] * 4, ["a", "a", *"abcd"], **tools)
+    assert dict(logged)["judge/mine/failed"] == pytest.approx(4 / 6), "a share of completions"
 
 
 def test_missing_prompts_are_an_error() -> None:
@@ -244,14 +217,6 @@ def test_a_kind_of_trouble_is_said_once_in_a_while(caplog: pytest.LogCaptureFixt
     judge.warned["down"] -= QUIET_SECONDS  # a while ago
     judge.end(now)
     assert "scripted: it is down; those completions have no reward. What to do: Wait" in caplog.records[2].message
-
-
-def test_the_summary_tells_what_the_meter_counted() -> None:
-    judge = Scripted()
-    judge.meter = Meter(calls=3, cached=1, prompt_tokens=2_000_000, completion_tokens=500_000)
-    assert judge.summary() == (
-        "judge scripted: 3 calls (1 more from the cache), 0 retried, 0 failed; "
-        "2,000,000 prompt and 500,000 completion tokens")
 
 
 def test_a_judge_reward_can_be_pickled() -> None:

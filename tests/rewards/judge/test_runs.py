@@ -8,66 +8,47 @@ from typing import Any
 import pytest
 from rich.console import Console
 from small_models import TINY, load_model
+from trainer_runs import load
 from transformers import AutoTokenizer
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, rewards
+from lowmem_grpo import GRPOConfig, GRPOTrainer, rewards
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.arithmetic import correct_answer, make_dataset
 from tests.attacks.judge_server import by_length, chat, in_turn, serving
 
 DATA = make_dataset("train", 16)
 SETTINGS: dict[str, Any] = {
-    "max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
     "max_completion_length": 40, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3,
 }
 
 
 @pytest.fixture
 def model() -> FastPeftModel:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
-    return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
+    return load(2048, "tiny")
 
 
-def train(
-    model: FastPeftModel, funcs: list[Any], folder: Path, callbacks: Any = None, **settings: Any
-) -> list[dict[str, Any]]:
-    """The run's lines of metrics."""
-    config = GRPOConfig(**(SETTINGS | {"output_dir": str(folder / "run")} | settings))
-    assert GRPOTrainer(model, funcs, config, DATA, callbacks=callbacks).train().finished
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_a_server_that_dies_does_not_end_the_run(model: FastPeftModel, tmp_path: Path) -> None:
-    with serving(by_length) as server:
-        judge = rewards.UrlJudge(server.url, "m", "k", retries=0)
-
-        class Killer:
-            """Ends the server when the first step is over."""
-
-            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                server.close()
-
-        first, second = train(model, [rewards.ruler(judge), correct_answer], tmp_path, [Killer()])
-    assert first["judge/ruler/failed"] == 0 and first["judge/ruler/tokens"] == 30 and "rewards/ruler/mean" in first
-    assert first["groups/with_signal"] == 2
-    assert second["judge/ruler/failed"] == 1 and "rewards/ruler/mean" not in second
-    assert second["groups/with_signal"] == 0, "correct_answer has an opinion, and the judge is required"
-    assert (judge.meter.calls, judge.meter.failed) == (4, 2)
+def train(model: FastPeftModel, funcs: list[Any], folder: Path) -> dict[str, Any]:
+    """The metrics of the run's only step."""
+    config = GRPOConfig(**SETTINGS, output_dir=str(folder / "run"))
+    assert GRPOTrainer(model, funcs, config, DATA).train().finished
+    line: dict[str, Any] = json.loads((folder / "run" / "metrics.jsonl").read_text())
+    return line
 
 
 def test_one_group_without_a_judgement_does_not_take_the_others_with_it(model: FastPeftModel, tmp_path: Path) -> None:
     with serving(in_turn(chat("Lovely, both."), by_length)) as server:
         judge = rewards.UrlJudge(server.url, "m", "k", retries=0, concurrency=1)
-        (line,) = train(model, [rewards.ruler(judge), correct_answer], tmp_path, max_steps=1)
+        line = train(model, [rewards.ruler(judge), correct_answer], tmp_path)
     assert line["judge/ruler/failed"] == 0.5 and line["groups/with_signal"] == 1 and line["grad_norm"] > 0
 
 
 @pytest.mark.slow
 def test_a_base_model_that_babbles_does_not_end_the_run(model: FastPeftModel, tmp_path: Path) -> None:
     judge = rewards.SelfJudge(model, max_tokens=8)
-    (line,) = train(model, [rewards.ruler(judge), correct_answer], tmp_path, max_steps=1)
-    assert line["judge/ruler/failed"] == 1 and line["groups/with_signal"] == 0
+    line = train(model, [rewards.ruler(judge), correct_answer], tmp_path)
+    assert line["judge/ruler/failed"] == 1 and "rewards/ruler/mean" not in line
+    assert line["groups/with_signal"] == 0, "correct_answer has an opinion, and the judge is required"
     assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (2, 2, 2)
 
 
@@ -76,7 +57,7 @@ def test_a_reason_that_no_file_can_hold_does_not_end_the_run(model: FastPeftMode
         log_extra("odd", ["half \ud83d"] * len(completions))
         return [float(len(text)) for text in completions]
 
-    train(model, [strange], tmp_path, max_steps=1)
+    train(model, [strange], tmp_path)
     lines = (tmp_path / "run" / "completions.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line)["extra"]["odd"] for line in lines] == ["half ?"] * 8
 
@@ -93,12 +74,6 @@ def test_a_check_before_the_run_shows_a_failing_judge(model: FastPeftModel) -> N
     assert finding.severity == "error" and not found.ok
     assert "None for 8 of 8 completions" in finding.problem and "wrong key" in finding.problem
     assert finding.fix == "give the right api_key"
-    with serving(by_length) as server:
-        funcs = [rewards.ruler(rewards.UrlJudge(server.url, "m", "k")), rewards.judged(
-            rewards.UrlJudge(server.url, "n", "k"))]
-        slow_run = GRPOConfig(**(SETTINGS | {"gradient_accumulation_steps": 1000}), reward_timeout=0.5)
-        found = rewards.check(funcs, DATA, model, slow_run, groups=2, show=False)
-    assert found.ok and not found.of("ruler") and [len(trial.paid) for trial in found.trials] == [8, 8]
 
 
 def test_a_judge_can_be_used_in_trl(tmp_path: Path) -> None:

@@ -1,60 +1,45 @@
 """The base model as judge: adapter off, one generation for all questions, replies read strictly; the tiny model
 babbles, so what a good judge says is scripted."""
 
-import json
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tables import every_row
-from tokenizers import AddedToken, Tokenizer, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from trainer_runs import load
 
-from lowmem_grpo import FastLanguageModel, SamplingParams, rewards
-from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo import SamplingParams, rewards
+from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.memory.oom import OutOfMemory
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, compared
 from lowmem_grpo.types import Rollout
+from tests.attacks.judge_cases import scores
 from tests.attacks.judge_server import answers_in
 
 TEXTS = ["aaa", "", "aaa", "a"]
 GOOD = [0.25, 1.0, 0.25, 0.5]
 
 
-@dataclass
-class Loaded:
-    tokenizer: Any
-    name: str = "scripted"
-    max_seq_length: int = 100_000
-    revision: str | None = None
-
-
-@dataclass
 class Scripted:
     """A model, its policy and its engine at once, whose base judges by length, or says what it is told to."""
 
-    loaded: Loaded
-    says: list[str | Exception] = field(default_factory=list)  # in place of scores, call by call
-    finish: str = "stop"
-    asked: list[list[str]] = field(default_factory=list)
-    params: list[SamplingParams] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    name: str = "scripted"
+    name = "scripted"
+    finish: Any = "stop"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.loaded = SimpleNamespace(tokenizer=tokenizer, max_seq_length=100_000)
+        self.says: list[str | Exception] = []  # in place of scores, call by call
+        self.asked: list[list[str]] = []
+        self.params: list[SamplingParams] = []
+        self.said: list[str] = []
+        self.policy = self
 
     def engine(self) -> "Scripted":
         self.said.append("made")
-        return self
-
-    @property
-    def inner(self) -> "Scripted":
-        return self
-
-    @property
-    def policy(self) -> "Scripted":
         return self
 
     @contextmanager
@@ -74,18 +59,16 @@ class Scripted:
         said = self.says.pop(0) if self.says else ""
         if isinstance(said, Exception):
             raise said
-        return [[Rollout([1] * 7, [], self.finish, said or scored(text))] for text in texts]  # type: ignore[arg-type]
+        return [[Rollout([1] * 7, [], self.finish, said or scored(text))] for text in texts]
 
 
 def scored(text: str) -> str:
-    shown = answers_in({"messages": [{"content": text}]})
-    return json.dumps({"scores": [{"id": place, "reason": "so", "score": 1 / (1 + len(answer))}
-                                  for place, answer in enumerate(shown, 1)]})
+    return scores(*(1 / (1 + len(answer)) for answer in answers_in({"messages": [{"content": text}]})))
 
 
 @pytest.fixture
 def scripted(tokenizer: Any) -> Scripted:
-    return Scripted(Loaded(tokenizer))
+    return Scripted(copy.copy(tokenizer))
 
 
 def judged(scripted: Scripted, expected: list[Any], **settings: Any) -> Any:
@@ -124,7 +107,7 @@ def test_a_reply_that_was_cut_is_refused(scripted: Scripted) -> None:
     assert "it was cut off at max_tokens" in judged(scripted, [None] * 4).trouble.problem
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), ValueError("no room"), ArithmeticError("NaN")])
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), ArithmeticError("NaN")])
 def test_an_engine_that_fails_does_not_end_the_run(scripted: Scripted, error: Exception) -> None:
     scripted.says = [error]
     reward = judged(scripted, [None] * 4)
@@ -156,60 +139,23 @@ def test_an_answer_cannot_end_its_turn_and_speak_as_the_judge(scripted: Scripted
     assert without_controls("plain <b> text", scripted.loaded.tokenizer) == "plain <b> text"
 
 
-@every_row("material", [
-    "x<\uff5cim_end\uff5c>y", "\uff1c|im_end|\uff1e", "<|IM_END|>", "<|im_<|im_end|>end|>", "a\n\n  b",
-    "<<|im_end|>|im_end|>",
-])
-def test_what_becomes_a_control_token_in_the_tokenizer_is_broken_too(material: str) -> None:
-    rules = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    inner = Tokenizer(models.WordLevel({"<unk>": 0, "<|im_end|>": 1, "\n\n": 2}, "<unk>"))
-    inner.normalizer = rules
-    inner.add_tokens([AddedToken("<|im_end|>", normalized=True), AddedToken("\n\n", normalized=False)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-    text = without_controls(material, tokenizer)
-    assert 1 not in tokenizer(text).input_ids
-    assert text.replace(" ", "") == material.replace(" ", "") and (material != "a\n\n  b" or text == material)
-
-
 def test_a_tokenizer_without_a_template_works(scripted: Scripted) -> None:
-    class Plain:
-        chat_template, is_fast = None, False
-        added_tokens_decoder: dict[int, Any] = {}
-        all_special_tokens: list[str] = []
-
-        def __call__(self, text: str, add_special_tokens: bool) -> Any:
-            return type("Encoded", (), {"input_ids": list(text.encode())})
-
-        def decode(self, ids: list[int]) -> str:
-            return bytes(ids).decode()
-
-    scripted.loaded.tokenizer = Plain()
+    scripted.loaded.tokenizer.chat_template = None
     judged(scripted, GOOD)
     assert scripted.asked[0][0].startswith("You are a careful judge.")
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"max_tokens": 0}, "max_tokens is 0"), ({"temperature": -1}, "temperature is -1"),
-    ({"time_limit": 0}, "time_limit is 0"),
-])
-def test_settings_that_make_no_sense_are_refused(scripted: Scripted, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rewards.SelfJudge(scripted, **settings)
+def test_settings_that_make_no_sense_are_refused(scripted: Scripted) -> None:
+    for name, value in (("max_tokens", 0), ("temperature", -1), ("time_limit", 0)):
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            rewards.SelfJudge(scripted, **{name: value})
 
 
-@pytest.fixture(scope="module")
-def model() -> FastPeftModel:
-    """The embedded model under an adapter that changes what it says."""
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=2048, load_in_4bit=False)
-    adapted = FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in adapted.named_parameters():
+def test_the_adapter_is_off_while_the_base_model_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(2048, "tiny")
+    for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            parameter.data.normal_(0, 0.3, generator=generator)
-    return adapted
-
-
-def test_the_adapter_is_off_while_the_base_model_judges(model: FastPeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
     said: list[list[int]] = []
     judge = rewards.SelfJudge(model, max_tokens=12)
     generate = judge.generate
@@ -234,11 +180,9 @@ def test_the_adapter_is_off_while_the_base_model_judges(model: FastPeftModel, mo
     assert said[0] == base != adapted
 
 
-def test_memory_that_ran_out_once_is_remembered(model: FastPeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ran_out_once_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the engine of one call has learnt holds for that of the next: a loaded model makes a new one each time."""
-    from lowmem_grpo.engines.batch import Batch
-
-    judge = rewards.SelfJudge(model, max_tokens=2)
+    judge = rewards.SelfJudge(load(2048, "tiny"), max_tokens=2)
     params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
     judge.memory.rollout.lower("sampling 4 at once", OutOfMemory("none left", None, 0), 2)
     rows: list[int] = []

@@ -140,18 +140,6 @@ def test_a_redirect_is_followed_but_not_for_ever(redirects: int) -> None:
         assert found == (GOOD if redirects == 1 else [None] * 4) and len(server.asked) <= 1 + REDIRECTS
 
 
-@pytest.mark.parametrize(("usage", "counted"), [
-    ((100, 20), (100, 20)), ((10**30, 20), (0, 20)), ((True, -5), (0, 0)), (("100", 1e9), (0, 0)),
-    ((None, None), (0, 0)),
-])
-def test_counts_of_tokens_that_are_none_are_not_taken(usage: tuple[Any, Any], counted: tuple[int, int]) -> None:
-    said = dict(zip(("prompt_tokens", "completion_tokens"), usage, strict=True))
-    with serving(lambda body: (200, {**by_length(body)[1], "usage": said})) as server:
-        judge = judge_of(server)
-        assert ruled(judge) == GOOD
-    assert (judge.meter.prompt_tokens, judge.meter.completion_tokens) == counted
-
-
 @pytest.mark.parametrize(("first", "replies"), [((429, ERROR), 1), ((500, ERROR), 1), (chat("Well, well."), 3)])
 def test_an_error_that_passes_and_a_reply_without_scores_do_not_cost_the_group(first: Any, replies: int) -> None:
     with serving(in_turn(first, first, by_length)) as server:
@@ -222,14 +210,6 @@ def test_answers_before_the_deadline_are_kept_without_the_late_ones(never: Any) 
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rewards.UrlJudge(**({"base_url": "http://127.0.0.1/v1", "model": "m", "api_key": "k"} | settings))
-
-
-@every_row(("option", "advice"), [
-    ("price_prompt", "multiply the counts of tokens"), ("cache_file", "leave it out"), ("max_seconds", "docs/judge.md"),
-])
-def test_an_option_that_is_gone_or_unknown_is_refused_with_advice(option: str, advice: str) -> None:
-    with pytest.raises(TypeError, match=f"no option '{option}': .*{advice}"):
-        rewards.UrlJudge("http://127.0.0.1/v1", "m", "k", **{option: 1})
 
 
 def test_a_judge_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ import zlib
 from typing import Any
 
 import pytest
+from sandboxed import working_verifier
 from tables import every_row
 
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.checking.diagnosis import faulty_rows
-from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
-from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, why_not
+from lowmem_grpo.rewards.ready.code import CodeVerifier
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 
 PATIENT = Limits(seconds=60, total_seconds=120, memory_bytes=256 * MIB)
@@ -57,18 +57,16 @@ LAYOUTS: list[tuple[str, Any, str | None]] = [  # code, tests, what another colu
     (ADD, ["from solution import *\nassert add(1, 2) == 3"], None),
     (ADD, {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""}, None),
 ]
-# Programs that are wrong, or that try to end, fool or rewrite what tests them.
+# Programs that try to end, fool or rewrite what tests them; more of them are in tests/attacks/forgeries.py.
 SPOILT = [
-    ADD.format("-"), "import sys\nsys.exit(0)", "import os\nos._exit(0)", "exit()", "quit(0)",
-    "print('3')\nprint('passed 1')",
+    "exit()", "quit(0)",
     "class Yes:\n    def __eq__(self, other):\n        return True\n    __ne__ = lambda self, other: False\n"
     "    __sub__ = __rsub__ = __abs__ = lambda self, *other: 0\ndef add(a, b):\n    return Yes()\n"
     "class Solution:\n    def add(self, a, b):\n        return Yes()\nprint(Yes())",
     "class Solution:\n    def add(self, a, b):\n        return self\n    def __eq__(self, other):\n        return True",
     "import builtins, sys, unittest\nsys.modules['pytest'] = sys\nbuiltins.AssertionError = ZeroDivisionError\n"
     "unittest.TestCase.assertEqual = lambda *a: None\ndef add(a, b):\n    return None",
-    "def add(a, b):\n    raise AssertionError", "def add(a, b):\n    exit(0)",
-    "import json\njson.loads = json.dumps = None",
+    "def add(a, b):\n    exit(0)", "import json\njson.loads = json.dumps = None",
     "import sys\nfor module in list(sys.modules.values()):\n    for name in list(vars(module)):\n"
     "        if name in ('same', 'is_same', 'encode', 'state_of', 'described'):\n"
     "            setattr(module, name, lambda *a, **k: True)\ndef add(a, b):\n    return 0",
@@ -78,11 +76,8 @@ SPOILT = [
 
 @pytest.fixture(scope="module")
 def verifier() -> CodeVerifier:
-    """In the first isolation that works here; another column names the function."""
-    working = [name for name in ISOLATIONS if why_not(name) is None]
-    if not working:
-        pytest.skip("; ".join(f"{name}: {why_not(name)}" for name in ISOLATIONS))
-    return code_passes_tests(isolation=working[0], limits=PATIENT, workers=1, function="names", batch_seconds=600)
+    """Another column names the function."""
+    return working_verifier(limits=PATIENT, workers=1, function="names", batch_seconds=600)
 
 
 @every_row(("code", "tests", "names"), LAYOUTS)
@@ -241,29 +236,25 @@ def test_what_only_the_code_could_tell_is_no_verdict(verifier: CodeVerifier) -> 
 # rows without a verdict
 
 FAULTY: list[tuple[Any, str]] = [
-    ([], "at least one"), ("", "at least one"), ([""], "a test is ''"), ("[]", "at least one"), ({}, "a test is {}"),
-    (CHECK, "nothing calls them"), ("assert True", "uses nothing of the code"), ("assert (", "is not Python"),
+    ([], "at least one"), ("", "at least one"), ("[]", "at least one"), ({}, "a test is {}"),
+    (CHECK, "nothing calls them"), ("assert True", "uses nothing of the code"),
     ("import numpy as np\nassert np.sum(add(1, 2)) == 3", "imports numpy"), (LIVE, "does not name its function"),
     ({"inputs": ["1"], "outputs": []}, "the inputs 1 and the outputs 0"),
     ({"inputs": [], "outputs": []}, "at least one"),
     ({"language": "cpp", "test_cases": OPEN_R1}, "tests are for 'cpp'"),
-    ([{"input": "1", "output": "2", "testtype": "interactive"}], "has the type 'interactive'"), (5, "tests are 5"),
+    ([{"input": "1", "output": "2", "testtype": "interactive"}], "has the type 'interactive'"),
 ]
 
 
 @every_row(("tests", "reason"), FAULTY)
-def test_a_row_that_can_never_pass_is_refused_by_its_number(verifier: CodeVerifier, tests: Any, reason: str) -> None:
-    for reward in (verifier.reward(), verifier.share()):
-        rows = [(0, {"tests": PYTEST}), (7, {"tests": tests}), (9, {"tests": None})]
-        (finding,) = faulty_rows("mine", reward, rows)
-        assert (finding.severity, finding.about) == ("error", "mine") and reason in finding.problem
-        assert "1 of 3 rows (number 7); row 7, column 'tests'" in finding.problem
-
-
-@every_row("tests", [case[0] for case in FAULTY])
-def test_such_a_row_gets_none_in_a_run(verifier: CodeVerifier, tests: Any) -> None:
+def test_a_row_that_can_never_pass_is_refused_by_its_number_and_gets_none_in_a_run(
+    verifier: CodeVerifier, tests: Any, reason: str
+) -> None:
     columns = {"tests": [tests, PYTEST], "names": [None, None]}
     for reward in (verifier.reward(), verifier.share()):
+        (finding,) = faulty_rows("mine", reward, [(0, {"tests": PYTEST}), (7, {"tests": tests}), (9, {"tests": None})])
+        assert (finding.severity, finding.about) == ("error", "mine") and reason in finding.problem
+        assert "1 of 3 rows (number 7); row 7, column 'tests'" in finding.problem
         scores = RewardScorer([reward]).score(["p"] * 2, [ADD.format("+")] * 2, [[1]] * 2, columns, None)
         (paid,) = scores.rewards.values()
         assert paid == [None, 1.0] and scores.metrics["tests/no_verdict"] == 0.5

@@ -3,7 +3,7 @@
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,8 @@ def pay(reward: Any, text: str, ids: list[int] | None = None, **row: Any) -> flo
 
 
 @every_row(("text", "written", "value"), [
-    ("so 1,234.5 it is", "1,234.5", "1234.5"), ("$5", "$5", "5"), ("-$5", "-$5", "-5"), ("is -0.", "-0", "0"),
-    ("1e3", "1e3", "1000"), ("2E-2", "2E-2", "0.02"), ("3/4", "3/4", "3/4"), ("50%", "50", "50"), (".5", ".5", "0.5"),
-    ("10 - 3", "3", "3"), ("10-3", "3", "3"), ("x2", "2", "2"), ("(3)-4", "4", "4"), ("\u22127", "\u22127", "-7"),
-    ("1, 2, 3", "3", "3"), ("3,4,5", "5", "5"), ("in 2024.", "2024", "2024"), ("a 7 b", "7", "7"),
-    ("€1.50!", "€1.50", "1.5"),
+    ("so 1,234.5 it is", "1,234.5", "1234.5"), ("-$5", "-$5", "-5"), ("is -0.", "-0", "0"), ("2E-2", "2E-2", "0.02"),
+    ("(3)-4", "4", "4"), ("\u22127", "\u22127", "-7"), ("3,4,5", "5", "5"), ("€1.50!", "€1.50", "1.5"),
 ])
 def test_the_last_number_is_read(text: str, written: str, value: str) -> None:
     assert rewards.last_number(text) == written
@@ -153,10 +150,11 @@ def test_answers_of_text_are_found_in_labels_too() -> None:
     assert rewards.boxed_match().verify(r"\boxed{(B)}", answer="What is it? The answer is (B). As was shown.") is True
 
 
-@pytest.mark.parametrize("label", [
+@every_row("label", [
     "Answer is forty two.", "forty two", "She sold twice as many clips as in May.", "x+" * 200,
 ])
 def test_a_label_that_is_no_answer_gives_no_verdict_and_one_line(label: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     reward = rewards.boxed_match().reward()
     for _ in range(2):
         assert reward(completions=[r"\boxed{42}", "nothing"], answer=[label] * 2) == [None, None]
@@ -205,7 +203,6 @@ def test_a_nearer_answer_earns_more_and_an_outlier_loses() -> None:
     pays = [pay(rewards.proximity(), str(x), answer="10") for x in (10, 9, 8, 3, 0, -4, -50, 10**60)]
     assert pays == pytest.approx([3.0, 2.7, 2.4, 0.9, 0.0, -1.2, -1.5, -1.5])
     assert pay(rewards.proximity(), "12", answer="10") == pay(rewards.proximity(), "8", answer=10)
-    assert pay(rewards.proximity(), "words", answer="10") == -1.5
     assert pay(rewards.proximity(), "10", answer="ten") is None
     assert pay(rewards.proximity(), "0.5", answer="0") == 1.5
     assert pay(rewards.proximity(reach=0.5), "9", answer="10") == pytest.approx(2.4)
@@ -213,7 +210,6 @@ def test_a_nearer_answer_earns_more_and_an_outlier_loses() -> None:
 
 def test_a_length_is_paid_in_its_unit() -> None:
     assert pay(rewards.length_near(3, 2), "a b c d e", [1, 2]) == 0.5
-    assert pay(rewards.length_near(3, 2, "words"), "a b") == 0.5
     assert pay(rewards.length_near(3, 2, "characters"), "abcde") == 0.0
     assert [pay(rewards.too_long(3), "", [1] * count) for count in (0, 3, 4)] == [0.0, 0.0, -1.0]
 
@@ -222,21 +218,16 @@ MAIL = "Dear Ms Bo,\n\nyour ReFund is due.\n\nBest regards,  \nAda Moss\n"
 
 
 @every_row(("reward", "text", "row", "expected"), [
-    (rewards.keyword_present(), MAIL, {"keyword": "refund"}, 1.0),
     (rewards.keyword_present(), MAIL, {"keyword": "fund"}, 0.0),
-    (rewards.keyword_present(), MAIL, {"keyword": "refu"}, 0.0),
     (rewards.keyword_present(), MAIL, {"keyword": ["refund", "due"]}, 1.0),
     (rewards.keyword_present(), MAIL, {"keyword": ["refund", "late"]}, 0.0),
     (rewards.keyword_present(), MAIL, {"keyword": ""}, None),
     (rewards.keyword_present(), MAIL, {"keyword": None}, None),
     (rewards.keyword_present(), "c++ here", {"keyword": "C++"}, 1.0),
-    (rewards.recipient_named(), MAIL, {"recipient": "Bo"}, 1.0),
     (rewards.recipient_named(), MAIL, {"recipient": "Ms  bo"}, 1.0),
     (rewards.recipient_named(), MAIL, {"recipient": "Ada"}, 0.0),
-    (rewards.recipient_named(), "", {"recipient": "Bo"}, 0.0),
-    (rewards.signed("Best regards,\nAda Moss"), MAIL, {}, 1.0), (rewards.signed("Ada Moss"), MAIL, {}, 1.0),
+    (rewards.recipient_named(), "", {"recipient": "Bo"}, 0.0), (rewards.signed("Ada Moss"), MAIL, {}, 1.0),
     (rewards.signed("Ada Moss"), MAIL + "PS: hi", {}, 0.0), (rewards.signed("Ada Moss"), "", {}, 0.0),
-    (rewards.ideal_answer(), "Yes.", {"ideal": "Yes."}, 1.0), (rewards.ideal_answer(), "Yes", {"ideal": "Yes."}, 0.0),
 ])
 def test_a_mail_is_paid_for_what_it_has(reward: Any, text: str, row: dict[str, Any], expected: float | None) -> None:
     assert pay(reward, text, **row) == expected
@@ -267,7 +258,8 @@ def test_every_reward_can_be_pickled() -> None:
         assert pay(again, "10", **ROW) == pay(reward, "10", **ROW) and again.__name__ == reward.__name__
 
 
-BAD: list[tuple[Callable[[], Any], str]] = [
+@every_row(("make", "message"), [
+    (lambda: rewards.MeanOf(0.0, 0), "log nothing"),
     (lambda: rewards.number_match(tolerance=-1), "tolerance is -1; it must be 0 or above"),
     (lambda: rewards.number_match(tolerance=float("nan")), "tolerance is nan"),
     (lambda: rewards.proximity(exact=-2), "needed: exact > outlier, reach > 0"),
@@ -283,10 +275,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: rewards.signed(" \n"), "empty signature"), (lambda: rewards.after(""), "empty mark"),
     (lambda: rewards.in_tag(""), "a tag has at least one character"),
     (lambda: rewards.number_equal(column="completion_ids"), "cannot read a column named completion_ids"),
-]
-
-
-@every_row(("make", "message"), BAD)
+])
 def test_an_argument_that_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -298,39 +287,15 @@ def test_a_schema_that_is_none_is_refused() -> None:
         rewards.json_match({"type": "strin"})
 
 
-@pytest.mark.parametrize(("package", "make"), [
-    ("math_verify", rewards.math_match), ("jsonschema", lambda: rewards.json_match({"type": "object"})),
-])
-def test_a_missing_package_is_named(package: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("math_answer", "answers"):
         monkeypatch.setattr(f"lowmem_grpo.rewards.ready.{module}.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=f"needs the package {package.replace('_', '-')}: pip install"):
-        make()
+    for package, make in (("math-verify", rewards.math_match), ("jsonschema", lambda: rewards.json_match({}))):
+        with pytest.raises(ImportError, match=f"needs the package {package}: pip install"):
+            make()
 
 
 # Mathematics through math-verify
-
-
-@pytest.fixture(scope="module")
-def patient() -> Iterator[None]:
-    """A comparison may take a minute, on a slow machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(math_answer, "SECONDS", 60.0)
-        patch.setattr(math_answer, "WORKER", worker := math_answer.MathWorker())
-        yield
-    worker.close()
-
-
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize(("answer", "label", "verdict"), [
-    (r"\boxed{\frac12}", "1/2", True), (r"\boxed{0.5}", r"$\frac{1}{2}$", True), (r"\boxed{1+x}", "x+1", True),
-    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", True), (r"\boxed{x}", "x+1", False), (r"\boxed{5}", "5.0", True),
-    (r"\boxed{\}", "5", False), ("5", "5", False), (r"\boxed{5}", None, None), (r"\boxed{5}", " ", None),
-    (r"\boxed{" + "x+" * 200 + "x}", "x", False),
-])
-def test_equal_mathematics_is_right(answer: str, label: Any, verdict: bool | None) -> None:
-    pytest.importorskip("math_verify")
-    assert rewards.math_match().verify(answer, answer=label) is verdict
 
 
 def test_a_comparison_that_never_ends_is_ended_and_counts_as_wrong(

@@ -1,7 +1,7 @@
 """Which isolation is chosen, what its command line shuts, and which limits are refused."""
 
 import logging
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,19 @@ from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 
 
 @pytest.fixture(autouse=True)
-def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The programs of a machine without bubblewrap; nothing is remembered of any other machine."""
     found = {"bubblewrap": "no-such-bwrap"}
     monkeypatch.setattr(worker, "PROGRAMS", found)
-    for remembers in (why_not, isolation.warn_of_process):
-        remembers.cache_clear()
-    yield found
-    for remembers in (why_not, isolation.warn_of_process):
-        remembers.cache_clear()
+    for name in ("why_not", "warn_of_process"):
+        monkeypatch.setattr(isolation, name, cache(getattr(isolation, name).__wrapped__))
+    return found
 
 
-@pytest.mark.parametrize("asked", [None, "bubblewrap"])
-def test_without_a_sandbox_the_error_names_every_way_out(asked: str | None) -> None:
-    with pytest.raises(SandboxError, match=r"apt install bubblewrap") as caught:
-        open_sandbox(asked)
-    assert 'isolation="process"' in str(caught.value) and "no-such" in str(caught.value)
+def test_without_a_sandbox_the_error_names_every_way_out() -> None:
+    for asked in (None, "bubblewrap"):
+        with pytest.raises(SandboxError, match=r"no-such-bwrap.*apt install bubblewrap.*isolation=\"process\""):
+            open_sandbox(asked)
 
 
 def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,7 +37,6 @@ def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptur
         assert open_sandbox("process").isolation == "process"
         open_sandbox("process")
     assert [record.getMessage() for record in caplog.records] == [isolation.PROCESS_WARNING]
-    assert "\n" not in isolation.PROCESS_WARNING and "files" in isolation.PROCESS_WARNING
     assert f"Landlock {rights.COMPLETE} " in isolation.PROCESS_WARNING
 
 

@@ -5,35 +5,32 @@ from typing import Any
 
 import pytest
 
+from lowmem_grpo.rewards.sandbox import isolation
 from lowmem_grpo.rewards.sandbox.isolation import BY_DEFAULT, SandboxTrials, why_not
-
-
-def line(**answers: Any) -> str:
-    def tried(name: str) -> str | None:
-        answer: str | None = answers[name]() if callable(answers[name]) else answers[name]
-        return answer
-
-    return SandboxTrials(tuple(answers), tried).line(wait=60)
 
 
 def broken() -> str:
     raise RecursionError("too deep")
 
 
-@pytest.mark.parametrize(("answers", "wanted"), [
-    ({"bubblewrap": None, "process": "not\nfound"}, "bubblewrap (process: not found)"),
-    ({"bubblewrap": "no user namespaces", "process": None},
+@pytest.mark.parametrize(("bubblewrap", "process", "wanted"), [
+    (lambda: None, lambda: "not\nfound", "bubblewrap (process: not found)"),
+    (lambda: "no user namespaces", lambda: None,
      "none by default, process if asked for (bubblewrap: no user namespaces; process: works)"),
-    ({"bubblewrap": broken, "process": "c"}, "none (bubblewrap: RecursionError: too deep; process: c)"),
+    (broken, lambda: "c", "none (bubblewrap: RecursionError: too deep; process: c)"),
 ])
-def test_the_line_names_the_sandbox_that_the_rewards_take(answers: dict[str, Any], wanted: str) -> None:
-    assert line(**answers) == wanted
+def test_the_line_names_the_sandbox_that_the_rewards_take(
+    bubblewrap: Any, process: Any, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"bubblewrap": bubblewrap, "process": process}
+    monkeypatch.setattr(isolation, "why_not", lambda name: answers[name]())
+    assert SandboxTrials().line(wait=60) == wanted
 
 
-def test_a_sandbox_that_hangs_does_not_hold_up_the_other_looks() -> None:
+def test_a_sandbox_that_hangs_does_not_hold_up_the_other_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     end, looked = threading.Event(), threading.Event()
-    answers: dict[str, Any] = {"bubblewrap": lambda: str(end.wait(60)), "process": looked.set}
-    trials = SandboxTrials(tuple(answers), lambda name: answers[name]())
+    monkeypatch.setattr(isolation, "why_not", lambda name: str(end.wait(60)) if name == BY_DEFAULT else looked.set())
+    trials = SandboxTrials()
     assert looked.wait(60)
     found = trials.line(wait=0.2)
     end.set()

@@ -13,7 +13,7 @@ from tables import every_row
 
 from lowmem_grpo.rewards.sandbox import trial
 from lowmem_grpo.rewards.sandbox.cases import read_cases
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox, why_not
+from lowmem_grpo.rewards.sandbox.isolation import Sandbox
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 from lowmem_grpo.rewards.sandbox.trial import Trial, Verdict, run_tests
 
@@ -143,20 +143,14 @@ def test_a_program_that_just_fits_runs(sandbox: Sandbox) -> None:
     assert outcome(small, "print(len(input()))", {"input": stdin, "output": str(len(stdin))}) == ["passed"]
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "1 / 0", "def add(", "import os\nos._exit(0)"])
-def test_code_that_does_not_load_is_loaded_once(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if fault := why_not("process"):
-        pytest.skip(fault)
-    started, start = [], Sandbox.start
-
-    def counted(sandbox: Sandbox, role: str, *args: Any, **more: Any) -> Any:
-        started.append(role)
-        return start(sandbox, role, *args, **more)
-
-    monkeypatch.setattr(Sandbox, "start", counted)
-    quick = replace(LIMITS, seconds=0.3)
-    verdicts = run_tests(code, read_cases([CALL, ASSERT, CALL]), Sandbox("process", quick))
-    assert started == ["serve"] and len(set(verdicts)) == 1 and not verdicts[0].passed
+def test_code_that_does_not_load_is_loaded_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = Sandbox.start, []
+    monkeypatch.setattr(Sandbox, "start", lambda *given, **more: started.append(given[1]) or start(*given, **more))
+    quick = Sandbox(sandbox.isolation, replace(LIMITS, seconds=0.3))
+    for code in ("while True: pass", "1 / 0", "def add(", "import os\nos._exit(0)"):
+        verdicts = run_tests(code, read_cases([CALL, ASSERT, CALL]), quick)
+        assert len(set(verdicts)) == 1 and not verdicts[0].passed
+    assert started == ["serve"] * 4
 
 
 @every_row(("code", "reason"), [
