@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
+from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
@@ -41,6 +42,19 @@ def digit_sum(completions: list[Any], **kwargs: Any) -> list[float]:
     """Differs between most completions, and depends on nothing else."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [float(sum(int(c) for c in text if c in "0123456789")) for text in texts]
+
+
+def by_letters(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Differs between most completions, also of a model that says nonsense."""
+    return [float(sum(map(ord, one[0]["content"])) % 17) for one in completions]
+
+
+@torch.no_grad()
+def largest_ratio_error(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> float:
+    """How far a ratio of trainer to sampler is from 1 before an update."""
+    ratios = [(trainer.policy.logprobs(batch, 1.0)[0] - batch.at_trained(batch.rollout_logprobs)).exp()
+              for batch in pack(groups)]
+    return float((torch.cat(ratios) - 1).abs().max())
 
 
 @cache

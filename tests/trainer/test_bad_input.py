@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ def test_a_trainer_without_a_model_says_what_it_takes(trainer: Any, given: dict[
 def test_what_is_no_dataset_is_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'prompt'.*question.*rename_column"):
         make(tmp_path, rows=[{"question": "?"}])
-    with pytest.raises(DataError, match="no rows"):
-        make(tmp_path, rows=None)
     with pytest.raises(DataError, match=r"pass a datasets\.Dataset or a list of rows"):
         make(tmp_path, rows=7)
 
@@ -50,11 +47,6 @@ def test_bad_rows_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCapt
     assert {line["prompt"] for line in read_lines(tmp_path / "completions.jsonl")} <= set(QUESTIONS)
 
 
-def test_a_dataset_of_only_bad_rows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no row of the dataset can be used.*empty prompt \(2\)"):
-        make(tmp_path, rows=[{"prompt": ""}, {"prompt": None}]).train()
-
-
 def test_rows_with_different_columns_keep_their_values(tmp_path: Path) -> None:
     seen: list[Any] = []
 
@@ -65,13 +57,6 @@ def test_rows_with_different_columns_keep_their_values(tmp_path: Path) -> None:
     rows = [{"prompt": QUESTIONS[0], "answer": "1"}, {"prompt": QUESTIONS[1], "source": "x"}]
     make(tmp_path, reward=reward, rows=rows, max_steps=1, shuffle_dataset=False).train()
     assert seen == [("1", None)] * 4 + [(None, "x")] * 4
-
-
-def test_chat_rows_without_a_chat_template_are_refused_with_advice(tmp_path: Path) -> None:
-    model = load()
-    model.loaded.tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"no chat template.*set tokenizer\.chat_template"):
-        make(tmp_path, model=model).train()
 
 
 def test_training_does_not_depend_on_the_pad_token(tmp_path: Path) -> None:
@@ -97,26 +82,17 @@ def test_a_completion_longer_than_the_context_is_refused_by_the_constructor(tmp_
 # Reward functions that misbehave
 
 
-def raises(completions: list[Any], **kwargs: Any) -> list[float]:
-    raise ZeroDivisionError("no units")
-
-
-FAILED = r"raises raised ZeroDivisionError: no units"  # tests/rewards/calling/test_scorer.py has every other failure
-
-
 def test_a_failing_reward_leaves_a_checkpoint_of_the_steps_before_it(tmp_path: Path) -> None:
-    calls: list[int] = []
+    def fails(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if trainer_state.global_step == 1:
+            raise ZeroDivisionError("no units")
+        return digit_sum(completions)
 
-    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
-        calls.append(1)
-        return (raises if len(calls) > 1 else digit_sum)(completions)
-
-    reward.__name__ = "raises"
     straight = make(tmp_path / "straight", max_steps=3)
     straight.train()
     settings = {"max_steps": 3, "save_strategy": "steps"}
-    with pytest.raises(RewardError, match=FAILED) as caught:
-        make(tmp_path / "run", reward=reward, **settings).train()
+    with pytest.raises(RewardError, match="fails raised ZeroDivisionError: no units") as caught:
+        make(tmp_path / "run", reward=fails, **settings).train()
     assert f"Saved {tmp_path / 'run' / 'checkpoint-1'}" in "\n".join(caught.value.__notes__)
     resumed = make(tmp_path / "run", **settings)
     assert resumed.train(resume_from_checkpoint=True).finished
@@ -124,31 +100,8 @@ def test_a_failing_reward_leaves_a_checkpoint_of_the_steps_before_it(tmp_path: P
     assert same(adapter(resumed), adapter(straight))
 
 
-def test_a_reward_that_fails_in_the_first_step_is_named_and_leaves_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=FAILED):
-        make(tmp_path, reward=raises).train()
-    assert not list(tmp_path.glob("checkpoint-*"))
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-
-
 def equal(completions: list[Any], **kwargs: Any) -> list[float]:
     return [0.5] * len(completions)
-
-
-def not_a_number(completions: list[Any], **kwargs: Any) -> list[float]:
-    return [math.nan, *digit_sum(completions)[1:]]
-
-
-def test_a_nan_reward_is_counted_and_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make(tmp_path, reward=not_a_number)
-    trainer.train()
-    for line in read_lines(tmp_path / "metrics.jsonl"):
-        assert line["rewards/not_a_number/invalid"] == 1
-        assert line["optimizer/skipped"] == 1
-    assert "not_a_number gave NaN or infinity for 1 completions" in caplog.text
-    first = read_lines(tmp_path / "completions.jsonl")[0]
-    assert (first["reward"], first["advantage"]) == (None, 0.0)
-    assert all(value.isfinite().all() for value in adapter(trainer).values())
 
 
 def no_opinion(completions: list[Any], **kwargs: Any) -> list[None]:

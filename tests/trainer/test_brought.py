@@ -164,11 +164,6 @@ def test_what_cannot_be_trained_is_refused_with_what_to_do(
         brought(tmp_path, **parts)
 
 
-def test_an_adapter_and_a_peft_config_are_one_too_many(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the model has LoRA already"):
-        brought(tmp_path, model=load())
-
-
 def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> None:
     model = load()
     before = adapter(make(tmp_path / "first", model=model))
@@ -311,40 +306,31 @@ EVALUATED = ["epoch", "eval_entropy", "eval_loss", "eval_mean_token_accuracy", "
              "eval_samples_per_second", "eval_steps_per_second", "step"]
 
 
-class Seen(TrainerCallback):
+NOTED = {"on_init_end": "init", "on_epoch_begin": "epoch", "on_pre_optimizer_step": "before", "on_log": "log",
+         "on_optimizer_step": "after", "on_substep_end": "never", "on_save": "save", "on_evaluate": "evaluated"}
+
+
+def noted(name: str) -> Any:
+    """A hook that remembers when it was called, and with which metrics."""
+    def note(self: Any, args: Any, state: Any, control: Any, metrics: Any = (), **given: Any) -> None:
+        self.calls.append((f"{name} {sorted(metrics)}" if metrics else name, state.global_step))
+
+    return note
+
+
+class Hooks(TrainerCallback):
     """Remembers what was called, and asks for something at a step."""
 
     def __init__(self, step: int = 0, ask: str = "") -> None:
-        self.step, self.ask, self.calls = step, ask, []  # type: ignore[var-annotated]
-
-    def note(self, event: str, state: Any) -> None:
-        self.calls.append((event, state.global_step))
-
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.note("init", state)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.note("epoch", state)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.note("before", state)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.note("after", state)
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.note("never", state)
+        self.step, self.ask, self.calls = step, ask, list[tuple[str, int]]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self.ask and state.global_step == self.step:
             setattr(control, self.ask, True)
         return control
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        self.note(f"evaluated {sorted(metrics)}", state)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.note("log", state)
+Seen: Any = type("Seen", (Hooks,), {hook: noted(name) for hook, name in NOTED.items()})
 
 
 def test_each_hook_is_called_when_transformers_calls_it_and_one_that_never_is_is_named(
@@ -354,13 +340,13 @@ def test_each_hook_is_called_when_transformers_calls_it_and_one_that_never_is_is
     taught(tmp_path, callbacks=[seen], settings={"max_steps": 3}).train()
     step = [("before", 0), ("after", 1), ("log", 1)]
     assert seen.calls == [("init", 0), ("epoch", 0), *step, *((name, at + 1) for name, at in step), ("epoch", 2),
-                          *((name, at + 2) for name, at in step), ("log", 3)]
+                          *((name, at + 2) for name, at in step), ("log", 3), ("save", 3)]
     assert "Seen.on_substep_end is never called" in caplog.text
 
 
 @pytest.mark.parametrize(("ask", "expected"), [
     ("should_evaluate", (f"evaluated {EVALUATED}", 2)), ("should_log", ("log", 2)),
-    ("should_epoch_stop", ("epoch", 2)),
+    ("should_epoch_stop", ("epoch", 2)), ("should_save", ("save", 2)),
 ])
 def test_what_a_callback_asks_for_is_done_at_the_end_of_the_step(
     ask: str, expected: tuple[str, int], tmp_path: Path

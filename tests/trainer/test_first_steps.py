@@ -18,7 +18,6 @@ from lowmem_grpo import GRPOConfig
 from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.runs.views.live import StepTimes
 from lowmem_grpo.runs.views.terminal import CurrentStderr
 from lowmem_grpo.trainer.journal import FirstSteps
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -71,21 +70,6 @@ def test_a_run_that_learns_nothing_is_told_so_once(tmp_path: Path, caplog: pytes
     (said,) = [record.getMessage() for record in caplog.records if "first step" in record.getMessage()]
     assert said.startswith("first step: 0 of 2 groups carry signal, in each group all completions earn the same")
     assert "easier" in said or "sometimes solved" in said
-
-
-def test_the_pace_leaves_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("lowmem_grpo.runs.views.live.time", SimpleNamespace(monotonic=lambda: now[0]))
-    pace = StepTimes()
-    pace.start_at(10)
-    assert pace.left(20) is None
-    for step, at in ((11, 150.0), (12, 153.0), (12, 160.0), (14, 159.0)):
-        now[0] = at
-        pace.mark(step)
-        if step == 11:
-            assert pace.left(20) == 450.0
-    assert pace.per_step == 3.0
-    assert pace.left(20) == 18.0
 
 
 def test_the_expected_time_is_printed_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

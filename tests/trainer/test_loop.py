@@ -12,57 +12,40 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from small_models import shallow
-from trainer_runs import QUESTIONS, ROWS, SMALL, Gradients, adapter, digit_sum, load, make, moved, same
-from transformers import TrainerCallback
+from trainer_runs import QUESTIONS, ROWS, SMALL, Gradients, adapter, adapter_of, digit_sum, load, make, moved, same
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import listeners
 from lowmem_grpo.runs.records import RecordError, read_lines
+from lowmem_grpo.runs.saved_adapter import list_checkpoints
+from tests.attacks.small_run import StopAt
+
+EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_save", "on_evaluate", "on_train_end")
+
+
+def noted(event: str) -> Any:
+    """A method of a listener as people write them for transformers' Trainer."""
+    def note(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
+        assert args.learning_rate == SMALL["learning_rate"] and state.max_steps == 3
+        self.events.append(event)
+        self.given[event] = given
+
+    return note
+
+
+Recorder = type("Recorder", (TrainerCallback,), {event: noted(event) for event in EVENTS})
 
 # Records
 
-
-class Recorder(TrainerCallback):
-    """A listener as people write them for transformers' Trainer."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.logs: list[dict[str, Any]] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("on_train_begin")
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("on_step_begin")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert state.is_world_process_zero and state.is_local_process_zero
-        assert kwargs["model"] is not None and kwargs["processing_class"] is not None
-        assert kwargs["optimizer"].param_groups and kwargs["lr_scheduler"].get_last_lr()
-        self.events.append("on_step_end")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        assert args.learning_rate == SMALL["learning_rate"]
-        self.logs.append(logs)
-        self.events.append("on_log")
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append(f"on_save {state.global_step}/{state.max_steps}")
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        assert metrics["eval_reward"] >= 0
-        self.events.append("on_evaluate")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("on_train_end")
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[GRPOTrainer, Recorder, Any]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[GRPOTrainer, Any, Any]:
     """A whole run of three steps, with saves and evaluations."""
-    recorder = Recorder()
+    recorder: Any = Recorder()
+    recorder.events, recorder.given = [], {}
     trainer = make(
         tmp_path_factory.mktemp("finished") / "run", callbacks=[recorder], max_steps=3, save_strategy="steps",
         save_steps=2, eval_strategy="steps", eval_steps=2, eval_dataset=ROWS, num_generations_eval=2, beta=0.01,
@@ -99,6 +82,17 @@ def test_metrics_have_trls_names_and_shares_of_time_add_up(finished: Any) -> Non
     assert output.metrics.items() >= trainer.state.log_history[-1].items() and output.metrics["train_runtime"] > 0
 
 
+def test_the_evaluation_and_the_summary_of_a_run_are_recorded(finished: Any) -> None:
+    trainer, _, _ = finished
+    (evaluated,) = [line for line in read_lines(trainer.run_dir / "metrics.jsonl") if "eval_reward" in line]
+    assert evaluated["step"] == 2 and evaluated["eval_reward"] >= 0
+    assert {"eval_reward_std", "eval_rewards/digit_sum/mean", "eval_completions/mean_length",
+            "eval_completions/clipped_ratio"} <= evaluated.keys()
+    summary = json.loads((trainer.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["model"]) == ("finished", 3, str(shallow()))
+    assert summary["config"]["num_generations"] == 4 and (trainer.run_dir / "report.html").stat().st_size > 10_000
+
+
 def test_all_completions_are_recorded(finished: Any) -> None:
     trainer, _, _ = finished
     lines = read_lines(trainer.run_dir / "completions.jsonl")
@@ -110,16 +104,6 @@ def test_all_completions_are_recorded(finished: Any) -> None:
         assert line["finish_reason"] in ("stop", "length")
     for start in range(0, 24, 4):
         assert sum(line["advantage"] for line in lines[start : start + 4]) == pytest.approx(0, abs=1e-3)
-
-
-def test_summary_and_report_are_written(finished: Any) -> None:
-    trainer, _, _ = finished
-    summary = json.loads((trainer.run_dir / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert summary["steps"] == 3
-    assert summary["model"] == str(shallow())
-    assert summary["config"]["num_generations"] == 4
-    assert (trainer.run_dir / "report.html").stat().st_size > 10_000
 
 
 def test_tensorboard_gets_the_rewards(finished: Any) -> None:
@@ -191,41 +175,23 @@ def test_a_callback_written_for_transformers_gets_every_event_and_what_it_reads(
     _, recorder, _ = finished
     one = ["on_step_begin", "on_log", "on_step_end"]
     assert recorder.events == [
-        "on_train_begin", *one, *one, "on_log", "on_evaluate", "on_save 2/3", *one, "on_log", "on_train_end",
-        "on_save 3/3",
+        "on_train_begin", *one, *one, "on_log", "on_evaluate", "on_save", *one, "on_log", "on_train_end", "on_save",
     ]
-    assert [logs["step"] for logs in recorder.logs] == [1, 2, 2, 3, 3]
-
-
-class StopAt(TrainerCallback):
-    """Asks for a stop after a step."""
-
-    def __init__(self, stop: int) -> None:
-        self.stop = stop
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.stop
+    given = recorder.given["on_step_end"]
+    assert given["model"] is not None and given["processing_class"] is not None
+    assert given["optimizer"].param_groups and given["lr_scheduler"].get_last_lr()
+    assert recorder.given["on_evaluate"]["metrics"]["step"] == 2 and recorder.given["on_log"]["logs"]["step"] == 3
 
 
 def test_a_callback_can_stop_the_run_and_the_same_trainer_can_go_on(tmp_path: Path) -> None:
-    trainer = make(tmp_path, callbacks=[StopAt(1)], max_steps=3)
+    stop = StopAt(1)
+    trainer = make(tmp_path, callbacks=[stop], max_steps=3)
     first = trainer.train()
     assert (first.global_step, first.finished) == (1, False)
     assert (tmp_path / "checkpoint-1").is_dir()  # although save_strategy is "no": the run is not over
+    stop.stop = 9
     second = trainer.train(resume_from_checkpoint=True)
     assert (second.global_step, second.finished) == (3, True)
-
-
-class SaveAt(TrainerCallback):
-    """Asks for one save."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = state.global_step == 1
-
-
-def test_a_callback_can_ask_for_a_save(tmp_path: Path) -> None:
-    make(tmp_path, callbacks=[SaveAt()]).train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_no_step_goes_beyond_max_steps(tmp_path: Path) -> None:
@@ -246,14 +212,6 @@ def test_rounding_to_whole_groups_is_logged(tmp_path: Path, caplog: pytest.LogCa
 # Evaluation
 
 
-def test_evaluation_is_recorded_every_eval_steps(finished: Any) -> None:
-    trainer, _, _ = finished
-    lines = [line for line in read_lines(trainer.run_dir / "metrics.jsonl") if "eval_reward" in line]
-    assert [line["step"] for line in lines] == [2]
-    assert {"eval_reward", "eval_reward_std", "eval_rewards/digit_sum/mean", "eval_completions/mean_length",
-            "eval_completions/clipped_ratio"} <= lines[0].keys()
-
-
 def test_evaluation_leaves_the_training_as_it_is(tmp_path: Path, finished: Any) -> None:
     trainer, _, _ = finished
     without = make(tmp_path, max_steps=3, beta=0.01)
@@ -261,24 +219,11 @@ def test_evaluation_leaves_the_training_as_it_is(tmp_path: Path, finished: Any) 
     assert same(adapter(without), adapter(trainer))
 
 
-def test_evaluation_before_training_works_and_repeats(tmp_path: Path) -> None:
-    trainer = make(tmp_path / "run", eval_dataset=ROWS, max_steps=1)
-    first = trainer.evaluate()
-    assert first["eval_reward"] > 0
-    again = trainer.evaluate()
-    assert {name: value for name, value in again.items() if "second" not in name and "runtime" not in name} == {
-        name: value for name, value in first.items() if "second" not in name and "runtime" not in name}
-    trainer.train()
-
-
-def test_unusable_evaluation_data_is_refused_by_the_constructor(tmp_path: Path) -> None:
+def test_unusable_evaluation_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="column 'prompt'"):
         make(tmp_path, eval_strategy="steps", eval_dataset=[{"question": "?"}])
     with pytest.raises(ValueError, match="eval_dataset"):
         make(tmp_path, eval_strategy="steps")
-
-
-def test_evaluation_rows_that_are_all_unusable_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no row"):
         make(tmp_path, eval_dataset=[{"prompt": ""}]).evaluate()
 
@@ -298,6 +243,10 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
     monkeypatch.setattr(run.ranks, "gather", signalled)
     run.train()
     assert run.state.global_step == 1, "it ends after its step"
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+    assert same(adapter_of(run.model), adapter_of(PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(shallow()), tmp_path / "adapter", is_trainable=True)))
 
 
 # Options of TRL's and transformers' settings

@@ -4,33 +4,38 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import trainer_runs
+from memory import Failing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trainer_runs import load, moved, same
+from trainer_runs import TEXTS, adapter, load, moved, same
 
-from lowmem_grpo import GRPOConfig, GRPOTrainer
+from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer import learner as step
 from lowmem_grpo.trainer.nonfinite import FILE, WRITTEN, BadRollout, Flags, Guard, NonFiniteError, lines
 from lowmem_grpo.types import Rollout, RolloutGroup
+from tests.attacks.small_run import StopAt, records
 
 NAN, INF = math.nan, math.inf
 TOKENS = 100  # of a micro-batch: the groups below make at least three of them
-ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
-SETTINGS: dict[str, Any] = {
-    "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 6,
-    "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "parity_steps": 0,
-    "max_tokens_per_micro_batch": TOKENS,
-}
-UNEQUAL = ("elapsed", "step_time", "tokens_per_second", "time/", "memory/")  # between two runs, as beginnings
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 6,
+                            "disable_tqdm": True, "parity_steps": 0, "max_tokens_per_micro_batch": TOKENS}
+
+
+def make(folder: Path, reward: Any = None, callbacks: Any = (), **settings: Any) -> GRPOTrainer:
+    """A trainer of the embedded model, with dropout and an adapter that matters."""
+    return trainer_runs.make(folder, reward or DigitSum(), TEXTS, moved(load(lora_dropout=0.1)),
+                             callbacks=list(callbacks), **SETTINGS | settings)
 
 
 class DigitSum:
@@ -47,22 +52,6 @@ class DigitSum:
             rewards[1] = self.value
         rewards[2] = None  # no opinion, which is no error
         return rewards
-
-
-class Adapters:
-    """A listener that keeps the adapter after each step."""
-
-    def __init__(self) -> None:
-        self.kept: list[dict[str, torch.Tensor]] = []
-
-    def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
-        self.kept.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
-
-
-def make(folder: Path, reward: Any = None, callbacks: Any = (), **settings: Any) -> GRPOTrainer:
-    """A trainer of the embedded model, with dropout and an adapter that matters."""
-    config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
-    return GRPOTrainer(moved(load(lora_dropout=0.1)), reward or DigitSum(), config, ROWS, callbacks=list(callbacks))
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +129,16 @@ def started(folder: Path, groups: list[RolloutGroup], **settings: Any) -> GRPOTr
 def test_a_reward_that_is_no_number_is_counted_written_and_not_trained_on(
     tmp_path: Path, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    adapters = Adapters()
-    trainer = make(tmp_path, DigitSum(value, (2, 3)), [adapters], max_steps=4)
+    kept: list[Any] = []  # the adapter after each step
+    listener = SimpleNamespace(on_step_end=lambda *_, **__: kept.append(adapter(trainer)))
+    trainer = make(tmp_path, DigitSum(value, (2, 3)), [listener], max_steps=4)
     trainer.train()
     metrics = read_lines(tmp_path / "metrics.jsonl")
     assert [line["optimizer/skipped"] for line in metrics] == [0, 1, 1, 0]
     assert [line["nonfinite/steps"] for line in metrics] == [0, 1, 2, 2]
     assert [line["nonfinite/rollouts"] for line in metrics] == [0, 1, 1, 0]
     assert [line["learning_rate"] for line in metrics] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-    assert same(adapters.kept[0], adapters.kept[1]) and same(adapters.kept[0], adapters.kept[2])
-    assert not same(adapters.kept[2], adapters.kept[3])
+    assert same(kept[0], kept[1]) and same(kept[0], kept[2]) and not same(kept[2], kept[3])
     found = written(tmp_path)
     assert [(line["step"], line["what"]) for line in found] == [(2, "reward digit_sum"), (3, "reward digit_sum")]
     assert [line["rewards"] for line in found] == [{"digit_sum": str(value)}] * 2
@@ -244,14 +233,8 @@ def test_a_gradient_that_is_no_number_is_named_and_not_applied(
 
 
 def test_a_rollout_is_written_once_where_memory_ran_out_in_between(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
-    trainer, groups, calls = started(tmp_path, sampled), broken(sampled, "rollout_logprobs"), []
-
-    def fail_once(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    trainer.policy.backbone.norm.register_forward_hook(fail_once)
+    trainer, groups = started(tmp_path, sampled), broken(sampled, "rollout_logprobs")
+    trainer.policy.backbone.norm.register_forward_hook(Failing(2))
     check_skips(trainer, groups, {"rollout_logprobs"}, [groups[1].rollouts[1]])
     assert trainer.memory.train.failures == 1
 
@@ -330,18 +313,12 @@ def test_three_in_a_row_stop_the_run_and_leave_what_came_before(tmp_path: Path) 
     resumed = make(run)
     assert resumed.train(resume_from_checkpoint=True).finished
     assert same(weights(resumed), weights(expected))
-    kept = [[{k: v for k, v in line.items() if not k.startswith(UNEQUAL)}
-             for line in read_lines(folder / "metrics.jsonl")] for folder in (run, tmp_path / "steady")]
-    assert kept[0] == kept[1]
-    assert [line["step"] for line in kept[0]] == [1, 2, 3, 4, 5, 6]
+    kept = records(run)[0]
+    assert kept == records(tmp_path / "steady")[0] and [line["step"] for line in kept] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_count_in_a_row_outlives_a_resume_and_ends_with_a_good_step(tmp_path: Path) -> None:
-    class Stop:
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == 4
-
-    make(tmp_path, DigitSum(NAN, (1, 3, 4, 5)), [Stop()]).train()  # without the good step 2, step 4 were the third
+    make(tmp_path, DigitSum(NAN, (1, 3, 4, 5)), [StopAt(4)]).train()  # without the good step 2, step 4 were the third
     with pytest.raises(NonFiniteError, match="the last of them step 5"):
         make(tmp_path, DigitSum(NAN, (5,))).train(resume_from_checkpoint=True)
 
@@ -398,28 +375,18 @@ def test_the_file_holds_the_first_rollouts_of_a_step_and_how_many_more_there_are
     assert len(list(lines(7, [BadRollout(group, rollout, ["loss"]) for rollout in rollouts[:WRITTEN]], []))) == WRITTEN
 
 
-def full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "open", fail)
-
-
-def no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.rmdir()
-    folder.write_text("a file where the run directory should be")
-
-
-@pytest.mark.parametrize("trouble", [full_disk, no_folder])
+@pytest.mark.parametrize("trouble", ["a full disk", "no folder"])
 def test_what_went_wrong_is_said_even_if_the_file_cannot_be_written(
     tmp_path: Path, sampled: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    trouble: Callable[..., None],
+    trouble: str,
 ) -> None:
     folder = tmp_path / "run"
-    folder.mkdir()
     trainer = make(folder, nonfinite_steps=2)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        trouble(folder, patch)
+        if trouble == "a full disk":
+            patch.setattr(Path, "open", Failing(*range(9), error=lambda: OSError(28, "No space left on device")))
+        else:
+            folder.write_text("a file where the run directory should be")
         trainer.update(broken(sampled, "reward"))
         with pytest.raises(NonFiniteError, match=r"reward digit_sum; the rollouts could not be written"):
             trainer.update(broken(sampled, "reward"))
@@ -429,12 +396,11 @@ def test_what_went_wrong_is_said_even_if_the_file_cannot_be_written(
 def test_a_nan_from_the_sampler_skips_a_step_of_the_parity_check_and_does_not_end_the_run(tmp_path: Path) -> None:
     trainer = make(tmp_path, parity_steps=1, max_steps=3, seed=3, max_completion_length=24)
     engine = trainer.engine
-    generate, calls = engine.generate, []
+    generate = engine.generate
 
     def spoiled(*args: Any, **kwargs: Any) -> list[list[Rollout]]:
         found = generate(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == 2:
+        if trainer.state.global_step == 1:
             found[0][0].rollout_logprobs[0] = NAN
         return found
 
@@ -453,12 +419,9 @@ def test_the_norms_of_adapter_groups_are_those_before_clipping_and_add_up(
     trainer = make(tmp_path, max_grad_norm=1e-3)
     trainer.learner.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=True)
     trainer.forward_backward(copy.deepcopy(sampled))
-    squares: dict[str, float] = {}
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None
-            projection = name.split(".lora_")[0].split(".")[-1]
-            squares[projection] = squares.get(projection, 0.0) + (parameter.grad.double() / 8).square().sum().item()
+    squares: Counter[str] = Counter()
+    for name, parameter in trainer.learner.trained.items():
+        squares[name.split(".lora_")[0].split(".")[-1]] += (parameter.grad.double() / 8).square().sum().item()
     calls: list[int] = []
     norms = step.gradient_norms
     monkeypatch.setattr(step, "gradient_norms", lambda p: calls.append(len(p)) or norms(p))

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_runs
 from checkpointed_stack import LateCopies
 from memory import Failing
-from trainer_runs import Gradients, adapter, digit_sum, load, moved, same
+from trainer_runs import TEXTS, Gradients, adapter, load, moved, same
 
-from lowmem_grpo import GRPOConfig, GRPOTrainer
+from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import MemoryExhaustedError, OutOfMemory, RunMemory
 from lowmem_grpo.models.packing import pack
@@ -21,26 +22,21 @@ from lowmem_grpo.types import RolloutGroup
 from lowmem_grpo.utils import GIB
 
 TOKENS = 100  # of a micro-batch: the groups below make at least three of them
-ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
-SETTINGS: dict[str, Any] = {
-    "num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 3,
-    "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, "parity_steps": 0,
-}
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 16, "max_completion_length": 12, "max_steps": 3,
+                            "disable_tqdm": True, "parity_steps": 0}
 
 
 def make(folder: Path, dropout: float = 0.1, checkpointing: bool | str = False, **settings: Any) -> GRPOTrainer:
     """A trainer of the embedded model, with an adapter that matters."""
     model = moved(load(lora_dropout=dropout, checkpointing=checkpointing))
-    config = GRPOConfig(output_dir=str(folder), **(SETTINGS | settings))
-    return GRPOTrainer(model, digit_sum, config, ROWS)
+    return trainer_runs.make(folder, rows=TEXTS, model=model, **SETTINGS | settings)
 
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> list[RolloutGroup]:
     """Four groups of four completions, all with a gradient."""
     groups = make(tmp_path_factory.mktemp("sampled")).rollout()
-    batches = pack([RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in groups], TOKENS)
-    assert len(batches) >= 3
+    assert count_batches(groups, TOKENS) >= 3
     return groups
 
 
@@ -71,9 +67,13 @@ def distance(first: Gradients, second: Gradients) -> float:
     return sum((first[name] - second[name]).square().sum().item() for name in first) ** 0.5
 
 
-def count_batches(groups: list[RolloutGroup], tokens: int) -> int:
+def batches(groups: list[RolloutGroup], tokens: int | None = None) -> list[Any]:
     trained = [RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in groups]
-    return len(pack(trained, tokens, SETTINGS["per_device_train_batch_size"]))
+    return pack(trained, tokens, SETTINGS["per_device_train_batch_size"])
+
+
+def count_batches(groups: list[RolloutGroup], tokens: int) -> int:
+    return len(batches(groups, tokens))
 
 
 @pytest.mark.slow
@@ -135,8 +135,7 @@ def test_out_of_memory_twice_in_a_row_does_not_change_what_is_trained(
 
 def test_a_run_without_a_bound_halves_the_micro_batch_that_failed(tmp_path: Path, sampled: list[RolloutGroup]) -> None:
     trainer = make(tmp_path)
-    trained = [RolloutGroup(g.row, g.prompt_ids, [r for r in g.rollouts if r.advantage]) for g in sampled]
-    (batch,) = pack(trained, None, SETTINGS["per_device_train_batch_size"])
+    (batch,) = batches(sampled)
     half = len(batch.input_ids) // 2
     found, _ = updated(trainer, sampled, fail_forward(trainer, Failing(0)))
     assert trainer.memory.train.lowered == half

@@ -85,9 +85,3 @@ def test_every_rate_of_the_config_is_seen(name: str, value: Any, expected: bool)
     assert not drops(model)
     setattr(model.config, name, value)
     assert drops(model) == expected
-
-
-def test_a_model_without_checkpointing_stays_without(saved: list[int]) -> None:
-    made = policy(0.2, False)
-    gradients(made)
-    assert not made.base.is_gradient_checkpointing

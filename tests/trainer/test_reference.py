@@ -67,11 +67,10 @@ def test_the_reference_computes_without_the_dropout_of_the_adapter(tmp_path: Pat
 
 
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"beta": 0.1, "kl_reference": "base"}])
-def test_no_copy_is_kept_that_nothing_compares_with(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_no_copy_is_kept_that_nothing_compares_with_and_a_fresh_adapter_needs_none(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     assert make(tmp_path, model=moved(load()), **settings).policy.reference_adapter is None
-
-
-def test_a_fresh_adapter_needs_no_copy(tmp_path: Path) -> None:
     assert make(tmp_path, beta=0.1).policy.reference_adapter == {}
 
 

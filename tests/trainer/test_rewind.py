@@ -1,6 +1,7 @@
 """Optimizer steps that can be undone: what is copied, when, and what it costs."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,25 +38,16 @@ def make(name: str, held: list[nn.Parameter]) -> torch.optim.Optimizer:
 NAMES = ["adamw", "adamw_fused", "8bit", "paged"]
 
 
-def everything(optimizer: torch.optim.Optimizer, held: list[nn.Parameter]) -> list[Any]:
-    """Values of parameters and states, and the tensors themselves."""
-    found: list[Any] = []
-    for parameter in held:
-        state = optimizer.state.get(parameter, {})
-        found.append((parameter.detach().clone(), sorted(state),
-                      {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()},
-                      {key: id(value) for key, value in state.items() if torch.is_tensor(value)}))
-    return found
+def everything(optimizer: torch.optim.Optimizer, held: list[nn.Parameter]) -> dict[Any, Tensor]:
+    """The values of parameters and states, by number, name and the tensor itself."""
+    found = {number: parameter.detach().clone() for number, parameter in enumerate(held)}
+    return found | {(number, name, id(value) if torch.is_tensor(value) else 0): torch.as_tensor(value).clone()
+                    for number, parameter in enumerate(held)
+                    for name, value in optimizer.state.get(parameter, {}).items()}
 
 
-def same(first: Any, second: Any) -> bool:
-    if torch.is_tensor(first):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
-    return bool(first == second)
+def same(first: dict[Any, Tensor], second: dict[Any, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
 @every_row("name", NAMES)
@@ -140,14 +132,8 @@ def test_every_step_uses_the_same_memory_of_the_host(monkeypatch: pytest.MonkeyP
     held = parameters(40)
     optimizer = make("adamw", held)
     optimizer.step()
-    copy, taken = OptimizerCopy(optimizer, each_step=True), []
-    empty = torch.empty
-
-    def counted(*args: Any, **options: Any) -> Tensor:
-        taken.append(args)
-        return empty(*args, **options)
-
-    monkeypatch.setattr(rewind.torch, "empty", counted)
+    copy, taken, empty = OptimizerCopy(optimizer, each_step=True), list[Any](), torch.empty
+    monkeypatch.setattr(rewind.torch, "empty", lambda *args, **options: taken.append(args) or empty(*args, **options))
     for _ in range(4):
         copy.copy_state(held)
         optimizer.step()
@@ -160,13 +146,9 @@ def test_every_step_uses_the_same_memory_of_the_host(monkeypatch: pytest.MonkeyP
 def test_paged_states_are_read_only_after_kernels_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(rewind.torch.cuda, "synchronize", waited.append)
-    paged = torch.zeros(3)
-    rewind.wait_for_paged([paged], [FakeCard()])  # type: ignore[list-item]
+    paged, card = torch.zeros(3), cast(Tensor, SimpleNamespace(device="cuda:0", is_cuda=True))
+    rewind.wait_for_paged([paged], [card])
     assert waited == []
     paged.is_paged = True  # type: ignore[attr-defined]
-    rewind.wait_for_paged([paged], [FakeCard()])  # type: ignore[list-item]
+    rewind.wait_for_paged([paged], [card])
     assert waited == ["cuda:0"]
-
-
-class FakeCard:
-    device, is_cuda = "cuda:0", True

@@ -159,12 +159,6 @@ def test_a_copy_of_the_adapter_as_reference_is_planned_on_the_host(monkeypatch: 
     assert plans[1].host - plans[0].host == 4 * numbers and plans[1].train == plans[0].train
 
 
-def test_the_highest_rank_of_any_layer_is_planned_for() -> None:
-    model = loaded()
-    vars(model.peft_config["default"])["rank_pattern"] = {"q_proj": 64, "v_proj": 2}
-    assert settings_of(model, GRPOConfig(), "transformers", 128).lora_rank == 64
-
-
 def test_a_plan_counts_the_numbers_that_are_trained_on_some_layers_of_several_ranks() -> None:
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(bare, r=4, target_modules=["q_proj", "down_proj"], layers_to_transform=[1],
@@ -183,12 +177,6 @@ def test_heads_stay_together_in_the_plan_of_a_model_whose_attention_drops_out() 
     model = loaded()
     model.get_base_model().config.attention_dropout = 0.1
     assert settings_of(model, GRPOConfig(), "transformers", 128).head_groups == 1
-
-
-def test_a_run_that_does_not_fit_its_plan_is_not_stopped_and_preflight_has_what_it_says() -> None:
-    model = loaded()
-    plan = plan_run(settings_of(model, GRPOConfig(), "transformers", 128), model, device("1MiB"))
-    assert plan is not None and not plan.fits and plan.advice
 
 
 def test_a_model_that_cannot_be_planned_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

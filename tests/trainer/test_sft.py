@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import signal
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.preflight.checks import PreflightError
-from lowmem_grpo.trainer.sft import as_groups, token_losses
+from lowmem_grpo.trainer.sft import as_groups
 from lowmem_grpo.types import RolloutGroup
 
 END = "<|im_end|>"
@@ -52,18 +51,17 @@ FORMAT = [
     {"prompt": question(f"Start with {n}. Add {n}. What is the result?"),
      "completion": f"{n} + {n} = {2 * n}\nAnswer = {2 * n}"} for n in range(1, 25)
 ]
+
+
 load = partial(load_shallow, r=8, lora_alpha=16)
-
-
-def load_another(name: Any = "tiny", four_bit: bool = False, dtype: Any = None, checkpointing: Any = False,
-                 engine: Any = "transformers") -> FastPeftModel:
-    bare, _ = FastLanguageModel.from_pretrained(
-        str(name), max_seq_length=128, load_in_4bit=four_bit, dtype=dtype, fast_inference=engine
-    )
-    return FastLanguageModel.get_peft_model(bare, use_gradient_checkpointing=checkpointing, r=8, lora_alpha=16)
-
-
 MODEL = cache(load)  # one that no test trains
+
+
+def load_form(name: str = "tiny", four_bit: bool = False, dtype: Any = None, checkpointing: Any = False,
+              engine: Any = "transformers") -> FastPeftModel:
+    bare, _ = FastLanguageModel.from_pretrained(
+        name, max_seq_length=128, load_in_4bit=four_bit, dtype=dtype, fast_inference=engine)
+    return FastLanguageModel.get_peft_model(bare, use_gradient_checkpointing=checkpointing, r=8, lora_alpha=16)
 
 
 def make(folder: Path, rows: Any = ROWS, model: Any = None, **settings: Any) -> SFTTrainer:
@@ -160,16 +158,6 @@ def test_the_gradient_of_dft_is_that_of_its_formula_in_float64_however_the_step_
     assert loss < plain_gradients(model, tmp_path / "plain", ROWS)[0]  # as no probability is above 1
 
 
-@every_row("logprobs", [[-0.1, -3.0, -40.0], [0.0, -1e-9], [-800.0, -0.5]])
-def test_the_loss_of_a_token_in_dft_has_the_probability_as_its_gradient(logprobs: list[float]) -> None:
-    given = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
-    losses = token_losses(given, "dft")
-    losses.sum().backward()
-    probabilities = given.detach().exp()
-    assert torch.equal(losses.detach(), -given.detach() * probabilities) and given.grad is not None
-    assert torch.equal(given.grad, -probabilities)
-
-
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
 def test_rows_of_a_pack_do_not_see_each_other_and_a_step_counts_packs(strategy: str, tmp_path: Path) -> None:
     model = moved(load())
@@ -194,20 +182,6 @@ def test_wrapped_rows_see_those_before_them(tmp_path: Path) -> None:
     assert trainer.evaluate([{"text": "12 + 3 = 15"}] * 3)["eval_loss"] == pytest.approx(sums / count, rel=1e-5)
 
 
-def test_a_plan_does_not_cut_a_step_alone_or_its_cut_changes_the_gradient(tmp_path: Path) -> None:
-    model = moved(load())
-    trainer = make(tmp_path, model=model, per_device_train_batch_size=1, gradient_accumulation_steps=6)
-    groups = groups_of(trainer, ROWS)
-    assert trainer.learner.forward_backward(groups)["micro_batches"] == len(ROWS)
-    trainer.learner.optimizer.zero_grad(set_to_none=True)
-    loss, expected = gradients(trainer, groups)
-    trainer.learner.optimizer.zero_grad(set_to_none=True)
-    trainer.memory.train.planned, trainer.memory.train.spread = 4096, 4.0
-    again, found = gradients(trainer, groups)
-    assert again == pytest.approx(loss, rel=1e-5) and relative(found, expected) < 1e-5
-    assert trainer.step()["micro_batches"] == 1
-
-
 def test_a_step_takes_as_many_rows_as_batch_and_accumulation_say_and_their_tokens_weigh_alike(tmp_path: Path) -> None:
     model = moved(load())
     before = adapter_of(model)
@@ -228,7 +202,7 @@ def test_logits_of_all_tokens_never_exist(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**(SHAPE | {"vocab_size": vocabulary}))).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "model")
-    model = load_another(tmp_path / "model")
+    model = load_form(str(tmp_path / "model"))
     trainer = make(tmp_path, model=model, logits_chunk=8)
     groups = groups_of(trainer, ROWS)
     tokens = sum(len(group.rollouts[0].completion_ids) for group in groups)
@@ -249,33 +223,12 @@ def test_logits_of_all_tokens_never_exist(tmp_path: Path) -> None:
     {}, {"four_bit": True}, {"four_bit": True, "dtype": torch.bfloat16, "checkpointing": "offload"},
 ], ids=str)
 def test_the_loss_falls_whatever_the_weights_are(parts: dict[str, Any], tmp_path: Path) -> None:
-    trainer = make(tmp_path, FORMAT[:6], load_another(**parts), max_steps=12, learning_rate=1e-2,
+    trainer = make(tmp_path, FORMAT[:6], load_form(**parts), max_steps=12, learning_rate=1e-2,
                    per_device_train_batch_size=6, lr_scheduler_type="constant")
     output = trainer.train()
     losses = [line["loss"] for line in read_lines(tmp_path / "metrics.jsonl")]
     assert output.finished and len(losses) == 12
     assert losses[-1] < losses[0] / 3
-
-
-def test_a_seed_repeats_the_run_bit_for_bit_and_another_seed_does_not(tmp_path: Path) -> None:
-    start = adapter_of(load(lora_dropout=0.1, random_state=0))
-    ends = []
-    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
-        model = load(lora_dropout=0.1, random_state=0)
-        assert all(torch.equal(value, start[name]) for name, value in adapter_of(model).items())
-        torch.manual_seed(ord(folder))
-        make(tmp_path / folder, model=model, seed=seed, per_device_train_batch_size=4, max_steps=3).train()
-        ends.append(adapter_of(model))
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in start)
-    assert not all(torch.equal(ends[0][name], ends[2][name]) for name in start)
-
-
-def test_epochs_see_every_row_once_and_in_orders_of_their_own(tmp_path: Path) -> None:
-    trainer = make(tmp_path, FORMAT, max_steps=-1, num_train_epochs=2, per_device_train_batch_size=8, learning_rate=0.0)
-    assert trainer.state.max_steps == 6
-    orders = [[example.row["completion"] for example in trainer.source.take(24)] for _ in range(2)]
-    assert sorted(orders[0]) == sorted(orders[1]) == sorted(row["completion"] for row in FORMAT)
-    assert orders[0] != orders[1]
 
 
 def test_the_records_hold_every_step_and_the_adapter_is_saved(tmp_path: Path) -> None:
@@ -333,32 +286,6 @@ def test_the_evaluation_loss_is_that_of_plain_cross_entropy_without_dropout(tmp_
     assert lines[1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-class Stop:
-    """Presses Ctrl-C in a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step, self.trainer, self.logs = step, None, []  # type: ignore[var-annotated]
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step + 1 == self.step:
-            self.trainer.interrupt.got = signal.SIGINT  # type: ignore[attr-defined]
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.logs.append(logs["step"])
-
-
-def test_ctrl_c_ends_the_step_and_saves_the_adapter_and_a_checkpoint(tmp_path: Path) -> None:
-    stop = Stop(2)
-    trainer = stop.trainer = make(tmp_path, max_steps=9, save_strategy="no", callbacks=[stop])
-    output = trainer.train()
-    assert (output.finished, output.global_step, stop.logs) == (False, 2, [1, 2, 2])
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
-    plain = AutoModelForCausalLM.from_pretrained(shallow())
-    saved = adapter_of(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True))
-    assert all(torch.equal(value, saved[name]) for name, value in adapter_of(trainer.model).items())
-
-
 def test_steps_that_are_not_finite_train_nothing_and_stop_the_run_with_a_checkpoint_of_the_step_before(
     tmp_path: Path,
 ) -> None:
@@ -386,16 +313,6 @@ def test_the_live_view_shows_the_loss(tmp_path: Path, capsys: pytest.CaptureFixt
 # Rows, by way of the trainer.
 
 
-def test_of_a_conversation_the_last_message_is_trained(tmp_path: Path) -> None:
-    messages = [*question("1 + 1?"), {"role": "assistant", "content": "2"}, *question("And 2 + 2?"),
-                {"role": "assistant", "content": "4"}]
-    trainer = make(tmp_path, [{"messages": messages}], assistant_only_loss=None)
-    (example,) = trainer.source.take(1)
-    assert isinstance(example, Example)
-    assert example.text.startswith("<|im_start|>user\n1 + 1?") and "assistant\n2<|im_end|>" in example.text
-    assert trainer.tokenizer.decode(example.completion_ids) == "4<|im_end|>"
-
-
 def test_bad_rows_are_left_out_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [ROWS[0], {"prompt": question("x"), "completion": ""}, {"prompt": question("x"), "completion": 3}, ROWS[1]]
     trainer = make(tmp_path, rows, max_steps=1, per_device_train_batch_size=2, shuffle_dataset=False)
@@ -408,14 +325,9 @@ def test_bad_rows_are_left_out_counted_and_told(tmp_path: Path, caplog: pytest.L
     assert read_lines(tmp_path / "metrics.jsonl")[0]["data/skipped_rows"] == 2
 
 
-@pytest.mark.parametrize(("rows", "message"), [
-    ([{"body": "a"}], "columns are body; needed are prompt and completion"),
-    ([{"prompt": "a", "answer": "b"}], "columns are prompt, answer; needed are prompt and completion"),
-    ([], "no rows"), (7, "the dataset is a int"),
-])
-def test_a_dataset_of_another_shape_is_refused_with_what_it_has(rows: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        make(tmp_path, rows)
+def test_a_dataset_of_another_shape_is_refused_with_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="columns are prompt, answer; needed are prompt and completion"):
+        make(tmp_path, [{"prompt": "a", "answer": "b"}])
 
 
 @every_row(("messages", "reason"), [
@@ -436,6 +348,8 @@ def test_conversations_without_an_answer_are_refused_with_their_column_and_the_c
 
 @every_row(("rows", "mode", "trained"), [
     ([*question("1 + 1?"), {"role": "assistant", "content": "2"}, *question("Thanks")], None, "2<|im_end|>"),
+    ([*question("1 + 1?"), {"role": "assistant", "content": "2"}, *question("And 2 + 2?"),
+      {"role": "assistant", "content": "4"}], None, "4<|im_end|>"),
     ([*question("1 + 1?"), {"role": "assistant", "content": [{"type": "text", "text": "2"}, {"text": "!"}]}], None,
      "2!<|im_end|>"),
     ([{"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]},
@@ -498,13 +412,13 @@ def hand_over(model: FastPeftModel, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_rollouts_of_grpo_have_the_taught_format_and_the_reference_keeps_it(tmp_path: Path) -> None:
-    hand_over(load_another(), tmp_path)
+    hand_over(load_form(), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [pytest.param("vllm", marks=NEEDS_VLLM)])
 def test_an_engine_that_sampled_before_sees_what_was_taught(engine: str, tmp_path: Path) -> None:
-    model = load_another(engine=engine)
+    model = load_form(engine=engine)
     try:
         hand_over(model, tmp_path)
     finally:

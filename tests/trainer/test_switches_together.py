@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_runs import TEXTS, make, moved, same
+from trainer_runs import TEXTS, adapter, make, moved, same
 from vllm_models import KV_BYTES, NEEDS_VLLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
@@ -30,19 +30,6 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "STEPS", 1)
 
 
-def two_steps(folder: Path, model: FastPeftModel, settings: dict[str, Any]) -> None:
-    """They are taken, they move the adapter, the switch is seen in the log, and numbers stay numbers."""
-    run = make(folder, model=model, **SETTINGS | settings)
-    before = {name: held.detach().clone() for name, held in model.named_parameters() if held.requires_grad}
-    run.train()
-    after = {name: held.detach() for name, held in model.named_parameters() if held.requires_grad}
-    assert not same(after, before) and all(bool(held.isfinite().all()) for held in after.values())
-    lines = [line for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
-    assert len(lines) == 2
-    assert any("train_while_sampling/share" in line for line in lines)
-    assert all(len(group.rollouts) == 4 for group in run.sampled)
-
-
 @pytest.fixture(scope="module")
 def in_8_bits() -> Iterator[FastPeftModel]:
     """A model whose cache is in 8 bits, with vLLM's engine: where the processor can."""
@@ -55,13 +42,21 @@ def in_8_bits() -> Iterator[FastPeftModel]:
     bare.loaded.keeper.close()
 
 
-class TestCacheInEightBits:
-    pytestmark = [*NEEDS_VLLM, pytest.mark.slow]
-
-    def test_a_cache_in_8_bits_goes_with_training_while_sampling(
-        self, tmp_path: Path, in_8_bits: FastPeftModel
-    ) -> None:
-        two_steps(tmp_path, in_8_bits, PARALLEL)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [pytest.param(PARALLEL, marks=NEEDS_VLLM)])
+def test_a_cache_in_8_bits_goes_with_training_while_sampling(
+    tmp_path: Path, in_8_bits: FastPeftModel, settings: dict[str, Any]
+) -> None:
+    """They are taken, they move the adapter, the switch is seen in the log, and numbers stay numbers."""
+    run = make(tmp_path, model=in_8_bits, **SETTINGS | settings)
+    before = adapter(run)
+    run.train()
+    after = adapter(run)
+    assert not same(after, before) and all(bool(held.isfinite().all()) for held in after.values())
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert len(lines) == 2
+    assert any("train_while_sampling/share" in line for line in lines)
+    assert all(len(group.rollouts) == 4 for group in run.sampled)
 
 
 @pytest.mark.parametrize("setting", [AHEAD, PARALLEL], ids=lambda setting: str(next(iter(setting.values()))))

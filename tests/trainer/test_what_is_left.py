@@ -10,7 +10,7 @@ import pytest
 from export_tools import export_command
 from peft import LoraConfig
 from small_models import random_model, shallow
-from trainer_runs import ROWS, SMALL, digit_sum, make
+from trainer_runs import ROWS, SMALL, digit_sum, load, make
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
@@ -26,13 +26,15 @@ TEMPLATE = ("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{
             "{% if add_generation_prompt %}{{ 'answer: <extra>' }}{% endif %}")
 CHAT = [{"role": "user", "content": "Start with 3. Add 4."}]
 FORM = {"load_in_4bit": False, "load_in_fp8": False}
+LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 Loaded = Callable[[Path], Any]
 
 
-def changed() -> Any:
-    """The embedded tokenizer with another template, another end token and a token of its own."""
+def changed(new: int = 0) -> Any:
+    """The embedded tokenizer with another template, another end token and a token of its own, and so many `new` ones
+    that the model's embedding has too few rows."""
     tokenizer = AutoTokenizer.from_pretrained(SHALLOW)
-    tokenizer.add_tokens(["<extra>"])
+    tokenizer.add_tokens(["<extra>", *(f"<new {number}>" for number in range(new))])
     tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, "?"
     return tokenizer
 
@@ -166,8 +168,7 @@ def resized_first(tokenizer: Any) -> Any:
 
 
 def resized_last(tokenizer: Any) -> Any:
-    model, _ = FastLanguageModel.from_pretrained(str(SHALLOW), max_seq_length=128, load_in_4bit=False)
-    adapted = FastLanguageModel.get_peft_model(model, r=2)
+    adapted = load()
     adapted.get_base_model().resize_token_embeddings(len(tokenizer))
     return adapted
 
@@ -182,9 +183,8 @@ def brought(tokenizer: Any) -> Any:
 def test_a_resized_embedding_is_refused_before_anything_is_trained_or_written(
     build: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    tokenizer = changed()
-    tokenizer.add_tokens([f"<new {number}>" for number in range(99)])
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM") if build is brought else None
+    tokenizer = changed(99)
+    lora = LORA if build is brought else None
     with pytest.raises(ValueError, match=r"resized from 384 to 422 rows.*save the resized model and its tokenizer"):
         GRPOTrainer(build(tokenizer), digit_sum, GRPOConfig(output_dir=str(tmp_path / "run"), **SMALL), ROWS,
                     processing_class=tokenizer, peft_config=lora)
@@ -193,8 +193,7 @@ def test_a_resized_embedding_is_refused_before_anything_is_trained_or_written(
 
 @pytest.mark.slow
 def test_a_resized_model_that_was_saved_first_trains_loads_and_exports(tmp_path: Path) -> None:
-    tokenizer = changed()
-    tokenizer.add_tokens([f"<new {number}>" for number in range(99)])
+    tokenizer = changed(99)
     brought(tokenizer).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     model, _ = FastLanguageModel.from_pretrained(str(tmp_path / "base"), max_seq_length=128, load_in_4bit=False)
@@ -208,19 +207,15 @@ def test_a_resized_model_that_was_saved_first_trains_loads_and_exports(tmp_path:
 
 
 def test_a_model_of_no_stored_name_is_not_taken_for_a_resized_one(tmp_path: Path) -> None:
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model, config = random_model("Llama", vocab_size=640), SFTConfig(output_dir=str(tmp_path), max_steps=1)
-    trainer = SFTTrainer(model, [{"prompt": "a", "completion": "b"}] * 8, config, peft_config=lora,
+    trainer = SFTTrainer(model, [{"prompt": "a", "completion": "b"}] * 8, config, peft_config=LORA,
                          processing_class=changed())
     assert trainer.model.loaded.vocabulary is None
 
 
 def test_an_answer_with_an_id_that_the_model_lacks_is_refused_before_training(tmp_path: Path) -> None:
-    tokenizer = changed()
-    tokenizer.add_tokens([f"<new {number}>" for number in range(99)])
     rows = [{"prompt": "a", "completion": "<new 98>"}] * 8
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    trainer = SFTTrainer(SHALLOW, rows, SFTConfig(output_dir=str(tmp_path / "run"), max_steps=1), peft_config=lora,
-                         processing_class=tokenizer)
+    trainer = SFTTrainer(SHALLOW, rows, SFTConfig(output_dir=str(tmp_path / "run"), max_steps=1), peft_config=LORA,
+                         processing_class=changed(99))
     with pytest.raises(PreflightError, match=r"a row contains the token 421 \('<new 98>'\)"):
         trainer.train()

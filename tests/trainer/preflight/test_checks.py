@@ -54,84 +54,18 @@ def test_a_template_that_fits_its_prompts_gets_no_warning(
 
 # What is wrong with a run
 
-Case = tuple[str, str, str, Callable[..., Any]]
-CASES: list[Case] = []  # name of the check, severity, what is said, what makes it so
+Build = Callable[[Callable[..., Any], Any, Any], Any]  # of `make`, the tokenizer and pytest's MonkeyPatch
+CASES: dict[str, tuple[str, str, str, Build]] = {}  # the check, its severity, what is said, what makes it so
 
 
-def case(check: str, severity: str, said: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def case(check: str, severity: str, said: str) -> Callable[[Build], Build]:
     """Registers a function that makes a trainer of which exactly one thing is wrong."""
 
-    def register(build: Callable[..., Any]) -> Callable[..., Any]:
-        CASES.append((check, severity, said, build))
+    def register(build: Build) -> Build:
+        CASES[build.__name__.replace("_", " ")] = check, severity, said, build
         return build
 
     return register
-
-
-@case("rows", "error", r"the tokenizer has no chat template\. What to do: set tokenizer\.chat_template")
-def base_model(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.chat_template = None
-    return make()
-
-
-@case("rows", "error", r"^all 12 rows cannot be made into a prompt \(TemplateError: System role not supported\)\. ")
-def no_system_message(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.chat_template = LIKE_GEMMA
-    return make(WITH_SYSTEM)
-
-
-@case("rows", "error", r"^1 of 13 rows cannot be made into a prompt \(AttributeError: ")
-def broken_row(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([*ROWS, 7])
-
-
-@case("skipped rows", "warning", r"^3 of 15 rows will be skipped: empty prompt \(2\), prompt is int, not text or chat")
-def some_skipped(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([*ROWS, {"prompt": ""}, {"prompt": None}, {"prompt": 7}])
-
-
-@case("skipped rows", "error", r"^no row of the dataset can be used: empty prompt \(2\)")
-def all_skipped(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([{"prompt": ""}, {"prompt": None}])
-
-
-@case("prompt lengths", "warning", r"^1 of 13 rows will be skipped: longer than max_prompt_length \(60\), the longest "
-                                   r"has \d{3} tokens\. What to do: raise max_prompt_length")
-def one_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([*TEXTS, {"prompt": "1 + 1 " * 40}], max_prompt_length=60)
-
-
-@case("prompt lengths", "error", r"^no row of the dataset can be used: longer than the 8 tokens that the context of "
-                                 r"128 leaves, the longest has \d\d tokens\. What to do: load")
-def all_too_long(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make(max_completion_length=120)
-
-
-@case("few rows", "warning", r"^one generation needs 2 prompts and the dataset has 1, so ")
-def one_row(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make(ROWS[:1])
-
-
-@case("duplicates", "warning", r"^3 of 15 rows repeat the prompt of another row\. What to do: remove")
-def repeated_rows(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([*ROWS, *ROWS[:3]])
-
-
-@case("duplicates", "warning", r"^1600 of 2000 rows repeat the prompt of another row\. What to do: remove")
-def copies_side_by_side(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([{"prompt": f"How much is {i}?"} for i in range(400) for _ in range(5)])
-
-
-@case("generation prompt", "warning", r"leaves out '<\|im_start\|>assistant' at the end of a prompt")
-def no_header(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.chat_template = NO_HEADER
-    return make()
-
-
-@case("dropped messages", "warning", r"leaves out the text of 12 system messages in the 12 sampled prompts")
-def users_alone(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.chat_template = USERS_ALONE
-    return make(WITH_SYSTEM)
 
 
 def fine_tuned(trainer: Any, rows: Any, **settings: Any) -> SFTTrainer:
@@ -144,23 +78,11 @@ ENDS_OUTSIDE = NO_HEADER.replace("{{ m['content'] }}", "{% if m['role'] == 'assi
                                  "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}")
 
 
-@case("answers without an end", "error", r"^in all 4 rows, no answer is trained with a token that ends a completion "
-                                         r"\('<\|im_end\|>'\), so the model does not learn to stop\. What to do: ")
-def ends_outside(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.chat_template = ENDS_OUTSIDE
-    return fine_tuned(make(), [TALK] * 4, assistant_only_loss=True)
-
-
 @case("answers without an end", "warning", r"^in all 4 rows, not every answer is trained with a token that ends")
 def some_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
     tokenizer.chat_template = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
                                "{% if add_generation_prompt %}assistant: {% endif %}")
     return fine_tuned(make(), [{"messages": TALK["messages"] * 2}] * 4, assistant_only_loss=True)
-
-
-@case("answers without an end", "warning", r"^in all 4 rows, no answer is trained with a token that ends a completion")
-def ids_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return fine_tuned(make(), [{"input_ids": [5, 6, 7]}] * 4)
 
 
 @case("no end token", "warning", r"^no token ends a completion: .*set tokenizer\.eos_token")
@@ -200,12 +122,6 @@ def with_new_tokens() -> Any:
     return model
 
 
-@case("unknown tokens", "error", r"^a row contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has "
-                                  r"384 tokens")
-def added_tokens(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([*TEXTS, {"prompt": "what is <new 99>?"}], model=with_new_tokens())
-
-
 @case("unknown tokens", "error", r"^the padding token 4\d\d is beyond")
 def padding_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
     model = with_new_tokens()
@@ -227,63 +143,6 @@ def of_turns(trainer: Any, tools: bool, replies: bool = False) -> Any:
     return trainer
 
 
-@case("turns", "error", r"^the chat template does not tell the policy about its tools \(calculator\)\. What to do: use "
-                        r"a model family whose template has tools \(Qwen2\.5, Qwen3, ")
-def no_schemas(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return of_turns(make(), tools=True)
-
-
-@case("turns", "error", r"^the chat template cannot render messages of the roles tool \(it leaves out .*Qwen2\.5")
-def no_results(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.chat_template = NO_RESULTS
-    return of_turns(make(), tools=True)
-
-
-@case("turns", "error", r"^tools are described to the policy by its chat template, and .*plain string has none\. What")
-def tools_with_a_plain_string(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return of_turns(make(TEXTS), tools=True)
-
-
-@case("turns", "error", r"^history='template' renders .* a plain string has none\. What to do: use history='append'")
-def plain_strings_anew(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return of_turns(make(TEXTS, history="template"), tools=False, replies=True)
-
-
-@case("rewritten history", "warning", r"^the chat template rewrites sampled text that stands before a user message aft"
-                                      r"er a thought; history='append' trains on the text as it was sampled")
-def thoughts_are_dropped(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.chat_template = NO_OLD_THOUGHTS
-    return of_turns(make(), tools=False, replies=True)
-
-
-@case("rewritten history", "warning", r"^the .* rewrites .* after a thought, so history='template' begins another trai"
-                                      r"ning sequence there; if .*, an episode of 4 turns has 2\.5 times the tokens")
-def thoughts_are_dropped_at_a_cost(make: Any, tokenizer: Any, patch: Any) -> Any:
-    tokenizer.chat_template = NO_OLD_THOUGHTS
-    return of_turns(make(history="template", max_turns=4), tools=False, replies=True)
-
-
-@case("reserved columns", "error", r"^dataset columns \['trainer_state'\] have names of reward function arguments\. ")
-def reserved(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([row | {"trainer_state": 1} for row in ROWS])
-
-
-@case("missing columns", "error", r"^reads_answer: it requires answer, which no dataset column provides; the dataset's "
-                                  r"columns are prompt\. What to do: rename")
-def missing(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([{"prompt": row["prompt"]} for row in ROWS], reads_answer)
-
-
-@case("missing columns", "error", r"^reads_answer: .*; the evaluation dataset's columns are prompt\. What")
-def missing_in_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make(ROWS, reads_answer, evaluation=[{"prompt": "1 + 1?"}])
-
-
-@case("empty columns", "warning", r"^reads_answer: it reads the column 'answer', which is None in all 12 rows")
-def empty(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make([row | {"answer": None} for row in ROWS], [reads_answer, digit_sum])
-
-
 @case("rows without a verdict", "error", r"^code_passes_tests: it can never judge 1 of 12 rows \(number 3\); row 3, "
                                          r"column 'tests': tests are \[\]; allowed are .*correct these rows")
 def unjudged(make: Any, tokenizer: Any, patch: Any) -> Any:
@@ -291,11 +150,6 @@ def unjudged(make: Any, tokenizer: Any, patch: Any) -> Any:
     tests = [["assert add(1, 2) == 3"]] * 12
     tests[3] = []
     return make([row | {"tests": one} for row, one in zip(ROWS, tests, strict=True)], code_passes_tests().reward())
-
-
-@case("evaluation rows", "error", r"^no row of the evaluation dataset can be used; the first one: empty prompt")
-def no_evaluation(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make(evaluation=[{"prompt": ""}])
 
 
 @case("output_dir", "error", r"^output_dir is '.*file/run', and .*file is a file\. What to do: choose another")
@@ -362,23 +216,6 @@ def with_cache(trainer: Any, kind: str) -> Any:
     return trainer
 
 
-@case("cache in 8 bits", "warning", r"^the key-value cache is in 8 bits \(fp8\), so the sampler's log-probabilities "
-                                    r"differ from the trainer's, and vllm_importance_sampling_correction=False")
-def eight_bits_and_no_correction(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return with_cache(make(vllm_importance_sampling_correction=False), "fp8")
-
-
-@case("cache in 8 bits", "warning", r"parity_steps=0 never measures how far the sampler's log-probabilities d")
-def eight_bits_and_nobody_measures(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return with_cache(make(parity_steps=0), "fp8_e5m2")
-
-
-@case("plan", "warning", r"^the plan expects .* on the card, which is more than the 1\.0 MiB .*: .*The run goes on.*\. "
-                         r"What to do: try a lower max_completion_length")
-def over_plan(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return planned(make(), "1MiB")
-
-
 @case("bfloat16", "warning", r"^the run computes in bfloat16, which this card only emulates\. What to do: load")
 def emulated(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make()
@@ -388,12 +225,110 @@ def emulated(make: Any, tokenizer: Any, patch: Any) -> Any:
     return trainer
 
 
-@case("scale", "note", r"^the run has 2 steps \(300 or more are usual\) and 12 rows \(500 or more are usual\)")
-def small(make: Any, tokenizer: Any, patch: Any) -> Any:
-    return make()
+SIMPLE: list[tuple[Any, ...]] = [  # what is wrong, check, severity, what is said, the trainer, its chat template
+    ("base model", "rows", "error", r"the tokenizer has no chat template\. What to do: set tokenizer\.chat_template",
+     lambda make: make(), None),
+    ("no system message", "rows", "error",
+     r"^all 12 rows cannot be made into a prompt \(TemplateError: System role not supported\)\. ",
+     lambda make: make(WITH_SYSTEM), LIKE_GEMMA),
+    ("broken row", "rows", "error", r"^1 of 13 rows cannot be made into a prompt \(AttributeError: ",
+     lambda make: make([*ROWS, 7])),
+    ("some skipped", "skipped rows", "warning",
+     r"^3 of 15 rows will be skipped: empty prompt \(2\), prompt is int, not text or chat",
+     lambda make: make([*ROWS, {"prompt": ""}, {"prompt": None}, {"prompt": 7}])),
+    ("all skipped", "skipped rows", "error", r"^no row of the dataset can be used: empty prompt \(2\)",
+     lambda make: make([{"prompt": ""}, {"prompt": None}])),
+    ("one too long", "prompt lengths", "warning",
+     r"^1 of 13 rows will be skipped: longer than max_prompt_length \(60\), the longest has \d{3} tokens\. What to "
+     r"do: raise max_prompt_length", lambda make: make([*TEXTS, {"prompt": "1 + 1 " * 40}], max_prompt_length=60)),
+    ("all too long", "prompt lengths", "error",
+     r"^no row of the dataset can be used: longer than the 8 tokens that the context of 128 leaves, the longest has "
+     r"\d\d tokens\. What to do: load", lambda make: make(max_completion_length=120)),
+    ("one row", "few rows", "warning", r"^one generation needs 2 prompts and the dataset has 1, so ",
+     lambda make: make(ROWS[:1])),
+    ("repeated rows", "duplicates", "warning", r"^3 of 15 rows repeat the prompt of another row\. What to do: remove",
+     lambda make: make([*ROWS, *ROWS[:3]])),
+    ("copies side by side", "duplicates", "warning",
+     r"^1600 of 2000 rows repeat the prompt of another row\. What to do: remove",
+     lambda make: make([{"prompt": f"How much is {i}?"} for i in range(400) for _ in range(5)])),
+    ("no header", "generation prompt", "warning", r"leaves out '<\|im_start\|>assistant' at the end of a prompt",
+     lambda make: make(), NO_HEADER),
+    ("users alone", "dropped messages", "warning",
+     r"leaves out the text of 12 system messages in the 12 sampled prompts",
+     lambda make: make(WITH_SYSTEM), USERS_ALONE),
+    ("ends outside", "answers without an end", "error",
+     r"^in all 4 rows, no answer is trained with a token that ends a completion \('<\|im_end\|>'\), so the model "
+     r"does not learn to stop\. What to do: ",
+     lambda make: fine_tuned(make(), [TALK] * 4, assistant_only_loss=True), ENDS_OUTSIDE),
+    ("ids without an end", "answers without an end", "warning",
+     r"^in all 4 rows, no answer is trained with a token that ends a completion",
+     lambda make: fine_tuned(make(), [{"input_ids": [5, 6, 7]}] * 4)),
+    ("added tokens", "unknown tokens", "error",
+     r"^a row contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has 384 tokens",
+     lambda make: make([*TEXTS, {"prompt": "what is <new 99>?"}], model=with_new_tokens())),
+    ("no schemas", "turns", "error",
+     r"^the chat template does not tell the policy about its tools \(calculator\)\. What to do: use a model family "
+     r"whose template has tools \(Qwen2\.5, Qwen3, ", lambda make: of_turns(make(), tools=True)),
+    ("no results", "turns", "error",
+     r"^the chat template cannot render messages of the roles tool \(it leaves out .*Qwen2\.5",
+     lambda make: of_turns(make(), tools=True), NO_RESULTS),
+    ("tools with a plain string", "turns", "error",
+     r"^tools are described to the policy by its chat template, and .*plain string has none\. What",
+     lambda make: of_turns(make(TEXTS), tools=True)),
+    ("plain strings anew", "turns", "error",
+     r"^history='template' renders .* a plain string has none\. What to do: use history='append'",
+     lambda make: of_turns(make(TEXTS, history="template"), tools=False, replies=True)),
+    ("thoughts are dropped", "rewritten history", "warning",
+     r"^the chat template rewrites sampled text that stands before a user message after a thought; history='append' "
+     r"trains on the text as it was sampled",
+     lambda make: of_turns(make(), tools=False, replies=True), NO_OLD_THOUGHTS),
+    ("thoughts are dropped at a cost", "rewritten history", "warning",
+     r"^the .* rewrites .* after a thought, so history='template' begins another training sequence there; if .*, an "
+     r"episode of 4 turns has 2\.5 times the tokens",
+     lambda make: of_turns(make(history="template", max_turns=4), tools=False, replies=True), NO_OLD_THOUGHTS),
+    ("reserved", "reserved columns", "error",
+     r"^dataset columns \['trainer_state'\] have names of reward function arguments\. ",
+     lambda make: make([row | {"trainer_state": 1} for row in ROWS])),
+    ("missing", "missing columns", "error",
+     r"^reads_answer: it requires answer, which no dataset column provides; the dataset's columns are prompt\. What "
+     r"to do: rename", lambda make: make([{"prompt": row["prompt"]} for row in ROWS], reads_answer)),
+    ("missing in evaluation", "missing columns", "error",
+     r"^reads_answer: .*; the evaluation dataset's columns are prompt\. What",
+     lambda make: make(ROWS, reads_answer, evaluation=[{"prompt": "1 + 1?"}])),
+    ("empty", "empty columns", "warning", r"^reads_answer: it reads the column 'answer', which is None in all 12 rows",
+     lambda make: make([row | {"answer": None} for row in ROWS], [reads_answer, digit_sum])),
+    ("no evaluation", "evaluation rows", "error",
+     r"^no row of the evaluation dataset can be used; the first one: empty prompt",
+     lambda make: make(evaluation=[{"prompt": ""}])),
+    ("eight bits and no correction", "cache in 8 bits", "warning",
+     r"^the key-value cache is in 8 bits \(fp8\), so the sampler's log-probabilities differ from the trainer's, and "
+     r"vllm_importance_sampling_correction=False",
+     lambda make: with_cache(make(vllm_importance_sampling_correction=False), "fp8")),
+    ("eight bits and nobody measures", "cache in 8 bits", "warning",
+     r"parity_steps=0 never measures how far the sampler's log-probabilities d",
+     lambda make: with_cache(make(parity_steps=0), "fp8_e5m2")),
+    ("over plan", "plan", "warning",
+     r"^the plan expects .* on the card, which is more than the 1\.0 MiB .*: .*The run goes on.*\. What to do: try a "
+     r"lower max_completion_length", lambda make: planned(make(), "1MiB")),
+    ("small", "scale", "note", r"^the run has 2 steps \(300 or more are usual\) and 12 rows \(500 or more are usual\)",
+     lambda make: make()),
+]
 
 
-@pytest.mark.parametrize(("check", "severity", "said", "build"), CASES, ids=[entry[3].__name__ for entry in CASES])
+def with_template(trainer: Callable[..., Any], template: str | None = "") -> Build:
+    """What makes the trainer, with another chat template of its tokenizer if one is given."""
+    def build(make: Any, tokenizer: Any, patch: Any) -> Any:
+        if template != "":
+            tokenizer.chat_template = template
+        return trainer(make)
+
+    return build
+
+
+CASES |= {name: (check, severity, said, with_template(*parts)) for name, check, severity, said, *parts in SIMPLE}
+
+
+@pytest.mark.parametrize(("check", "severity", "said", "build"), CASES.values(), ids=CASES.keys())
 def test_each_mistake_is_reported_and_nothing_else(
     tmp_path: Path, shared: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, check: str, severity: str, said: str,
     build: Callable[..., Any],
@@ -411,7 +346,7 @@ def test_each_mistake_is_reported_and_nothing_else(
 
 
 def test_every_check_is_tested_here_with_its_worst_severity() -> None:
-    worst = {one.name: min((severity for name, severity, _, _ in CASES if name == one.name), key=SEVERITIES.index)
+    worst = {one.name: min((held[1] for held in CASES.values() if held[0] == one.name), key=SEVERITIES.index)
              for one in CHECKS}
     assert worst == {one.name: one.severity for one in CHECKS}
 
