@@ -6,7 +6,6 @@ import pytest
 from tables import every_row
 
 from bench.agents import ProgramChanges, agents_table
-from bench.common.rows import RESULTS, read_rows
 
 
 @every_row(("before", "after", "kind"), [
@@ -31,14 +30,6 @@ def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> Non
 def test_nothing_else_is_changed(text: str) -> None:
     changes = ProgramChanges("small")
     assert (changes.rewrite(text), changes.counts) == (text, {})
-
-
-def test_the_recorded_rows_make_a_table_whose_lines_have_all_cells() -> None:
-    rows = read_rows(RESULTS / "agents.jsonl")
-    lines = agents_table(rows)
-    assert {row["program"] for row in rows} == {line.split("|")[1].strip() for line in lines[7:]}
-    assert all(line.count("|") == lines[5].count("|") for line in lines[5:])
-    assert f"{sum('| runs |' in line for line in lines)} of {len(lines) - 7} ran" in lines[3]
 
 
 def test_a_program_that_failed_or_trained_nothing_is_said_to_have() -> None:
