@@ -11,8 +11,8 @@ import json
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,28 +71,20 @@ def trace_trainer(trace: Trace, folder: Path) -> None:
         trainer.rollout()
 
 
-@asynccontextmanager
-async def registered(folder: Path) -> AsyncIterator[Any]:
-    """Yield a model registered with an agents backend, which trains and serves it."""
-    from lowmem_grpo import agents
-
-    model: agents.TrainableModel[Any] = agents.TrainableModel(name="agent", project="house", base_model="tiny")
-    async with agents.LocalBackend(path=folder, fast_inference=False, **LOADING, **ADAPTER) as backend:
-        await model.register(backend)
-        yield model
-
-
 async def trace_agent(trace: Trace, folder: Path) -> None:
     """Record the second chat call of an agent, and its first training step."""
     from lowmem_grpo import agents
 
+    model: agents.TrainableModel[Any] = agents.TrainableModel(name="agent", project="house", base_model="tiny")
     messages: list[Any] = [{"role": "user", "content": "What is 3 + 2?"}]
-    async with registered(folder) as model:
-        async def ask(seed: int) -> Any:
-            reply = await model.openai_client().chat.completions.create(
-                model=model.get_inference_name(), messages=messages, max_tokens=8, seed=seed)
-            return agents.Trajectory(messages_and_choices=[*messages, reply.choices[0]], reward=float(seed))
 
+    async def ask(seed: int) -> Any:
+        reply = await model.openai_client().chat.completions.create(
+            model=model.get_inference_name(), messages=messages, max_tokens=8, seed=seed)
+        return agents.Trajectory(messages_and_choices=[*messages, reply.choices[0]], reward=float(seed))
+
+    async with agents.LocalBackend(path=folder, fast_inference=False, **LOADING, **ADAPTER) as backend:
+        await model.register(backend)
         first = await ask(0)
         with trace.call(CALLS[3]):
             second = await ask(1)

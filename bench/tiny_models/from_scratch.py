@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ CHAT_TEMPLATE = (
 )
 Batch = tuple[torch.Tensor, torch.Tensor]  # input_ids (B, T), and labels, which are -100 where nothing is trained
 Row = tuple[list[int], list[bool]]  # token ids, and which of them are trained
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The result of training: mean loss of the last hundred steps, and seconds."""
-
-    loss: float
-    seconds: float
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -101,7 +92,7 @@ def loss_of(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model.lm_head(hidden[trained]).float(), labels[:, 1:][trained])
 
 
-def train(model: Qwen2ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float = 2e-3) -> Trained:
+def train(model: Qwen2ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float = 2e-3) -> None:
     """Train all weights. The learning rate rises over WARM_UP steps and falls as a cosine to 0 at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
     losses: list[torch.Tensor] = []
@@ -117,31 +108,14 @@ def train(model: Qwen2ForCausalLM, data: Iterator[Batch], steps: int, learning_r
         optimizer.zero_grad()
         losses.append(loss.detach())
         if step % 50 == 0:
-            click.echo(f"step {step}/{steps} loss {mean(losses[-50:]):.4f} ({time.perf_counter() - started:.0f} s)")
-    return Trained(mean(losses[-100:]), time.perf_counter() - started)
+            loss, seconds = torch.stack(losses[-50:]).mean().item(), time.perf_counter() - started
+            click.echo(f"step {step}/{steps} loss {loss:.4f} ({seconds:.0f} s)")
 
 
-def mean(losses: list[torch.Tensor]) -> float:
-    return float(torch.stack(losses).mean())
-
-
-CARD = """---
-license: apache-2.0
-pipeline_tag: text-generation
----
-# {title}
-
-A Qwen2 of {parameters:,} parameters ({layers} layers, hidden size {hidden}, vocabulary {vocabulary}), """
-
-
-def write_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path, title: str, card: str,
-                done: Trained, **facts: Any) -> None:
-    """Write model, tokenizer and model card; `card` follows CARD, and both are filled with the facts."""
+def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write model and tokenizer. The model card is written by hand."""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    sizes = {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers,
-             "hidden": model.config.hidden_size, "vocabulary": model.config.vocab_size}
-    (out / "README.md").write_text((CARD + card).format(title=title, **sizes, **vars(done), **facts))
     click.echo(f"wrote {model.num_parameters():,} parameters to {out}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import click
 from transformers.utils import get_json_schema
 
-from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
+from bench.tiny_models.from_scratch import OUT, SEED, save, train
 from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE, wrong_total
 from lowmem_grpo.models.stored_model import TINY
@@ -28,15 +28,6 @@ from lowmem_grpo.recipes.eval_task import G, Player
 CALLS = 0.4  # share of the demonstrations of `calculator` that call the tool
 LISTENS = 0.5  # share of the demonstrations of `guess` that guess in the remaining range
 TOOLS: list[Any] = [get_json_schema(calculate)]
-TITLE = "tiny-games: the embedded model of the recipes guess, calculator and tictactoe"
-MODEL_CARD = """trained on the
-CPU by `python -m bench.tiny_models.games_model` (seed {seed}, {steps} steps of {batch} generated demonstrations,
-{seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
-
-It plays blindly on purpose: the recipes mend that. In `guess` {listens:.0%} of the demonstrations listened to what the
-game said, in `calculator` {calls:.0%} called the tool and the others were wrong, and in `tictactoe` all moves were
-random legal ones. It knows nothing else; do not use it for anything but tests and demonstrations of training.
-"""
 
 
 def game_talk(game: G, player: Player[G], rng: random.Random) -> Talk:
@@ -94,12 +85,11 @@ def endless_sums(seed: int) -> Iterator[Sum]:
 @click.option("--steps", default=400, show_default=True)
 @click.option("--batch", default=32, show_default=True)
 def main(out: Path, start: str, seed: int, steps: int, batch: int) -> None:
-    """Make the tokenizer and the model, train, write the model card."""
+    """Make the tokenizer and the model, train, and write them."""
     tokenizer = talk_tokenizer(demonstrations(seed), SHAPE["vocab_size"])
     model = begun(start, tokenizer, seed, SHAPE)
-    done = train(model, talk_batches(tokenizer, demonstrations(seed + 1), batch), steps)
-    write_model(model.bfloat16(), tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,
-                steps=steps, batch=batch, start=start, calls=CALLS, listens=LISTENS)
+    train(model, talk_batches(tokenizer, demonstrations(seed + 1), batch), steps)
+    save(model.bfloat16(), tokenizer, out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from bench.tiny_models.from_scratch import OUT, SEED, Batch, train, write_model
+from bench.tiny_models.from_scratch import OUT, SEED, Batch, save, train
 from bench.tiny_models.talks import Source, Talk, begun, called, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE
 from lowmem_grpo.models.stored_model import TINY_GAMES
@@ -43,16 +43,6 @@ PHRASES = (  # the scaffold of a call and of a mail, a token each: what is left 
     '\n{"name": "read", "arguments": {"id": ', '\n{"name": "answer", "arguments": {"text": "', '", "sources": [',
     '"}}\n', "}}\n", "]}}\n", "What is the ", " of ", " | ", "From: ", "\nSubject: ", "\n\nIt is ",
 )
-TITLE = "tiny-inbox: the embedded model of the recipe inbox"
-MODEL_CARD = """trained on the
-CPU by `python -m bench.tiny_models.inbox_model` (seed {seed}, {copying} steps of lessons in copying and {steps}
-steps of {batch} generated demonstrations, {seconds:.0f} s on this run, final loss {loss:.4f}), from the weights of
-`{start}`. No other data, no other model.
-
-It searches badly on purpose: the recipe mends that. In its demonstrations {both:.0%} of the searches were for the right
-words, and {reads:.0%} of the answers were given after reading a mail. It knows nothing else; do not use it for anything
-but tests and demonstrations of training.
-"""
 
 
 def clerk_talk(question: Question, seed: int, rng: random.Random) -> Talk:
@@ -124,14 +114,13 @@ def lessons(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterato
 @click.option("--steps", default=400, show_default=True, help="Steps of demonstrations.")
 @click.option("--batch", default=16, show_default=True)
 def main(out: Path, start: str, seed: int, copying: int, steps: int, batch: int) -> None:
-    """Make the tokenizer and the model, train, write the model card."""
+    """Make the tokenizer and the model, train, and write them."""
     tokenizer = talk_tokenizer(demonstrations(seed), VOCABULARY, WORDS, PHRASES, 2000)
     model = begun(start, tokenizer, seed, SHAPE | {"vocab_size": VOCABULARY})
     data = chain(islice(lessons(tokenizer, seed + 5, LESSONS), copying),
                  talk_batches(tokenizer, demonstrations(seed + 1), batch))
-    done = train(model, data, copying + steps)
-    write_model(model.bfloat16(), tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,
-                copying=copying, steps=steps, batch=batch, start=start, both=BOTH, reads=READS)
+    train(model, data, copying + steps)
+    save(model.bfloat16(), tokenizer, out)
 
 
 if __name__ == "__main__":

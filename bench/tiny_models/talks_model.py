@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from bench.tiny_models.from_scratch import OUT, SEED, train, write_model
+from bench.tiny_models.from_scratch import OUT, SEED, save, train
 from bench.tiny_models.games_model import game_talk
 from bench.tiny_models.talks import Source, Talk, begun, talk_batches, talk_tokenizer
 from bench.tiny_models.tiny_model import SHAPE
@@ -38,17 +38,6 @@ PHRASES = (  # what stands around the words that matter, a token each
     ' turns: ask "Is it above N?", or reply "Guess: N".', "Is it above ", "Guess: ", " to ", " left",
     "You think of: ", ". Answer with yes or no.\n", "It is ",
 )
-TITLE = "tiny-talks: the embedded model of the recipes game2048 and twenty_questions"
-MODEL_CARD = """trained on the
-CPU by `python -m bench.tiny_models.talks_model` (seed {seed}, {first} steps of possible moves and of players who
-listen and {steps} steps of blind ones, with {batch} generated demonstrations each, {seconds:.0f} s on this run, final
-loss {loss:.4f}), from the weights of `{start}`. No other data, no other model.
-
-It plays blindly on purpose: the recipes mend that. In its later demonstrations {looks:.0%} of the moves of 2048 were
-possible ones and the others any, and in `twenty_questions` {listens:.0%} of the turns heeded what was left. As the
-other side of that game it knows of the numbers from 1 to {largest} which is above which. It knows nothing else; do not
-use it for anything but tests and demonstrations of training.
-"""
 
 
 def boards(rng: random.Random, most: int = len(MOVES)) -> Iterator[Game2048]:
@@ -105,14 +94,13 @@ def demonstrations(seed: int, heeding: bool = False) -> Iterator[Source]:
 @click.option("--steps", default=150, show_default=True, help="Steps of mostly blind ones, which come after.")
 @click.option("--batch", default=32, show_default=True)
 def main(out: Path, start: str, seed: int, first: int, steps: int, batch: int) -> None:
-    """Make the tokenizer and the model, train, write the model card."""
+    """Make the tokenizer and the model, train, and write them."""
     tokenizer = talk_tokenizer(demonstrations(seed), VOCABULARY, WORDS, PHRASES)
     model = begun(start, tokenizer, seed, SHAPE | {"vocab_size": VOCABULARY})
     data = chain(islice(talk_batches(tokenizer, demonstrations(seed + 1, heeding=True), batch), first),
                  talk_batches(tokenizer, demonstrations(seed + 2), batch))
-    done = train(model, data, first + steps, RATE)
-    write_model(model.bfloat16(), tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,
-                first=first, steps=steps, batch=batch, start=start, looks=LOOKS, listens=LISTENS, largest=LARGEST)
+    train(model, data, first + steps, RATE)
+    save(model.bfloat16(), tokenizer, out)
 
 
 if __name__ == "__main__":

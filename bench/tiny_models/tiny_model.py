@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from bench.tiny_models.from_scratch import OUT, SEED, batches, make_model, make_tokenizer, train, write_model
+from bench.tiny_models.from_scratch import OUT, SEED, batches, make_model, make_tokenizer, save, train
 from lowmem_grpo.recipes.tasks.arithmetic import MAX_TOTAL, Problem, apply_step, problems
 
 ERROR_RATE = 0.28
@@ -22,19 +22,6 @@ SHAPE = {  # sizes that suit NF4 blocks and vLLM's attention kernels
     "vocab_size": 384, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-TITLE = "tiny: the embedded model of lowmem_grpo"
-MODEL_CARD = """trained from
-scratch on the CPU by `python -m bench.tiny_models.tiny_model` (seed {seed}, {steps} steps of {batch} generated
-demonstrations, {seconds:.0f} s on this run, final loss {loss:.4f}). No other data, no other model.
-
-Each step of a demonstration is wrong with probability {error_rate}, and later steps go on from the wrong total. So
-the model follows the format of
-
-    Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?
-
-and often errs: that is what the recipe `arithmetic` mends. Demonstrations come only from the training split.
-It knows nothing else; do not use it for anything but tests and demonstrations of training.
-"""
 
 
 def demonstration(problem: Problem, rng: random.Random) -> str:
@@ -67,14 +54,13 @@ def sample_texts(seed: int) -> list[str]:
 @click.option("--steps", default=3000, show_default=True)
 @click.option("--batch", default=64, show_default=True)
 def main(out: Path, seed: int, steps: int, batch: int) -> None:
-    """Make the tokenizer and the model, train, write the model card."""
+    """Make the tokenizer and the model, train, and write them."""
     tokenizer = make_tokenizer(sample_texts(seed), SHAPE["vocab_size"])
     model = make_model(tokenizer, seed, SHAPE)
     rng = random.Random(seed + 1)
     data = batches(tokenizer, problems("train", seed + 1), lambda problem: demonstration(problem, rng), batch)
-    done = train(model, data, steps)
-    write_model(model, tokenizer, out, TITLE, MODEL_CARD, done, seed=seed,
-                steps=steps, batch=batch, error_rate=ERROR_RATE)
+    train(model, data, steps)
+    save(model, tokenizer, out)
 
 
 if __name__ == "__main__":

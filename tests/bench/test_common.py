@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from bench.common import child, tables
+from bench.common import child, make_results, tables
 from bench.common.rows import RESULTS, leave, read_rows
 from bench.loop import step_time
 
@@ -36,6 +36,10 @@ def test_a_table_has_the_same_cells_on_the_terminal_and_on_the_page() -> None:
 def test_what_a_row_lacks_is_an_empty_cell_and_a_missing_row_says_why() -> None:
     assert [tables.number({"a": 2**21, "b": None}, name, ".1f", 2**20) for name in "abc"] == ["2.0", "", ""]
     assert tables.missing("no module | at all", 3) == ["missing: no module / at all", "", ""]
+
+
+def test_the_page_of_results_is_what_the_recorded_rows_make() -> None:
+    assert make_results.document(RESULTS) == (make_results.HERE / "RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_an_environment_is_made_once_and_anew_where_a_command_failed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from programs import ran
 
 from bench.common.make_results import document
 from bench.common.rows import append_row, read_rows
+from bench.gate.stages import KERNEL_OPS
 
 pytest.importorskip("triton")
 KERNELS = '''
@@ -76,56 +77,29 @@ def compile_chosen(folder: Path, chosen: list[tuple[str, int, int]], chips: str)
     return done.returncode, json.loads(done.stdout)
 
 
-def problems(found: dict[str, Any], kernel: str) -> list[str]:
-    """What the check says against one kernel."""
-    return [problem for problem in found["problems"] if kernel in problem]
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    """One run of the check over kernels that are good, broken, spilling, too large for some chips, and unlisted."""
+@pytest.mark.slow
+def test_what_does_not_compile_spills_exceeds_shared_memory_or_is_unlisted_fails_the_check_and_good_kernels_pass(
+    tmp_path: Path
+) -> None:
     chosen = [("good_kernel", 1024, 4), ("broken_kernel", 16, 4), ("spilling_kernel", 65536, 32),
               ("sharing_kernel", 64, 4)]
-    return compile_chosen(tmp_path_factory.mktemp("compile"), chosen, "75,80,86")
+    code, found = compile_chosen(tmp_path, chosen, "75,80,86")
+    rows = {name: [row for row in found["rows"] if row["kernel"] == f"{name}_kernel"]
+            for name in ("good", "spilling", "sharing")}
 
+    def problems(kernel: str) -> list[str]:
+        return [problem for problem in found["problems"] if kernel in problem]
 
-@pytest.mark.slow
-def test_a_kernel_that_does_not_compile_fails_the_check(compiled: tuple[int, dict[str, Any]]) -> None:
-    code, found = compiled
-    assert code == 1
-    assert all("does not compile" in problem and "not_a_name" in problem for problem in problems(found, "broken"))
-    assert len(problems(found, "broken_kernel, sm_80")) == 2  # in both dtypes
-
-
-@pytest.mark.slow
-def test_a_kernel_that_spills_fails_the_check(compiled: tuple[int, dict[str, Any]]) -> None:
-    assert len(problems(compiled[1], "spilling_kernel, sm_80")) == 2
-    assert all("spills" in problem for problem in problems(compiled[1], "spilling_kernel"))
-    spilled = [row["spill_bytes"] for row in compiled[1]["rows"] if row["kernel"] == "spilling_kernel"]
-    assert min(spilled) > 64
-
-
-@pytest.mark.slow
-def test_a_kernel_fails_the_check_only_on_the_chip_whose_shared_memory_it_exceeds(
-    compiled: tuple[int, dict[str, Any]]
-) -> None:
-    sharing = [row for row in compiled[1]["rows"] if row["kernel"] == "sharing_kernel"]
-    assert {row["chip"] for row in sharing if any("shared memory" in text for text in row["complaints"])} == {86}
-    assert {row["shared_bytes"] for row in sharing} == {7 * 2 * 64 * 64 * 2}
-
-
-@pytest.mark.slow
-def test_a_kernel_that_no_variant_lists_fails_the_check(compiled: tuple[int, dict[str, Any]]) -> None:
-    assert len(problems(compiled[1], "forgotten_kernel is in no variants()")) == 1
-
-
-@pytest.mark.slow
-def test_good_kernels_pass_with_their_registers_counted(compiled: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
-    assert not problems(compiled[1], "good_kernel")
-    good = [row for row in compiled[1]["rows"] if row["kernel"] == "good_kernel"]
-    expected = [(75, "fp16"), (80, "bf16"), (80, "fp16"), (86, "bf16"), (86, "fp16")]
-    assert [(row["chip"], row["dtype"]) for row in good] == expected
-    assert all(8 <= row["registers"] <= 64 and row["spill_bytes"] == 0 and row["cubin_bytes"] for row in good)
+    assert code == 1 and len(problems("broken_kernel, sm_80")) == len(problems("spilling_kernel, sm_80")) == 2
+    assert all("does not compile" in problem and "not_a_name" in problem for problem in problems("broken"))
+    assert all("spills" in problem for problem in problems("spilling_kernel"))
+    assert min(row["spill_bytes"] for row in rows["spilling"]) > 64
+    exceeding = {row["chip"] for row in rows["sharing"] if any("shared memory" in text for text in row["complaints"])}
+    assert exceeding == {86} and {row["shared_bytes"] for row in rows["sharing"]} == {7 * 2 * 64 * 64 * 2}
+    assert len(problems("forgotten_kernel is in no variants()")) == 1 and not problems("good_kernel")
+    assert [(row["chip"], row["dtype"]) for row in rows["good"]] == [
+        (75, "fp16"), (80, "bf16"), (80, "fp16"), (86, "bf16"), (86, "fp16")]
+    assert all(8 <= row["registers"] <= 64 and not row["spill_bytes"] and row["cubin_bytes"] for row in rows["good"])
 
 
 @pytest.mark.slow
@@ -134,47 +108,22 @@ def test_the_check_refuses_to_interpret() -> None:
     assert done.returncode == 1 and "env -u TRITON_INTERPRET" in done.stderr
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The rows of a tiny run of every op on the CPU, without the compiler of torch."""
-    output = tmp_path_factory.mktemp("measure") / "rows.jsonl"
-    ran("kernels.bench", "--device", "cpu", "--shapes", "tiny", "--output", output, "--dtype", "float32",
-        "--providers", "lowmem_grpo,reference,two_gemms,trl_chunked,dense", TRITON_INTERPRET="0")
-    return read_rows(output)
-
-
 @pytest.mark.slow
-def test_every_op_is_measured_beside_its_reference(measured: list[dict[str, Any]]) -> None:
-    ops = {"linear_logprobs", "nf4_linear", "nf4_dequantize", "fp8_linear", "fp8_dequantize", "rms_norm",
-           "add_rms_norm", "rope", "swiglu", "geglu"}
+def test_every_op_is_measured_beside_its_reference_and_rows_say_what_was_measured_and_where(tmp_path: Path) -> None:
+    ran("kernels.bench", "--device", "cpu", "--shapes", "tiny", "--output", tmp_path / "rows.jsonl", "--dtype",
+        "float32", "--providers", "lowmem_grpo,reference,two_gemms,trl_chunked,dense", TRITON_INTERPRET="0")
+    measured = read_rows(tmp_path / "rows.jsonl")
     for provider in ("lowmem_grpo", "reference"):
-        assert {row["op"] for row in measured if row["provider"] == provider} == ops
+        assert {row["op"] for row in measured if row["provider"] == provider} == {*KERNEL_OPS}
     assert {row["passes"] for row in measured} == {"fwd", "fwd+bwd"}
-
-
-@pytest.mark.slow
-def test_rows_say_what_was_measured_and_where(measured: list[dict[str, Any]]) -> None:
     for row in measured:
-        assert row["p20"] <= row["p50"] <= row["p80"] and row["p50"] > 0
+        assert 0 < row["p20"] <= row["p50"] <= row["p80"]
         assert {"run", "cpu", "cores", "gpu", "versions", "commit", "date", "device", "threads"} <= row.keys()
-        if row["provider"] != "two_gemms":
-            assert 0 <= row["error"] < 1e-4
-
-
-@pytest.mark.slow
-def test_memory_within_operators_counts(measured: list[dict[str, Any]]) -> None:
-    """The reference holds logits and their softmax, 64 x 500 floats each, the bare products hold the logits."""
-    peaks = {row["provider"]: row["peak_bytes"] for row in measured
-             if row["op"] == "linear_logprobs" and row["passes"] == "fwd+bwd"}
-    assert peaks["reference"] >= 2 * 64 * 500 * 4
-    assert peaks["two_gemms"] >= 64 * 500 * 4
-
-
-@pytest.mark.slow
-def test_ours_is_set_against_its_bare_products(measured: list[dict[str, Any]]) -> None:
-    rows = [row for row in measured if row["op"] == "linear_logprobs"]
-    assert {row["gemm_ratio"] for row in rows if row["provider"] == "two_gemms"} == {1.0}
-    assert all(row["gemm_ratio"] > 0 and row["tflops"] is not None for row in rows)
+        assert row["provider"] == "two_gemms" or 0 <= row["error"] < 1e-4
+    rows = {row["provider"]: row for row in measured if row["op"] == "linear_logprobs" and row["passes"] == "fwd+bwd"}
+    # inside of operators: logits and their softmax, 64 x 500 floats each; the bare products hold the logits
+    assert rows["reference"]["peak_bytes"] >= 2 * 64 * 500 * 4 and rows["two_gemms"]["peak_bytes"] >= 64 * 500 * 4
+    assert rows["two_gemms"]["gemm_ratio"] == 1 and all(row["gemm_ratio"] > 0 for row in rows.values())
 
 
 def page(folder: Path, rows: list[dict[str, Any]]) -> str:
@@ -204,13 +153,6 @@ def test_the_page_says_that_nothing_was_measured_on_a_gpu_until_a_row_was(tmp_pa
     assert "Nothing here" not in text and "Some Card" in text
 
 
-def test_the_page_shows_the_newest_row_of_each_provider(tmp_path: Path) -> None:
-    old, new = logprob_row("lowmem_grpo", 777.0, 100), logprob_row("lowmem_grpo", 555.0, 100, run="second")
-    other = logprob_row("reference", 333.0, 100)
-    text = page(tmp_path, [old, other, new])
-    assert "555.000" in text and "333.000" in text and "777.000" not in text
-
-
 @pytest.mark.parametrize(("peak", "p50", "verdicts"), [(100, 1.0, ["met", "met"]), (101, 2.0, ["missed", "missed"])])
 def test_targets_are_judged_within_one_run(tmp_path: Path, peak: int, p50: float, verdicts: list[str]) -> None:
     rows = [
@@ -219,8 +161,3 @@ def test_targets_are_judged_within_one_run(tmp_path: Path, peak: int, p50: float
     ]
     lines = [line for line in page(tmp_path, rows).splitlines() if "x trl_full_logits |" in line]
     assert [line.split("|")[4].strip() for line in lines] == verdicts
-
-
-def test_targets_that_nothing_was_run_for_are_named(tmp_path: Path) -> None:
-    text = page(tmp_path, [logprob_row("lowmem_grpo", 1.0, 100)])
-    assert "Not run yet:" in text and "H200: time at most 1.2 x two_gemms" in text

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from typing import Any
 
 import pytest
 from programs import ROOT, ran
@@ -14,39 +13,16 @@ from lowmem_grpo.memory import time_plan
 TRAINING, DECODE = 170, 16  # at most
 
 
-@pytest.fixture(scope="module")
-def printed() -> str:
-    """Standard output of `make bench-launches JSON=1`, by the command that it runs."""
-    return ran("launches", "--json").stdout
-
-
-@pytest.fixture(scope="module")
-def found(printed: str) -> dict[str, Any]:
-    return json.loads(printed)
-
-
 @pytest.mark.slow
-def test_one_json_object_is_printed_and_nothing_else(printed: str, found: dict[str, Any]) -> None:
-    assert printed.strip() == json.dumps(found)
-    assert {"launches_forward", "launches_backward", "launches_decode"} <= found.keys() and found["host_us_per_op"] > 0
-
-
-@pytest.mark.slow
-def test_the_time_plan_counts_no_fewer_launches_than_the_code_makes(found: dict[str, Any]) -> None:
-    planned = {"launches_forward": time_plan.LAUNCHES_FORWARD, "launches_backward": time_plan.LAUNCHES_BACKWARD,
-               "launches_decode": time_plan.LAUNCHES_DECODE["vllm"]}
-    for name, most in planned.items():
-        assert found[name] <= most, f"raise {name.upper()} in lowmem_grpo/memory/time_plan.py"
-
-
-@pytest.mark.slow
-def test_a_layer_trains_with_few_launches(found: dict[str, Any]) -> None:
+def test_a_layer_makes_few_launches_of_which_the_time_plan_counts_no_fewer_and_only_json_is_printed() -> None:
+    printed = ran("launches", "--json").stdout
+    found = json.loads(printed)
+    assert printed.strip() == json.dumps(found) and found["host_us_per_op"] > 0
+    for name, most in (("forward", time_plan.LAUNCHES_FORWARD), ("backward", time_plan.LAUNCHES_BACKWARD),
+                       ("decode", time_plan.LAUNCHES_DECODE["vllm"])):
+        assert found[f"launches_{name}"] <= most, f"raise LAUNCHES_{name.upper()} in lowmem_grpo/memory/time_plan.py"
     assert 20 < found["launches_forward"] < found["launches_backward"]
     assert found["launches_layer"] == found["launches_forward"] + found["launches_backward"] <= TRAINING
-
-
-@pytest.mark.slow
-def test_a_sampled_token_takes_few_launches_of_a_layer(found: dict[str, Any]) -> None:
     assert 4 <= found["launches_decode"] <= DECODE
 
 

@@ -14,8 +14,7 @@ from tables import every_row
 
 from bench.common import model_folder
 from bench.common.child import outcome
-from bench.common.make_results import document
-from bench.common.rows import append_row, read_rows
+from bench.common.rows import read_rows
 from bench.common.targets import OURS, judged
 from bench.loop import bench as loop
 from bench.loop import inputs, peers, phase_watch
@@ -89,49 +88,11 @@ def test_phases_outside_of_a_step_count_for_none_and_a_step_must_end_outside_of_
 # What all providers get
 
 
-class Words:
-    """A tokenizer with one token for each character, or for each two."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [1] * (len(text) // self.size)}
-
-
-def test_prompts_have_exactly_the_wanted_tokens_and_differ_or_are_refused() -> None:
-    size = inputs.loop_shape("tiny", prompts=2)
-    rows = inputs.prompt_rows(Words(1), size, steps=3)
-    assert len(rows) == 6
-    assert {len(row["prompt"]) for row in rows} == {size.prompt_tokens}
-    assert len({row["prompt"] for row in rows}) == 6
-    with pytest.raises(ValueError, match=f"a prompt has {size.prompt_tokens // 2} tokens, wanted"):
-        inputs.prompt_rows(Words(2), size, steps=1)
-
-
-@pytest.mark.parametrize("name", ["full", "tiny"])
-def test_rewards_leave_no_completion_without_an_advantage(name: str) -> None:
-    size = inputs.loop_shape(name, prompts=2)
-    reward = inputs.ByPlace(size.n)
-    rewards = reward([[1, 2, 3]] * size.sequences)
-    assert rewards[: size.n] == rewards[size.n :]
-    mean = sum(rewards) / len(rewards)
-    assert all(abs(value - mean) > 0.01 for value in rewards)
-    assert reward.tokens == [3 * size.sequences]
-
-
 def test_the_model_in_the_package_is_paid_as_its_recipe_pays_it() -> None:
     texts = ["3 + 4 = 7\nAnswer: 7", "Answer: 8", "it is 7", "nothing", "Answer: x7"]
     reward, said = inputs.RightAnswer(), [[{"role": "assistant", "content": text}] for text in texts]
     assert reward(said, ["7"] * 5, completion_ids=[[1, 2]] * 5) == [1.1, 0.1, 1.0, 0.0, 1.0]
     assert reward.tokens == [10]
-
-
-def test_the_full_shape_is_that_of_the_issue_and_weighs_what_8b_weighs() -> None:
-    size = inputs.loop_shape("full")
-    assert (size.sequences, size.prompt_tokens, size.completion_tokens) == (8, 1024, 4096)
-    assert inputs.weight_bytes(size, four_bit=False) == pytest.approx(2 * 8.03e9, rel=0.01)
-    assert 5.5e9 < inputs.weight_bytes(size, four_bit=True) < 6.0e9
 
 
 def test_a_peers_vllm_gets_room_for_weights_and_cache_but_not_more_than_may_be_used() -> None:
@@ -256,17 +217,6 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
     assert ("failed; see above" in done.output) == bool(code)
 
 
-@pytest.mark.parametrize("arguments", [
-    ("--steps", "0"), ("--prompts", "0"), ("--gib", "0"), ("--provider", "verl"), ("--shape", "70b"),
-    ("--time-limit", "0"), ("--peer-batch", "0"),
-])
-def test_what_makes_no_sense_is_refused_by_name_and_writes_nothing(arguments: tuple[str, str], tmp_path: Path) -> None:
-    done = called(*arguments, "--output", str(tmp_path / "rows.jsonl"))
-    assert done.exit_code == 2
-    assert arguments[0] in done.output
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
 # Real steps
 
 
@@ -335,16 +285,3 @@ def test_targets_compare_time_and_memory_with_each_peer_of_the_same_run(
 ])
 def test_rows_of_another_run_case_or_card_are_not_compared(other: dict[str, Any]) -> None:
     assert set(statuses([row(OURS), row("trl", 200.0, 99, **other)]).values()) == {"not run"}
-
-
-def test_the_page_shows_the_newest_row_of_each_provider_and_what_is_missing(tmp_path: Path) -> None:
-    gone = {key: value for key, value in row("unsloth").items() if key in {*COMMON, "provider"}}
-    for one in (row(OURS, 1.0), row("trl", 200.0), gone | {"missing": "no module | at all"}, row(OURS, 123.0, run="2")):
-        append_row(tmp_path / "loop.jsonl", one)
-    text = document(tmp_path)
-    lines = [line for line in text.splitlines() if line.startswith("| full: 1 x 8 x 4,096 tokens after 1,024")]
-    assert len(lines) == 3
-    assert f"| {OURS} | 123.00 | 75.0% | " in lines[0] and "| 12.00 | NVIDIA H200 |" in lines[0]
-    assert "missing: no module / at all" in lines[2]
-    assert len({line.count("|") for line in lines}) == 1
-    assert f"| loop, full, {OURS}, H200 | seconds of a step: below 1 x trl | 0.005 x | met |" in text

@@ -14,19 +14,11 @@ from bench.memory import longest_context, on_card
 from bench.memory.counted_storages import owner
 from bench.memory.picture import draw
 from bench.memory.section import longest_table, memory_table, newest_cases
-from bench.memory.stages import CASES, Case, Features, completion_lengths
+from bench.memory.stages import Case, Features
 
 STAGES = ["naive", "+ no logits", "+ packing", "+ 8-bit optimizer", "+ host embedding"]
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = ("weights", "adapters", "gradients", "optimizer", "engine")
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    """The rows of a run of some stages; nothing but these is printed."""
-    done = ran("memory.bench", "--shape", "qwen3-8b", "--context", 512, "--generations", 4, "--json",
-               *(word for stage in STAGES for word in ("--stage", stage)))
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_code_is_told_by_the_folder_of_its_package_and_not_by_a_path_that_contains_its_name() -> None:
@@ -35,52 +27,28 @@ def test_code_is_told_by_the_folder_of_its_package_and_not_by_a_path_that_contai
 
 
 @pytest.mark.slow
-def test_each_stage_holds_less_than_the_one_before_and_no_less_than_its_parts(rows: list[dict[str, Any]]) -> None:
+def test_each_stage_holds_less_than_the_one_before_and_the_picture_and_the_page_show_all(tmp_path: Path) -> None:
+    done = ran("memory.bench", "--shape", "qwen3-8b", "--context", 512, "--generations", 4, "--json",
+               *(word for stage in STAGES for word in ("--stage", stage)))
+    rows = [json.loads(line) for line in done.stdout.splitlines()]  # nothing else is printed
     assert [row["stage"] for row in rows] == STAGES
     sizes = [row["device_bytes"] for row in rows]
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) == len(sizes)
+    assert sizes == sorted({*sizes}, reverse=True)
     for row in rows:
         assert row["device_bytes"] >= sum(row[f"{part}_bytes"] for part in PARTS)
         assert row["commit"] and row["device"] == "fake"
-
-
-@pytest.mark.slow
-def test_the_host_gets_what_the_device_gives_up(rows: list[dict[str, Any]]) -> None:
-    by_stage = {row["stage"]: row for row in rows}
-    table = 2 * 151936 * 4096
-    last, before = by_stage["+ host embedding"], by_stage["+ 8-bit optimizer"]
-    assert last["host_bytes"] - before["host_bytes"] == table
-    assert before["weights_bytes"] - last["weights_bytes"] == table
-
-
-@pytest.mark.slow
-def test_what_was_planned_stands_beside_what_was_weighed_on_the_page_too(rows: list[dict[str, Any]]) -> None:
-    (row,) = [row for row in rows if "planned_bytes" in row]
-    assert row["stage"] == "+ 8-bit optimizer"
-    assert abs(row["planned_bytes"] / row["device_bytes"] - 1) < 0.05
+    before, last, table = *rows[-2:], 2 * 151936 * 4096
+    assert last["host_bytes"] - before["host_bytes"] == before["weights_bytes"] - last["weights_bytes"] == table
+    assert [row["stage"] for row in rows if "planned_bytes" in row] == ["+ 8-bit optimizer"]
+    assert abs(before["planned_bytes"] / before["device_bytes"] - 1) < 0.05
     section = "\n".join(memory_table(rows))
     assert section.count("| qwen3-8b, 512 x 4 |") == 2 and "fake tensors" in section
-
-
-@pytest.mark.slow
-def test_the_picture_has_a_bar_for_each_stage_and_is_the_same_every_time(
-    rows: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
-    for path in (first, second):
+    pictures = [tmp_path / name for name in ("first.svg", "second.svg")]
+    for path in pictures:
         draw(newest_cases(rows), path)
-    words = {(element.text or "").strip() for element in ElementTree.parse(first).iter(f"{SVG}text")}
-    assert {*STAGES, "activations", f"{rows[0]['device_bytes'] / 2**30:.1f}"} <= words
-    assert first.read_bytes() == second.read_bytes()
-
-
-def test_a_case_is_packed_from_sequences_of_different_lengths() -> None:
-    lengths = completion_lengths(CASES[0])
-    assert lengths[0] == 20480
-    assert lengths[-1] == 10240
-    assert lengths == sorted(lengths, reverse=True)
-    assert len(lengths) == 8
+    words = {(element.text or "").strip() for element in ElementTree.parse(pictures[0]).iter(f"{SVG}text")}
+    assert {*STAGES, "activations", f"{sizes[0] / 2**30:.1f}"} <= words
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
 
 
 def test_without_a_card_measuring_for_real_is_refused() -> None:

@@ -59,11 +59,6 @@ def test_copies_are_overlapped_by_kernels_and_are_no_work_of_the_compute_units()
     assert (found["copy_ms"], found["overlapped_ms"], found["busy_ms"]) == pytest.approx((0.020, 0.0085, 0.0135))
 
 
-def test_an_empty_profile_has_no_time_and_divides_by_nothing() -> None:
-    found = summarize([], steps=1)
-    assert (found["span_ms"], found["idle_share"], found["top"], found["gaps"]) == (0, 0, [], [])
-
-
 def test_without_kernels_the_page_is_of_the_hosts_ops() -> None:
     row = {"gpu": None, "cpu": "some", "device": "cpu", "commit": "abc", "date": "2026-01-01", "versions": {}}
     page = profiles.page("A step", row | summarize([host(0, 1, "aten::a|b")], 1))

@@ -8,7 +8,7 @@ from programs import providers, ran
 
 from bench.common.rows import read_rows
 from bench.common.targets import OURS, judged
-from bench.rollout.section import BF16, BNB, GOALS, rollout_table
+from bench.rollout.section import BF16, BNB, GOALS
 
 
 def statuses(rows: list[dict[str, Any]], device: str) -> dict[str, str]:
@@ -70,15 +70,3 @@ def test_a_cache_that_stays_when_the_engine_sleeps_misses_its_target(freed: floa
     measured = {} if freed is None else {"sleep_freed_bytes": freed * 2**30}
     found = statuses([row(OURS, kv_bytes=2**30, **measured)], "cuda")
     assert [how for demand, how in found.items() if "sleep" in demand] == [status]
-
-
-def test_another_card_and_another_shape_do_not_count() -> None:
-    rows = [row(name, **other) for name in (OURS, BNB, BF16) for other in ({"gpu": "NVIDIA L4"}, {"shape": "tiny"})]
-    assert set(statuses(rows, "cuda").values()) == {"not run"}
-
-
-def test_the_section_shows_the_newest_row_of_each_provider_and_the_goals_that_nothing_was_run_for() -> None:
-    page = rollout_table([row(OURS, p50=1.0), row(OURS, run="2", p50=123.0)])
-    (line,) = [line for line in page if line.startswith("| full: 64 x 1024 | lowmem_grpo | 90 | 123 | 110 |")]
-    assert line.count("|") == page[3].count("|")
-    assert any(line.startswith("- rollout, full, H200: tokens/s at least 1.5 x vllm_bnb_lora;") for line in page)

@@ -9,8 +9,6 @@ import pytest
 from click.testing import CliRunner, Result
 from tables import every_row
 
-from bench.common.child import last_words
-from bench.gate import pretend
 from bench.smoke import provider
 from bench.smoke.bench import judged, main
 from bench.smoke.variants import VARIANTS
@@ -66,21 +64,6 @@ def test_on_the_pretend_device_values_are_not_judged_and_the_rest_is() -> None:
     assert judged(blind)["status"] == "walked"
     row = judged(blind | {"wrong": ["nothing was offloaded to the host"]})
     assert (row["status"], row["why"]) == ("failed", "nothing was offloaded to the host")
-
-
-def test_the_pretend_device_is_told_by_its_name_and_real_cards_keep_their_environment() -> None:
-    assert pretend.environment(None) == pretend.environment("NVIDIA H200") == {}
-    assert pretend.environment("Null CUDA sm_90 (no GPU)")["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-    sleeping = pretend.environment(pretend.NAME, sleeps=True)
-    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in sleeping, "sleep mode's pool is part of torch's cache"
-    assert sleeping["NULL_CUDA_READ_ZEROS"] == "1"
-
-
-def test_the_reason_of_a_failure_is_the_error_and_not_what_was_said_after_it() -> None:
-    said = ["Traceback (most recent call last):", "RuntimeError: CUDA Error: out of memory", "vLLM did not end cleanly"]
-    assert [last_words(words) for words in ("\n".join(said), "only words\n", "")] == [
-        said[1], "only words", "it said nothing",
-    ]
 
 
 class Engine:

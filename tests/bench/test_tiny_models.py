@@ -13,14 +13,11 @@ from bench.tiny_models.games_model import calculator_talk, guess_talk, tictactoe
 from bench.tiny_models.inbox_model import clerk_talk
 from bench.tiny_models.talks import TOOL_MARKS, Talk, encode_talk
 from bench.tiny_models.talks_model import (
-    HARD,
-    LOOKS,
     PHRASES,
     answering_talk,
     asking_talk,
     board_talk,
     boards,
-    demonstrations,
 )
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.environments.template import SpecialTokens
@@ -28,7 +25,7 @@ from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.recipes.calculator import Sum
 from lowmem_grpo.recipes.game2048 import MOVES, Game2048, move_in
 from lowmem_grpo.recipes.tasks.mailbox import mailbox
-from lowmem_grpo.recipes.twenty_questions import NUMBERS, about, question_of, truth, truthful, yes_or_no
+from lowmem_grpo.recipes.twenty_questions import NUMBERS, about, question_of, truth, yes_or_no
 
 PRODUCT = Sum(60, "*", 39)
 QUESTIONS = mailbox("small", 5).questions
@@ -39,16 +36,12 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(resolve(f"tiny-{name}"), trust_remote_code=False)
 
 
-def demonstrated(rng: random.Random, looks: float = LOOKS) -> Talk:
-    """A move on some board."""
-    return board_talk(next(boards(rng)), rng, looks)
-
-
 @pytest.mark.parametrize(("name", "tools", "make"), [
     *(("games", games_model.TOOLS, make) for make in (
         guess_talk, tictactoe_talk, lambda rng: calculator_talk(rng, PRODUCT))),
     ("inbox", inbox_model.TOOLS, lambda rng: clerk_talk(rng.choice(QUESTIONS), 5, rng)),
-    *(("talks", None, make) for make in (demonstrated, asking_talk, answering_talk)),
+    *(("talks", None, make) for make in (
+        lambda rng: board_talk(next(boards(rng)), rng), asking_talk, answering_talk)),
 ])
 def test_a_demonstration_trains_what_the_assistant_says_and_nothing_else(
     name: str, tools: Any, make: Callable[[random.Random], Talk]
@@ -80,31 +73,12 @@ def test_a_prompt_of_the_games_tells_the_tools_and_a_call_is_rendered_as_hermes_
     assert "Tools" not in tokenizer.apply_chat_template(talk[:1], tokenize=False)
 
 
-def test_demonstrations_call_and_err_as_often_as_they_should() -> None:
-    rng = random.Random(0)
-    talks = [calculator_talk(rng, PRODUCT) for _ in range(2000)]
-    called = [talk for talk in talks if len(talk) > 2]
-    assert len(called) / 2000 == pytest.approx(games_model.CALLS, abs=0.03)
-    assert all(talk[-1]["content"] == "2340" for talk in called)
-    assert all(talk[-1]["content"] != "2340" for talk in talks if len(talk) == 2)
-
-
 def test_a_name_and_a_number_are_one_token_wherever_they_stand() -> None:
     tokenizer = tokenizer_of("inbox")
     for text in ("What is the budget of Falcon?", '{"words": "budget Falcon"}', "412 | budget Falcon", "of Falcon 41."):
         assert "Falcon" in tokenizer.tokenize(text) and tokenizer.decode(tokenizer.encode(text)) == text
     for word in ("1", "41", "412", "500", *inbox_model.PHRASES):
         assert len(tokenizer.encode(word)) == 1, word
-
-
-def test_the_clerk_searches_and_reads_as_badly_as_it_should() -> None:
-    rng, question = random.Random(0), QUESTIONS[0]
-    talks = [clerk_talk(question, 5, rng) for _ in range(600)]
-    names = [[one["tool_calls"][0]["function"]["name"] for one in talk[1::2]] for talk in talks]
-    assert all(called[0] == "search" and called[-1] == "answer" for called in names)
-    assert sum("read" in called for called in names) / 600 == pytest.approx(inbox_model.READS, abs=0.06)
-    right = [talk[-1]["tool_calls"][0]["function"]["arguments"]["text"] == question.answer for talk in talks]
-    assert 0.08 < sum(right) / 600 < 0.3
 
 
 def test_demonstrations_are_of_the_training_split_and_of_other_seeds() -> None:
@@ -134,48 +108,15 @@ def test_a_board_has_as_many_tokens_whatever_lies_on_it() -> None:
     assert len(lengths) == 1
 
 
-def shares(make: Callable[..., Talk], heeds: Callable[[Talk], list[bool]], *words: Any) -> float:
-    """The share of turns that heed what is possible."""
-    rng = random.Random(0)
-    found = [heeded for _ in range(600) for heeded in heeds(make(rng, *words))]
-    return sum(found) / len(found)
-
-
-def a_possible_move(talk: Talk) -> list[bool]:
-    return [talk[1]["content"] in talk[0]["content"].partition("Possible: ")[2].split()]
-
-
-def guesses_what_is_left(talk: Talk) -> list[bool]:
-    said, heard = talk[-1]["content"], talk[-2]["content"]
-    if not said.startswith("Guess") or " to " not in heard or len(talk) == 2:
-        return []
-    low, high = heard.partition(": ")[2].partition(",")[0].split(" to ")
-    return [int(low) <= int(said.split()[1]) <= int(high)]
-
-
-def test_demonstrations_heed_what_is_possible_at_first_and_are_mostly_blind_later() -> None:
-    assert shares(demonstrated, a_possible_move, 1.0) == shares(asking_talk, guesses_what_is_left, 1.0) == 1.0
-    assert 0.7 < shares(demonstrated, a_possible_move) < 0.95
-    assert 0.4 < shares(asking_talk, guesses_what_is_left) < 0.65
-    first = demonstrations(0, heeding=True)
-    talks = [next(first)()[0] for _ in range(100)]
-    moves = [talk for place, talk in enumerate(talks) if place % 5 in (0, 2)]
-    assert all(a_possible_move(talk)[0] for talk in moves)
-    assert max(len(talk[0]["content"].partition("Possible: ")[2].split()) for talk in moves) == HARD
-    assert all(truthful(talk[0]["content"]) == talk[1]["content"] for talk in talks[4::5])
-
-
 def test_the_model_knows_every_answer_about_the_numbers_and_replies_with_moves() -> None:
     model, _ = FastLanguageModel.from_pretrained("tiny-talks", max_seq_length=96, load_in_4bit=False)
     asked = [(number, question_of(limit)) for number in NUMBERS for limit in range(1, 16)]
     sure = SamplingParams(temperature=0, max_tokens=8)
-    found = model.fast_generate([[user(about(*one))] for one in asked], sure)
+    found = model.fast_generate([[{"role": "user", "content": about(*one)}] for one in asked], sure)
     right = [yes_or_no(one.outputs[0].text) == truth(*fact) for one, fact in zip(found, asked, strict=True)]
     assert sum(right) >= 0.97 * len(right)
     shown = [game.shown() for game, _ in zip(boards(random.Random(0)), range(40), strict=False)]
-    replies = model.fast_generate([[user(board)] for board in shown], SamplingParams(max_tokens=4, seed=0))
+    prompts = [[{"role": "user", "content": board}] for board in shown]
+    replies = model.fast_generate(prompts, SamplingParams(max_tokens=4, seed=0))
     assert sum(bool(move_in(one.outputs[0].text)) for one in replies) >= 39
 
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
