@@ -27,6 +27,8 @@ from lowmem_grpo.utils import TEXT, at_least, require
 
 logger = logging.getLogger(__name__)
 
+GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
+    ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 EQUAL = 0.5  # the reward of completions that have no other to be compared with
 QUIET_SECONDS = 300.0  # between two warnings of the same kind
 
@@ -72,8 +74,12 @@ class Judge:
     time_limit: float  # seconds within which `rate` returns
     rate: Any  # defined by each judge
 
-    def __init__(self, name: str, cache_size: int) -> None:
-        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative."""
+    def __init__(self, name: str, cache_size: int, **gone: Any) -> None:
+        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative, TypeError, with
+        what to do instead, for an option in `gone`, which is unknown or was removed."""
+        for option in gone:
+            advice = GONE.get(option, "see docs/judge.md for its options")
+            raise TypeError(f"a judge has no option {option!r}: {advice}")
         require("cache_size", cache_size, at_least(0))
         self.name, self.cache_size = name, cache_size
         self.cache: OrderedDict[str, Ratings] = OrderedDict()

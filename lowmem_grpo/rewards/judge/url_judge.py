@@ -51,7 +51,7 @@ class UrlJudge(Judge):
 
     def __init__(self, base_url: str | None, model: str, api_key: str | None = None, *, timeout: float = 60.0,
                  deadline: float = 120.0, retries: int = 2, concurrency: int = 16, cache_size: int = 10_000,
-                 options: dict[str, Any] | None = None) -> None:
+                 options: dict[str, Any] | None = None, **gone: Any) -> None:
         """None for `base_url` or `api_key` means the client's default (OpenAI's URL, OPENAI_API_KEY).
 
         timeout: seconds for one request. deadline: seconds for all questions of one call, with retries.
@@ -63,7 +63,7 @@ class UrlJudge(Judge):
         ValueError for invalid settings, a missing key or one that no HTTP header can hold, an invalid URL, or an option
         that the API does not know or JSON cannot hold. Importing this class without the package openai: ImportError.
         """
-        super().__init__(model, cache_size)
+        super().__init__(model, cache_size, **gone)
         where = str(base_url).rpartition("@")[2].partition("?")[0][:99]  # without a password
         require("base_url", where, ("an address that begins with http:// or https://, or None for OpenAI's own",
                                     lambda _: base_url is None or is_address(str(base_url))))
