@@ -29,14 +29,10 @@ def test_the_address_is_for_its_owner_only_and_the_key_stays(tmp_path: Path) -> 
     assert ServerDir(tmp_path / "server").key() == address.key
 
 
-def test_an_unknown_server_is_told_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="no server is known here"):
-        read_address(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"url": "http://x"})])
-def test_a_damaged_file_is_told(text: str, tmp_path: Path) -> None:
-    (tmp_path / ADDRESS).write_text(text)
-    with pytest.raises(OSError, match="does not say where a server is"):
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", json.dumps({"url": "http://x"})])
+def test_a_missing_or_damaged_address_is_told_with_what_to_do(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / ADDRESS).write_text(text)
+    with pytest.raises(OSError, match="no server is known here" if text is None else "does not say where a server is"):
         read_address(tmp_path)
     assert ServerDir(tmp_path).key().startswith("tml-")

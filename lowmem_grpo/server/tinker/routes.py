@@ -32,7 +32,7 @@ def tinker_router(training: Training, sampling: SampleService, served: Served) -
     """Return the router of the protocol's routes; the app answers other paths as unknown, with a list of its routes."""
     router = APIRouter(redirect_slashes=False)
     models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
-    answers = models.answers() | ListRoutes(training, served).answers() | {
+    answers = models.answers() | {
         "POST /create_sampling_session": promises.create_sampler, "GET /samplers/{sampler}": promises.sampler}
     for place, answer in answers.items():
         method, path = place.split()
@@ -45,14 +45,16 @@ def tinker_router(training: Training, sampling: SampleService, served: Served) -
 
 
 class ModelRoutes:
-    """The routes of client sessions, their models, and requests to the models."""
+    """The routes of client sessions, of their models (the protocol's training runs), and of saved weights."""
 
     def __init__(self, training: Training, served: Served) -> None:
-        self.training, self.ledger, self.served = training, training.ledger, served
+        self.training, self.ledger, self.shelf, self.served = training, training.ledger, training.shelf, served
 
     def answers(self) -> dict[str, Answers]:
         capabilities = {"supported_models": [{"model_name": self.served.name, "trainable": True, "sampleable": True,
                                               "max_context_length": self.served.context}]}
+        run = "/training_runs/{model}"
+        weights = f"{run}/checkpoints/{{kind}}/{{name}}"
         return {
             "GET /healthz": lambda asked: {"status": "ok"},
             "GET /get_server_capabilities": lambda asked: capabilities,
@@ -64,6 +66,15 @@ class ModelRoutes:
             "POST /sessions/{session}/finish": self.finish_session,
             "POST /create_model": self.create_model,
             "POST /get_info": self.model_info,
+            f"POST /{UNLOAD}": self.unload_model,
+            "GET /training_runs": self.training_runs,
+            f"GET {run}": lambda asked: self.run(self.ledger.model(asked.path["model"], asked.owner)),
+            "POST /weights_info": self.weights_info,
+            "GET /checkpoints": self.checkpoints,
+            f"GET {run}/checkpoints": self.checkpoints_of_run,
+            f"DELETE {weights}": lambda asked: self.shelf.delete(path_in(asked), asked.owner),
+            f"PUT {weights}/ttl": lambda asked: self.shelf.keep_for(
+                path_in(asked), asked.owner, calls.read(calls.KeepFor, asked.body).ttl_seconds),
         }
 
     def promises(self) -> dict[str, Answers]:
@@ -133,32 +144,10 @@ class ModelRoutes:
         self.ledger.check_session(session, asked.owner)
         load = calls.read(calls.LoadIntoNew, asked.body)
         self.served.check_base(load.base_model or self.served.name)
-        saved = self.training.shelf.find(load.path, asked.owner, TRAINING)
+        saved = self.shelf.find(load.path, asked.owner, TRAINING)
         model = f"{session}:train:{load.model_seq_id}"
         promise = self.training.add_model(model, asked.owner, saved.settings, LOAD, asked.body)
         return {"request_id": promise, "model_id": model, "type": LOAD}
-
-
-class ListRoutes:
-    """Routes that list, show and delete saved weights, and a user's models, which the protocol calls training runs."""
-
-    def __init__(self, training: Training, served: Served) -> None:
-        self.training, self.shelf, self.served = training, training.shelf, served
-
-    def answers(self) -> dict[str, Answers]:
-        run = "/training_runs/{model}"
-        weights = f"{run}/checkpoints/{{kind}}/{{name}}"
-        return {
-            "POST /weights_info": self.weights_info,
-            "GET /checkpoints": self.checkpoints,
-            f"GET {run}/checkpoints": self.checkpoints_of_run,
-            f"DELETE {weights}": lambda asked: self.shelf.delete(path_in(asked), asked.owner),
-            f"PUT {weights}/ttl": lambda asked: self.shelf.keep_for(
-                path_in(asked), asked.owner, calls.read(calls.KeepFor, asked.body).ttl_seconds),
-            "GET /training_runs": self.training_runs,
-            f"GET {run}": lambda asked: self.run(self.training.ledger.model(asked.path["model"], asked.owner)),
-            f"POST /{UNLOAD}": self.unload_model,
-        }
 
     def weights_info(self, asked: ApiRequest) -> Json:
         settings = self.shelf.find(asked.json.get("tinker_path"), asked.owner).settings
@@ -171,11 +160,11 @@ class ListRoutes:
                 "cursor": {"offset": 0, "limit": len(saved), "total_count": len(saved)}}
 
     def checkpoints_of_run(self, asked: ApiRequest) -> Json:
-        model = self.training.ledger.model(asked.path["model"], asked.owner)
+        model = self.ledger.model(asked.path["model"], asked.owner)
         return {"checkpoints": list(map(listed, self.shelf.all(asked.owner, model.id)))}
 
     def training_runs(self, asked: ApiRequest) -> Json:
-        page, models = calls.read(calls.ListPage, asked.query), self.training.ledger.models(asked.owner)[::-1]
+        page, models = calls.read(calls.ListPage, asked.query), self.ledger.models(asked.owner)[::-1]
         most = min(page.limit, MOST)
         return {"training_runs": list(map(self.run, models[page.offset:page.offset + most])),
                 "cursor": {"offset": page.offset, "limit": most, "total_count": len(models)}}
@@ -191,7 +180,7 @@ class ListRoutes:
         """Unload a model, and return a promise that is already fulfilled. A repeated call returns it again."""
         model = asked.json.get("model_id")
         try:
-            self.training.unload(self.training.ledger.model(model, asked.owner))
+            self.training.unload(self.ledger.model(model, asked.owner))
         except UnknownError:
             self.training.runs.gone(str(model), asked.owner)
         return {"request_id": f"{model}:{UNLOAD}", "model_id": model, "type": UNLOAD}

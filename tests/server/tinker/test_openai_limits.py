@@ -77,26 +77,6 @@ def test_a_client_that_vanishes_is_counted_no_more(served: Serving, stream: bool
         counts(served, 0)
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_is_counted_no_more(
-    served: Serving, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, gate = served.model.worker, threading.Event()
-    plain, looks = worker.look_again, iter([1])
-
-    def held_up_after_the_first(*given: Any) -> Any:
-        return plain(*given) if next(looks, 0) else gate.wait(60)
-
-    monkeypatch.setattr(worker, "look_again", held_up_after_the_first)  # a pass for each choice, for logprobs
-    try:
-        chunks = text(client, n=2, logprobs=2, stream=True)
-        next(iter(chunks))
-        counts(served, 1)
-        chunks.close()
-        counts(served, 0)
-    finally:
-        gate.set()
-
-
 def test_a_request_that_is_refused_is_counted_no_more(served: Serving, client: openai.OpenAI) -> None:
     for _ in range(3):
         with pytest.raises(openai.NotFoundError):
