@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from different_ends import CONTEXT, PARAMS, PROMPTS, check_same
-from memory import Failing
+from memory import failing
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -91,13 +91,9 @@ def test_prompts_whose_earlier_answers_were_longest_are_begun_first(
 def test_a_shortage_among_rows_at_different_places_changes_nothing_and_each_prompt_is_told_once(
     small_policy: Policy, tokenizer: PreTrainedTokenizerBase, expected: list[list[Rollout]], calls: tuple[int, ...]
 ) -> None:
-    other, hook = bounded(TransformersEngine(small_policy, tokenizer, CONTEXT), 6), Failing(*calls)
-    told: list[tuple[int, list[Rollout]]] = []
-    handle = other.policy.backbone.norm.register_forward_hook(hook)
-    try:
+    other, told = bounded(TransformersEngine(small_policy, tokenizer, CONTEXT), 6), list[tuple[int, list[Rollout]]]()
+    with failing(other, *calls) as hook:
         found = other.generate(PROMPTS, PARAMS, lambda prompt, group: told.append((prompt, group)))
-    finally:
-        handle.remove()
     check_same(found, expected)
     assert hook.raised == len(calls) and other.bound.lowered == 6 // 2 ** len(calls)
     assert sorted(prompt for prompt, _ in told) == list(range(len(PROMPTS)))

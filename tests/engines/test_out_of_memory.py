@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from memory import Failing
+from memory import Failing, failing
 from small_models import load_model, with_adapter
 from trainer_runs import TEXTS
 from transformers import PreTrainedTokenizerBase
@@ -39,10 +39,9 @@ def test_tokens_drawn_before_a_shortage_are_kept_and_the_rest_follows_the_seed(
     undisturbed = engine.generate(prompts, params)
     found = []
     for _ in range(2):
-        engine.bound, hook = RunMemory().rollout, Failing(call)
-        handle = engine.policy.backbone.norm.register_forward_hook(hook)
-        found.append(engine.generate(prompts, params))
-        handle.remove()
+        engine.bound = RunMemory().rollout
+        with failing(engine, call) as hook:
+            found.append(engine.generate(prompts, params))
         assert hook.raised == 1
     assert ids_of(found[0]) == ids_of(found[1])
     for before, after in zip(itertools.chain(*undisturbed), itertools.chain(*found[0]), strict=True):
@@ -72,10 +71,9 @@ def test_a_single_sequence_without_memory_ends_the_run(
 ) -> None:
     plan: Any = SimpleNamespace(rows=[SimpleNamespace(name="KV cache", train=0, rollout=GIB)])
     engine.bound.advice = MemoryAdvice({"rollout": ["a lower max_completion_length"]}, plan)
-    hook = Failing(*range(100))
-    engine.policy.backbone.norm.register_forward_hook(hook)
     engine.policy.model.train()
-    with pytest.raises(MemoryExhaustedError, match=r"sampling 1 at once(.|\n)*KV cache(.|\n)*max_completion_length"):
+    told = r"sampling 1 at once(.|\n)*KV cache(.|\n)*max_completion_length"
+    with failing(engine, *range(100)) as hook, pytest.raises(MemoryExhaustedError, match=told):
         engine.generate(prompts, SamplingParams(n=4, max_tokens=5))
     assert hook.raised == engine.bound.failures == 4  # 12, 6, 3 and 1 at once
     assert engine.policy.model.training

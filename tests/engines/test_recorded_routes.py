@@ -6,7 +6,7 @@ import pytest
 import torch
 from episodes import Talk
 from families import loaded
-from memory import Failing
+from memory import failing
 from mixtures import LAYERS, K, mixture_folder
 from torch import Tensor
 
@@ -74,11 +74,9 @@ def test_every_token_that_ran_has_its_routes_and_a_prompt_is_held_once(engine: T
 def test_rows_that_are_resumed_after_a_shortage_keep_their_routes(engine: TransformersEngine) -> None:
     expected = groups_of(engine)
     engine.bound = RunMemory().rollout
-    failing = Failing(4)
-    handle = engine.policy.backbone.norm.register_forward_hook(failing)
-    again = groups_of(engine)
-    handle.remove()
-    assert failing.raised
+    with failing(engine, 4) as hook:
+        again = groups_of(engine)
+    assert hook.raised
     for group, before in zip(again, expected, strict=True):
         for rollout, one in zip(group.rollouts, before.rollouts, strict=True):
             assert rollout.completion_ids[:3] == one.completion_ids[:3]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from different_ends import CONTEXT, PARAMS, PROMPTS
-from memory import Failing, Recorder
+from memory import Recorder, failing
 from small_models import shallow
 from transformers import PreTrainedTokenizerBase
 from vllm_models import differences, ids_of, move_adapter
@@ -83,12 +83,9 @@ def test_weights_in_another_form_leave_no_graph_that_reads_those_of_before(engin
 
 
 def test_memory_that_runs_out_beside_them_takes_them_first_and_no_row(engine: TransformersEngine) -> None:
-    expected, hook = engine.generate(PROMPTS, PARAMS), Failing(4)
-    handle = engine.policy.backbone.norm.register_forward_hook(hook)
-    try:
+    expected = engine.generate(PROMPTS, PARAMS)
+    with failing(engine, 4) as hook:
         found = engine.generate(PROMPTS, PARAMS)
-    finally:
-        handle.remove()
     assert hook.raised == 1 and (engine.bound.lowered, engine.bound.failures) == (None, 1)
     assert engine.sampling_weights == "4bit" and engine.passes.wide is None
     assert [len(one.completion_ids) for one in chain(*found)] == [len(one.completion_ids) for one in chain(*expected)]

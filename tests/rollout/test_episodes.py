@@ -175,15 +175,6 @@ def test_a_close_that_fails_costs_nothing(caplog: pytest.LogCaptureFixture) -> N
     assert one.ending == "done" and "could not be closed" in caplog.text
 
 
-class Endless(Game):
-    turns = 10**9
-
-
-def test_an_environment_that_never_ends_is_ended_by_the_tokens() -> None:
-    [[one]] = played(lambda prompt: "on", [ROW], Endless, n=1, completion=200)
-    assert one.ending == "context" and len(one.turns) > 3 and len(one.completion_ids) <= 200
-
-
 def test_an_error_of_the_engine_or_ctrl_c_closes_every_environment() -> None:
     for error in (KeyboardInterrupt, RuntimeError("the engine broke")):
         def says(prompt: str, error: Any = error) -> str:

@@ -1,7 +1,8 @@
 """Memory in tests: bytes that operations hold, operations that run, also again as a CUDA graph runs them, and a lack of
 memory when a test says so."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +78,17 @@ class Failing:
         if number in self.at:
             self.raised += 1
             raise self.error()
+
+
+@contextmanager
+def failing(engine: TransformersEngine, *calls: int) -> Iterator[Failing]:
+    """Inside, memory runs out at the end of these passes through the engine's model."""
+    hook = Failing(*calls)
+    handle = engine.policy.backbone.norm.register_forward_hook(hook)
+    try:
+        yield hook
+    finally:
+        handle.remove()
 
 
 def tensors(tree: Any) -> list[Tensor]:
