@@ -246,6 +246,8 @@ def test_every_option_that_unsloth_has_has_a_fate_here() -> None:
     ({"target_modules": ["q_proj", "lm_head"]}, "the head and the embedding stay frozen"),
     ({"target_modules": "q_proj"}, "all-linear"), ({"finetune_language_layers": False}, "leaves nothing to train"),
     ({"finetune_attention_modules": False, "finetune_mlp_modules": False}, "leaves nothing to train"),
+    *(({f"finetune_{part}": None}, f"finetune_{part} is None; it must be True or False")
+      for part in ("language_layers", "attention_modules", "mlp_modules")),
     ({"layers_to_transform": [6]}, "names layer 6; the model has the layers 0 to 5"),
     ({"layers_to_transform": 1, "finetune_last_n_layers": 1}, "both choose layers"),
     ({"target_modules": ["gate_proj"], "finetune_mlp_modules": False}, "names no layer of the part"),

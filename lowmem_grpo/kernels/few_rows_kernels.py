@@ -21,7 +21,7 @@ from lowmem_grpo.kernels.few_rows import VARYING, finish
 from lowmem_grpo.kernels.fp8 import FP8Weight, e4m3, fp8_dequantize_ref
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
-from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, tl, triton
+from lowmem_grpo.kernels.triton_utils import Variant, capability, tl, triton
 
 STEP = 64  # columns of FP8 codes that each share of K reads at a time
 NATIVE = 89  # compute capability from which Triton has the type e4m3
@@ -92,12 +92,12 @@ def nf4_decode_kernel(
 
 def nf4_decode_triton(
     x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
-    scale: float, scale_tensor: Tensor | None, bias: Tensor | None, launch: Launch | None = None,
+    scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> Tensor:
-    """Launch the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous. `launch` replaces the rule's choice."""
+    """Launch the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous."""
     rows, outputs = x.shape[0], sum(features)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    launch = launch or few_rows.narrow_launch(rows, outputs, x.shape[1], capability(x.device))
+    launch = few_rows.narrow_launch(rows, outputs, x.shape[1], capability(x.device))
     pointers, numbers = weight_arguments(tensors, sizes)
     nf4_decode_kernel[few_rows.grid(rows, outputs, launch)](
         out, x, *pointers, sizes[0] // 2, *numbers,

@@ -18,20 +18,10 @@ FLOAT32 = 1e-6  # slack for float32 functions made of other steps than torch's, 
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of a gradient, once, when stored
 DTYPES = list(ROUNDING)
 SHAPES = [(1, 7), (63, 65), (500, 33), (2, 3, 5, 1100)]
-ACTIVATIONS = ["silu", "gelu_tanh", "gelu"]
-
-
-def ours(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """The public function of an activation."""
-    if activation == "silu":
-        return swiglu(gate, up)
-    return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def reference(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    if activation == "silu":
-        return swiglu_ref(gate, up)
-    return geglu_ref(gate, up, "tanh" if activation == "gelu_tanh" else "none")
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {  # the public function of each, and its reference
+    "silu": (swiglu, swiglu_ref), "gelu_tanh": (geglu, geglu_ref),
+    "gelu": (partial(geglu, approximate="none"), partial(geglu_ref, approximate="none")),
+}
 
 
 def problem(shape: tuple[int, ...], dtype: torch.dtype, device: Any = "cpu") -> dict[str, Tensor]:
@@ -52,8 +42,8 @@ def outcome(function: Any, tensors: dict[str, Tensor], fused: bool = False, dtyp
 
 
 def assert_accurate(activation: str, tensors: dict[str, Tensor], results: dict[str, Tensor]) -> None:
-    truth = outcome(lambda *leaves: reference(activation, *leaves), tensors, dtype=torch.float64)
-    plain = outcome(lambda *leaves: reference(activation, *leaves), tensors)
+    reference = ACTIVATIONS[activation][1]
+    truth, plain = outcome(reference, tensors, dtype=torch.float64), outcome(reference, tensors)
     for name, exact in truth.items():
         slack = FLOAT32 + (ROUNDING[results[name].dtype] if name != "h" else 0)
         assert_as_accurate(name, results[name], plain[name], exact, slack)
@@ -66,7 +56,7 @@ def test_errors_are_no_larger_than_the_references(activation: str, dtype: torch.
     for shape in SHAPES + ([(4099, 1536), (77, 14336)] if device == CARD else []):
         tensors = problem(shape, dtype, device)
         for fused in (False, True):
-            assert_accurate(activation, tensors, outcome(partial(ours, activation), tensors, fused))
+            assert_accurate(activation, tensors, outcome(ACTIVATIONS[activation][0], tensors, fused))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -79,7 +69,7 @@ def test_calls_without_autograd_write_where_they_are_told_and_allocate_nothing(
 
 
 def assert_written_in_place(activation: str, tensors: dict[str, Tensor]) -> None:
-    expected = outcome(lambda *leaves: ours(activation, *leaves), tensors)
+    expected = outcome(ACTIVATIONS[activation][0], tensors)
     gate_up = torch.cat((tensors["gate"], tensors["up"]), -1)
     (gate, up), grad = gate_up.chunk(2, -1), tensors["grad"].clone()
     h = glu_forward(gate, up, activation)
@@ -129,7 +119,7 @@ def test_the_kernel_rounds_the_activation_before_the_product(device: str, dtype:
     tensors = problem((200, 130), dtype, device)
     gate, up = tensors["gate"] / 3, tensors["up"]  # beyond three deviations torch's own gelu loses digits
     for activation in ACTIVATIONS:
-        same = module.glu_fwd_triton(gate, up, activation) == reference(activation, gate, up)
+        same = module.glu_fwd_triton(gate, up, activation) == ACTIVATIONS[activation][1](gate, up)
         assert same.double().mean() > 0.99, activation  # one rounding instead of two agrees on 80 %
 
 

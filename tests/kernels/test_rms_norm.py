@@ -13,10 +13,7 @@ from tables import every_row
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lowmem_grpo.kernels.rms_norm import rms_norm, rms_norm_ref
 
@@ -27,7 +24,7 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}  #
 DTYPES = list(ROUNDING)
 FORMS = [(residual, offset) for residual in (False, True) for offset in (0.0, 1.0)]
 SHAPES = [(1, 7), (63, 65), (500, 33), (2, 3, 5, 128)]
-FAMILIES = [LlamaRMSNorm, MistralRMSNorm, Qwen3RMSNorm, Phi3RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm]
+FAMILIES = [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm]  # most others copy Llama's
 OPTIONS: dict[Any, dict[str, Any]] = {Gemma3RMSNorm: {"offset": 1.0}, Olmo2RMSNorm: {"round_once": True}}
 
 
@@ -137,7 +134,7 @@ def test_results_are_those_of_transformers(family: Any) -> None:
         assert torch.equal(rms_norm(x, norm.weight, EPS, **options), norm(x)), (dtype, shape)
 
 
-@pytest.mark.parametrize("family", [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_float32_weight_gives_the_dtype_that_transformers_gives(family: Any) -> None:
     norm, options = families_norm(family, 33, torch.float32)
     x = torch.randn(5, 33, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from accuracy import assert_as_accurate
 from safetensors.torch import load_file
-from small_models import FUSED, SPLIT, TINY, scatter
+from small_models import FUSED, SPLIT, save_wide, scatter
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import BareModel, FastPeftModel
@@ -21,25 +20,10 @@ from lowmem_grpo.models.fused_weights import fuse_weights, joined_weights
 from lowmem_grpo.models.lora_layers import JoinedWeights
 from lowmem_grpo.models.pretrained import Pretrained, compute_in
 
-SHAPE: dict[str, Any] = {  # whose matrices end where a block of the double quantization ends
-    "vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 2,
-    "bos_token_id": None,
-}
 GROUPS = {"self_attn": SPLIT[:3], "mlp": SPLIT[4:6]}
 FAMILIES = ["Llama", "Qwen2", "Gemma3Text"]  # without biases, with them, with norms of q and k
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 BOTH = pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
-
-
-def stored(folder: Path, family: str = "Llama", **shape: Any) -> Path:
-    """A random model and the embedded tokenizer, saved."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | shape))
-    name = "Gemma3ForCausalLM" if family == "Gemma3Text" else f"{family}ForCausalLM"
-    getattr(transformers, name)(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
-    return folder
 
 
 def load(folder: Path, four_bit: bool) -> BareModel:
@@ -90,7 +74,7 @@ def peak_of(run: Any) -> int:
 def test_each_group_is_one_matrix_in_memory_with_the_values_it_had(
     family: str, four_bit: bool, tmp_path: Path
 ) -> None:
-    model = apart(stored(tmp_path, family), four_bit)
+    model = apart(save_wide(tmp_path, family), four_bit)
     assert all(joined_weights([frozen_weight(weight) for weight in group]) is None for group in groups(model))
     before = [[dense(weight).clone() for weight in group] for group in groups(model)]
     shapes = {name: (p.shape, p.dtype, p.requires_grad, id(p)) for name, p in model.named_parameters()}
@@ -123,7 +107,7 @@ def logits_and_gradients(folder: Path, four_bit: bool, fused: bool, wide: bool =
 
 @BOTH
 def test_logits_and_gradients_are_those_of_separate_weights(four_bit: bool, tmp_path: Path) -> None:
-    folder = stored(tmp_path, "Qwen2")
+    folder = save_wide(tmp_path, "Qwen2")
     separate, fused = (logits_and_gradients(folder, four_bit, fused) for fused in (False, True))
     assert len(separate) == 1 + 2 * 2 * 7
     if not four_bit:  # nothing else is computed
@@ -136,7 +120,7 @@ def test_logits_and_gradients_are_those_of_separate_weights(four_bit: bool, tmp_
 
 @BOTH
 def test_nothing_is_held_twice_afterwards_and_one_group_at_most_meanwhile(four_bit: bool, tmp_path: Path) -> None:
-    model = apart(stored(tmp_path, num_hidden_layers=4), four_bit)
+    model = apart(save_wide(tmp_path, num_hidden_layers=4), four_bit)
     before, sizes = storages(model), [sum(w.nbytes for w in group) for group in groups(model)]
     # the profiler knows no release of what was there before it; so it sees everything laid out twice
     peak = peak_of(lambda: [fuse_weights(model) for _ in range(2)])
@@ -150,7 +134,7 @@ def test_nothing_is_held_twice_afterwards_and_one_group_at_most_meanwhile(four_b
 
 @BOTH
 def test_a_saved_model_is_the_same_checkpoint(four_bit: bool, tmp_path: Path) -> None:
-    folder = stored(tmp_path / "model")
+    folder = save_wide(tmp_path / "model")
     for name, fused in (("plain", False), ("fused", True)):
         model = load(folder, four_bit)
         assert not fused or fuse_weights(model.inner) == []
@@ -172,7 +156,7 @@ def test_a_saved_model_is_the_same_checkpoint(four_bit: bool, tmp_path: Path) ->
 
 
 def test_a_layer_whose_matrices_end_inside_a_block_stays_as_it_is_and_is_named(tmp_path: Path) -> None:
-    model = load(stored(tmp_path, num_key_value_heads=1, head_dim=32, num_attention_heads=8), four_bit=True)
+    model = load(save_wide(tmp_path, num_key_value_heads=1, head_dim=32, num_attention_heads=8), four_bit=True)
     left = fuse_weights(model.inner)
     assert len(left) == 2
     assert "layers.0.self_attn.q_proj|k_proj|v_proj: weight 1, (32, 256), does not end at a multiple" in left[0]
@@ -183,7 +167,7 @@ def test_a_layer_whose_matrices_end_inside_a_block_stays_as_it_is_and_is_named(t
 
 
 def test_weights_that_are_trained_or_differ_in_dtype_stay_as_they_are(tmp_path: Path) -> None:
-    model = load(stored(tmp_path), four_bit=False)
+    model = load(save_wide(tmp_path), four_bit=False)
     first, second = model.model.layers
     first.self_attn.k_proj.weight.requires_grad_(True)
     second.mlp.up_proj.to(torch.bfloat16)
@@ -196,7 +180,7 @@ def test_weights_that_are_trained_or_differ_in_dtype_stay_as_they_are(tmp_path: 
 
 
 def test_a_family_that_stores_them_fused_is_left_alone(tmp_path: Path) -> None:
-    model = load(stored(tmp_path, "Phi3", num_key_value_heads=4), four_bit=False)
+    model = load(save_wide(tmp_path, "Phi3", num_key_value_heads=4), four_bit=False)
     before = storages(model)
     assert fuse_weights(model.inner) == []
     assert storages(model) == before
@@ -205,7 +189,7 @@ def test_a_family_that_stores_them_fused_is_left_alone(tmp_path: Path) -> None:
 
 @BOTH
 def test_fusing_twice_changes_nothing_more_and_a_moved_model_still_computes(four_bit: bool, tmp_path: Path) -> None:
-    model = load(stored(tmp_path), four_bit)
+    model = load(save_wide(tmp_path), four_bit)
     with torch.no_grad():
         expected = model.eval()(input_ids=IDS).logits
         for _ in range(2):
@@ -217,7 +201,7 @@ def test_fusing_twice_changes_nothing_more_and_a_moved_model_still_computes(four
 
 
 def test_adjacent_4_bit_weights_are_taken_as_one_and_found_anew_once_they_are_replaced(tmp_path: Path) -> None:
-    attention = adapt(load(stored(tmp_path), four_bit=True)).get_base_model().model.layers[0].self_attn
+    attention = adapt(load(save_wide(tmp_path), four_bit=True)).get_base_model().model.layers[0].self_attn
     layers, weights = [attention.q_proj, attention.k_proj, attention.v_proj], JoinedWeights()
     (whole,) = weights.join(layers)
     assert isinstance(whole, NF4Weight) and whole.out_features == (256, 128, 128)

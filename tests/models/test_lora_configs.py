@@ -246,14 +246,6 @@ def test_an_empty_setting_does_what_it_does_in_peft_or_is_refused(
         assert adapted(adapt()) == adapted(peft_model(base(), LoraConfig(**given)))
 
 
-@pytest.mark.parametrize("name", ["finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"])
-def test_a_part_of_the_model_is_trained_or_not_and_nothing_else(name: str) -> None:
-    options: dict[str, Any] = {name: None}
-    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), load_in_4bit=False)
-    with pytest.raises(ValueError, match=f"{name} is None; it must be True or False"):
-        FastLanguageModel.get_peft_model(bare, **options)
-
-
 def test_an_orthogonal_start_on_4_bits_is_refused_as_in_peft() -> None:
     bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=128)
     with pytest.raises(ValueError, match="needs a base in 16 or 32 bits, in PEFT too"):
@@ -339,7 +331,5 @@ def test_without_settings_a_lora_of_the_usual_shape_is_trained_and_one_line_says
 
 
 def test_full_training_by_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="full_finetuning=True is not supported"):
-        FastLanguageModel.from_pretrained(str(shallow()), full_finetuning=True)
     with pytest.raises(ValueError, match="model_init_kwargs: full_finetuning=True is not supported"):
         brought(str(shallow()), model_init_kwargs={"full_finetuning": True})

@@ -107,3 +107,18 @@ def saved_reward_model(folder: Path, family: str = "Llama", **sizes: Any) -> Pat
     getattr(transformers, f"{family}ForSequenceClassification")(config).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
+
+
+WIDE = SHAPE | {  # whose matrices end where a block of the double quantization ends
+    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 256,
+    "initializer_range": 0.02}
+
+
+def save_wide(folder: Path, family: str = "Llama", **shape: Any) -> Path:
+    """A folder with a random model whose weights can lie side by side in 4 bits, and the embedded tokenizer."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(WIDE | shape))
+    name = "Gemma3ForCausalLM" if family == "Gemma3Text" else f"{family}ForCausalLM"
+    getattr(transformers, name)(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder

@@ -7,12 +7,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from bitsandbytes.functional import dequantize_4bit
 from export_tools import adapted, edit_record, export_command, names_beside
 from fp8_weights import CHECKPOINTS, save_16_bit, save_in_fp8
 from safetensors.torch import load_file
-from small_models import TINY, scatter
+from small_models import TINY, save_wide, scatter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel
@@ -129,14 +128,7 @@ def test_what_was_trained_on_fp8_weights_is_merged_with_them(held: bool | str, t
 
 @pytest.mark.parametrize("four_bit", [False, True], ids=["16 bit", "NF4"])
 def test_weights_laid_out_for_vllm_are_exported_as_they_were(four_bit: bool, tmp_path: Path, unequal: None) -> None:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "pad_token_id": 0,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256,
-        "eos_token_id": 2, "bos_token_id": None, "tie_word_embeddings": False,
-    }
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "base")
+    save_wide(tmp_path / "base", num_hidden_layers=1, tie_word_embeddings=False)
     bare, _ = FastLanguageModel.from_pretrained(str(tmp_path / "base"), max_seq_length=64, load_in_4bit=four_bit)
     assert fuse_weights(bare.inner) == []
     model = scatter(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
