@@ -28,7 +28,7 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
     """Return a worked answer in which each step is wrong with probability ERROR_RATE."""
     lines, total = [], problem.start
     for operator, operand in problem.steps:
-        right = apply_step(total, operator, operand)
+        right = apply_step(total, (operator, operand))
         shown = wrong_total(right, rng) if rng.random() < ERROR_RATE else right
         lines.append(f"{total} {operator} {operand} = {shown}")
         total = shown

@@ -122,19 +122,13 @@ def check_source(chosen: dict[str, Any]) -> None:
         raise click.UsageError("name the problems: --recipe NAME, or --dataset FILE with --reward NAME")
     if not chosen["recipe"] and not chosen["rewards"]:
         raise click.UsageError("--dataset needs --reward NAME: the function that says what a right answer is")
-    if chosen["recipe"]:
-        refuse_beside_recipe()
-    if too_large := [k for k in chosen["ks"] if k > chosen["samples"]]:
-        raise click.UsageError(f"--k {too_large[0]} needs at least as many answers: --samples {too_large[0]}")
-
-
-def refuse_beside_recipe() -> None:
-    """Raise click.UsageError for options of --dataset beside --recipe, which reads data in its own way."""
     for name in ("split", "prompt_column"):
-        if was_given(name):
+        if chosen["recipe"] and was_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} has no effect beside --recipe, which reads splits and "
                                    "columns in its own way; leave it out, or write --dataset FILE --reward NAME "
                                    "without --recipe")
+    if too_large := [k for k in chosen["ks"] if k > chosen["samples"]]:
+        raise click.UsageError(f"--k {too_large[0]} needs at least as many answers: --samples {too_large[0]}")
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:

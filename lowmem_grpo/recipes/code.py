@@ -44,58 +44,47 @@ HIDDEN_TESTS = 4
 WORDS = ("ant", "bear", "crane", "dingo", "eel", "falcon", "goose", "heron", "ibex", "jackdaw", "kiwi", "lark")
 QUESTION = ("Write a Python function `solve({argument})` that returns {wanted}. For example, solve({given!r}) gives "
             "{result!r}. Reply with the function in one ```python block.")
-
-
-def draw_integer(rng: random.Random) -> int:
-    return rng.randint(0, 99)
-
-
-def draw_numbers(rng: random.Random) -> list[int]:
-    return [rng.randint(0, 99) for _ in range(rng.randint(0, 6))]
-
-
-def draw_text(rng: random.Random) -> str:
-    return " ".join(rng.sample(WORDS, rng.randint(1, 3)))
-
-
-def draw_words(rng: random.Random) -> list[str]:
-    return rng.sample(WORDS, rng.randint(0, 5))
+DRAWS: dict[str, Callable[[random.Random], Any]] = {  # by the name of the argument
+    "x": lambda rng: rng.randint(0, 99),
+    "numbers": lambda rng: [rng.randint(0, 99) for _ in range(rng.randint(0, 6))],
+    "text": lambda rng: " ".join(rng.sample(WORDS, rng.randint(1, 3))),
+    "words": lambda rng: rng.sample(WORDS, rng.randint(0, 5)),
+}
 
 
 @dataclass(frozen=True)
 class Snippet:
     """A kind of task: the result of `solve(argument)` in words, as a Python expression, and as `rule(argument, a, b)`.
-    `draw` draws an argument; `a` and `b` are the ranges of the two parameters."""
+    `a` and `b` are the ranges of the two parameters."""
 
     argument: str
     wanted: str
     expression: str
     rule: Callable[[Any, int, int], Any]
-    draw: Callable[[random.Random], Any]
     a: tuple[int, int]
     b: tuple[int, int]
 
 
 TEMPLATES = (
-    Snippet("x", "{a} times x plus {b}", "{a} * x + {b}", lambda x, a, b: a * x + b, draw_integer, (2, 20), (1, 50)),
-    Snippet("x", "the remainder of {a} times x divided by {b}", "{a} * x % {b}", lambda x, a, b: a * x % b,
-            draw_integer, (2, 20), (5, 50)),
+    Snippet("x", "{a} times x plus {b}", "{a} * x + {b}", lambda x, a, b: a * x + b, (2, 20), (1, 50)),
+    Snippet("x", "the remainder of {a} times x divided by {b}", "{a} * x % {b}", lambda x, a, b: a * x % b, (2, 20),
+            (5, 50)),
     Snippet("x", "x minus {a} where x is above {b}, and x plus {a} where it is not", "x - {a} if x > {b} else x + {a}",
-            lambda x, a, b: x - a if x > b else x + a, draw_integer, (1, 20), (20, 80)),
+            lambda x, a, b: x - a if x > b else x + a, (1, 20), (20, 80)),
     Snippet("numbers", "how many of the numbers are above {a} and divisible by {b}",
             "sum(n > {a} and n % {b} == 0 for n in numbers)",
-            lambda numbers, a, b: sum(n > a and n % b == 0 for n in numbers), draw_numbers, (5, 60), (2, 5)),
+            lambda numbers, a, b: sum(n > a and n % b == 0 for n in numbers), (5, 60), (2, 5)),
     Snippet("numbers", "the sum of the numbers, each multiplied by {a} but never counted as more than {b}",
             "sum(min({a} * n, {b}) for n in numbers)",
-            lambda numbers, a, b: sum(min(a * n, b) for n in numbers), draw_numbers, (2, 9), (20, 90)),
+            lambda numbers, a, b: sum(min(a * n, b) for n in numbers), (2, 9), (20, 90)),
     Snippet("numbers", "a list of the numbers above {b} in reverse order, {a} added to each",
             "[n + {a} for n in reversed(numbers) if n > {b}]",
-            lambda numbers, a, b: [n + a for n in reversed(numbers) if n > b], draw_numbers, (1, 20), (20, 60)),
+            lambda numbers, a, b: [n + a for n in reversed(numbers) if n > b], (1, 20), (20, 60)),
     Snippet("text", "the text without its first {a} characters, in upper case, repeated {b} times",
-            "text[{a}:].upper() * {b}", lambda text, a, b: text[a:].upper() * b, draw_text, (1, 6), (2, 5)),
+            "text[{a}:].upper() * {b}", lambda text, a, b: text[a:].upper() * b, (1, 6), (2, 5)),
     Snippet("words", "the words of more than {a} letters as one text, with {b} dashes between them",
             '("-" * {b}).join(word for word in words if len(word) > {a})',
-            lambda words, a, b: ("-" * b).join(word for word in words if len(word) > a), draw_words, (3, 5), (1, 9)),
+            lambda words, a, b: ("-" * b).join(word for word in words if len(word) > a), (3, 5), (1, 9)),
 )
 
 
@@ -119,7 +108,7 @@ class CodeProblem:
     def pairs(self) -> list[tuple[Any, Any]]:
         """(argument, result) of each test, the question's example first. The tests are the same on every access."""
         form, rng = TEMPLATES[self.template], random.Random(self.key)
-        drawn = {repr(argument): argument for argument in (form.draw(rng) for _ in range(20 * HIDDEN_TESTS))}
+        drawn = {repr(argument): argument for argument in (DRAWS[form.argument](rng) for _ in range(20 * HIDDEN_TESTS))}
         chosen = list(drawn.values())[: 1 + HIDDEN_TESTS]
         return [(argument, form.rule(argument, self.a, self.b)) for argument in chosen]
 

@@ -46,8 +46,6 @@ OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
 }
 NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-RANK = {"+": 1, "-": 1, "*": 2, "/": 2}  # operator precedence
-ATOM = 3
 LONGEST = 120  # characters; a longer expression is not evaluated
 HOPELESS = 50_000  # draws in a row without a puzzle, after which the settings are taken to allow none
 QUESTION = ("Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. End "
@@ -72,19 +70,6 @@ class Difficulty:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 4 to {most}")
         if not self.operators or set(self.operators) - set(OPERATORS) or not set(self.operators) & set("+*"):
             raise ValueError(f"operators is {self.operators!r}; allowed are those of {''.join(OPERATORS)}, with + or *")
-
-
-@dataclass(frozen=True)
-class Term:
-    """A number or a combination of two terms: its value, its text, and the precedence of its last operator."""
-
-    value: int
-    text: str
-    rank: int = ATOM
-
-    def within(self, rank: int) -> str:
-        """Return the text for use in a larger expression, in parentheses if it binds less tightly than `rank`."""
-        return self.text if self.rank >= rank else f"({self.text})"
 
 
 @dataclass(frozen=True)
@@ -124,34 +109,31 @@ def possible_signs(left: int, right: int, operators: str) -> list[str]:
     return [sign for sign in operators if rules[sign]]
 
 
-def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> Term | None:
-    """Combine all numbers in random order with random operators; None if no operator can combine a drawn pair."""
-    terms = [Term(number, str(number)) for number in numbers]
+def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> tuple[int, str] | None:
+    """Combine all numbers in random order with random operators; return the value and the expression, with parentheses
+    around each operation. None if no operator can combine a drawn pair."""
+    terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
-        left, right = sorted(rng.sample(terms, 2), key=lambda term: -term.value)
-        signs = possible_signs(left.value, right.value, operators)
+        pair = sorted(rng.sample(terms, 2), key=lambda term: -term[0])
+        (left, left_text), (right, right_text) = pair
+        signs = possible_signs(left, right, operators)
         if not signs:
             return None
-        terms = [*(term for term in terms if term is not left and term is not right),
-                 join(left, rng.choice(signs), right)]
+        sign = rng.choice(signs)
+        value = int(OPERATORS[sign](Fraction(left), Fraction(right)))
+        terms = [*(term for term in terms if term is not pair[0] and term is not pair[1]),
+                 (value, f"({left_text} {sign} {right_text})")]
     return terms[0]
-
-
-def join(left: Term, sign: str, right: Term) -> Term:
-    """Return `left sign right`, with the parentheses that it needs."""
-    rank = RANK[sign]
-    text = f"{left.within(rank)} {sign} {right.within(rank + (sign in '-/'))}"
-    return Term(int(OPERATORS[sign](Fraction(left.value), Fraction(right.value))), text, rank)
 
 
 def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | None:
     """Draw a puzzle whose target is not one of its numbers; None if the drawn numbers make no such puzzle."""
     size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
     numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
-    made = combine(rng, numbers, difficulty.operators)
-    if made is None or made.value > difficulty.largest_target or made.value in numbers:
+    target, solution = combine(rng, numbers, difficulty.operators) or (0, "")
+    if not 0 < target <= difficulty.largest_target or target in numbers:
         return None
-    return Countdown(numbers, made.value, difficulty.operators, made.text)
+    return Countdown(numbers, target, difficulty.operators, ast.unparse(ast.parse(solution)))
 
 
 def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:

@@ -108,8 +108,9 @@ class Game2048:
     def grown(self, board: Board) -> Board:
         """Return the board with one more tile on a random free place."""
         free = [(y, x) for y, row in enumerate(board) for x, tile in enumerate(row) if not tile]
-        y, x = self.rng.choice(free)
-        return placed(board, y, x, 4 if self.rng.random() < FOURS else 2)
+        place, tile = self.rng.choice(free), 4 if self.rng.random() < FOURS else 2
+        return tuple(tuple(tile if (y, x) == place else old for x, old in enumerate(row))
+                     for y, row in enumerate(board))
 
     def shown(self) -> str:
         rows = "\n".join(" ".join(str(tile) for tile in row) for row in self.board)
@@ -134,11 +135,6 @@ def move_in(reply: str) -> str:
     return moves.pop() if len(moves) == 1 else ""
 
 
-def placed(board: Board, y: int, x: int, tile: int) -> Board:
-    row = (*board[y][:x], tile, *board[y][x + 1 :])
-    return (*board[:y], row, *board[y + 1 :])
-
-
 @cache
 def joined(row: tuple[int, ...]) -> tuple[int, ...]:
     """Slide a row's tiles to its beginning; two equal neighbours merge, and no tile merges twice."""
@@ -151,22 +147,13 @@ def joined(row: tuple[int, ...]) -> tuple[int, ...]:
     return (*out, *(0,) * (len(row) - len(out)))
 
 
-def turned(board: Board) -> Board:
-    """Swap rows and columns."""
-    return tuple(zip(*board, strict=True))
-
-
-def mirrored(board: Board) -> Board:
-    """Reverse each row."""
-    return tuple(row[::-1] for row in board)
-
-
 def slid(board: Board, move: str) -> Board:
     """Return the board after a move, before a new tile is added."""
-    if move in ("up", "down"):
-        return turned(slid(turned(board), "left" if move == "up" else "right"))
+    if move in ("up", "down"):  # as left and right, with rows and columns swapped
+        turned = slid(tuple(zip(*board, strict=True)), "left" if move == "up" else "right")
+        return tuple(zip(*turned, strict=True))
     if move == "right":
-        return mirrored(slid(mirrored(board), "left"))
+        return tuple(joined(row[::-1])[::-1] for row in board)
     return tuple(joined(row) for row in board)
 
 

@@ -111,10 +111,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         made.process.wait(60)
 
 
-def test_the_address_and_the_key_are_printed(served: Served) -> None:
-    assert served.said[0].startswith("serving at http://127.0.0.1:") and served.said[1].startswith("key tml-")
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
 def test_a_server_without_a_model_does_not_load_torch(served: Served) -> None:
     loaded = Path(f"/proc/{served.process.pid}/maps").read_text()
@@ -122,6 +118,7 @@ def test_a_server_without_a_model_does_not_load_torch(served: Served) -> None:
 
 
 def test_a_job_runs_and_its_log_is_followed_to_its_end(served: Served) -> None:
+    assert served.said[0].startswith("serving at http://127.0.0.1:") and served.said[1].startswith("key tml-")
     number = served("submit", "small.py").stdout.split()[1].rstrip(":")
     followed = served("logs", "-f", number)
     assert (followed.returncode, followed.stdout.splitlines()[1:]) == (0, ["began, resume=False"])

@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from lowmem_grpo.recipes.tasks.splits import distinct
 
@@ -36,27 +37,22 @@ class Problem:
     @property
     def totals(self) -> list[int]:
         """The exact total after each step."""
-        totals, total = [], self.start
-        for operator, operand in self.steps:
-            total = apply_step(total, operator, operand)
-            totals.append(total)
-        return totals
+        return list(accumulate(self.steps, apply_step, initial=self.start))[1:]
 
     @property
     def lines(self) -> list[str]:
         totals = [self.start, *self.totals]
-        pairs = zip(totals, self.steps, self.totals, strict=False)
-        return [f"{total} {operator} {operand} = {result}" for total, (operator, operand), result in pairs]
+        return [f"{total} {operator} {operand} = {result}"
+                for (total, result), (operator, operand) in zip(pairwise(totals), self.steps, strict=True)]
 
     @property
     def answer(self) -> int:
         return self.totals[-1]
 
 
-def apply_step(total: int, operator: str, operand: int) -> int:
-    if operator == "+":
-        return total + operand
-    return total - operand if operator == "-" else total * operand
+def apply_step(total: int, step: tuple[str, int]) -> int:
+    operator, operand = step
+    return {"+": total + operand, "-": total - operand, "*": total * operand}[operator]
 
 
 def draw_problem(rng: random.Random) -> Problem:
@@ -64,20 +60,15 @@ def draw_problem(rng: random.Random) -> Problem:
     start = total = rng.randint(1, MAX_TOTAL)
     steps: list[tuple[str, int]] = []
     for _ in range(rng.randint(MIN_STEPS, MAX_STEPS)):
-        operator, operand = draw_step(rng, total)
-        steps.append((operator, operand))
-        total = apply_step(total, operator, operand)
+        steps.append(draw_step(rng, total))
+        total = apply_step(total, steps[-1])
     return Problem(start, tuple(steps))
 
 
 def draw_step(rng: random.Random, total: int) -> tuple[str, int]:
     """Draw a step that keeps the total within [0, MAX_TOTAL]; a factor is 2 to 5, as far as the product fits."""
-    operators = [
-        operator
-        for operator, possible in (("+", total < MAX_TOTAL), ("-", total > 0), ("*", 0 < total <= MAX_TOTAL // 2))
-        if possible
-    ]
-    operator = rng.choice(operators)
+    possible = {"+": total < MAX_TOTAL, "-": total > 0, "*": 0 < total <= MAX_TOTAL // 2}
+    operator = rng.choice([operator for operator in possible if possible[operator]])
     if operator == "+":
         return operator, rng.randint(1, min(49, MAX_TOTAL - total))
     if operator == "-":
