@@ -3,9 +3,10 @@
 import copy
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import accumulate
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from lowmem_grpo.data.prompts import Prompt, is_chat
 from lowmem_grpo.rewards.calling.background import start_thread
@@ -18,7 +19,7 @@ from lowmem_grpo.types import Message, OnGroup, Rollout, RolloutGroup, Turn
 LINGER = 0.02  # seconds that the worker waits, so that groups that finish together share one call
 
 
-class RewardBatch:
+class RewardBatch(AbstractContextManager["RewardBatch"]):
     """The calls of the reward functions on a batch of prompts. It is made before sampling, gets finished groups by
     `on_group` while others decode, and returns the scores by `settle`. As a context manager it closes at the end.
     All plain functions share one worker thread. Whenever the thread is free, it takes all waiting groups and calls one
@@ -46,11 +47,7 @@ class RewardBatch:
         self.broken: BaseException | None = None  # an error in the worker itself
         self.changed = threading.Condition()  # guards all of the above
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -67,20 +64,16 @@ class RewardBatch:
         with self.changed:
             for name in self.names:
                 if name not in self.plain and not self.closed:
-                    self.start_task(self.scorer.call(name, lists, self.state, [index]))
+                    self.calls.append(call := self.scorer.call(name, lists, self.state, [index]))
+                    call.run_in_loop(self.scorer.loop)
+                    call.future.add_done_callback(partial(self.finish_call, call))
             if self.plain and not self.closed:
                 self.waiting.append((index, lists))
                 if not self.working:
                     self.working = True
                     start_thread("early rewards", self.work)
 
-    def start_task(self, call: Call) -> None:
-        """Begin the call of an async function; the caller holds the lock."""
-        self.calls.append(call)
-        call.run_in_loop(self.scorer.loop)
-        call.future.add_done_callback(lambda _: self.finish_call(call))
-
-    def finish_call(self, call: Call) -> None:
+    def finish_call(self, call: Call, _: object = None) -> None:
         """Notify waiting threads that a call has ended; close the batch after the first failure."""
         with self.changed:
             first = failure(call.future) is not None and not self.closed

@@ -77,13 +77,6 @@ class RewardCheck:
         """Return the findings about one function, by its name."""
         return [finding for finding in self.findings if finding.about == function]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return findings and shares as plain values, for a record of the run."""
-        return {
-            "findings": [vars(finding) for finding in self.findings], "signal_share": self.signal_share,
-            "signal_interval": list(self.signal_interval), "groups": self.groups, "seconds": self.seconds,
-        }
-
 
 def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
           args: GRPOConfig | None = None, *, groups: int = 8, timeout: float | None = None, tokenizer: Any = None,

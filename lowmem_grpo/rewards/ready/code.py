@@ -14,7 +14,6 @@ A test that no code can pass gives no verdict: preflight refuses the row, and du
 use `.reward()` and `.share()` of one verifier, not two verifiers: it keeps its last verdicts, so each code runs once.
 """
 
-import functools
 import logging
 import os
 import re
@@ -85,6 +84,7 @@ class CodeVerifier(Verifier):
         self.workers = workers or len(os.sched_getaffinity(0))
         self.where, self.batch_seconds = where, batch_seconds
         self._last: dict[tuple[str, str], list[TestVerdict] | None] = {}  # the last call's, since `share` asks again
+        self.said: set[str] = set()  # the reasons for no verdict that have been logged
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
         return [verdict_of(tests) for tests in self.judge(completions, *self.split_columns(columns))]
@@ -181,15 +181,10 @@ class OfTests(Reward):
         return judged
 
     def say(self, faults: list[str], row: dict[str, Any], total: int) -> None:
-        if new := [fault for fault in dict.fromkeys(faults) if fault not in self.said]:
-            self.said |= set(new)
+        if new := [fault for fault in dict.fromkeys(faults) if fault not in self.verifier.said]:
+            self.verifier.said |= set(new)
             logger.warning("%s has no verdict on %d of %d completions: %s (the row's tests: %.200r). Correct these "
                            "rows, or leave them out", self.__name__, len(faults), total, new[0], row[self.columns[0]])
-
-    @functools.cached_property
-    def said(self) -> set[str]:
-        """The reasons that have been logged."""
-        return set()
 
 
 class CodeReward(OfTests, VerifiedReward):

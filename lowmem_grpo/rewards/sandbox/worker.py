@@ -46,7 +46,7 @@ class CannotStart(RuntimeError):  # noqa: N818, the name says it
     """The sandbox itself does not work here; the message is its output."""
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager["Worker"]):
     """A sandboxed process that follows one order to `inside`. Close it, or use it in a `with` statement."""
 
     def __init__(self, isolation: str, limits: Limits, order: dict[str, Any]) -> None:
@@ -96,12 +96,6 @@ class Worker:
             raise CannotStart(self._last_words() or "it ended before it was ready, without a message") from error
         if "ready" not in first:
             raise CannotStart(str(first.get("refused", first)))
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def send(self, message: dict[str, Any], deadline: float) -> None:
         """Send one message. WorkerEnded if the process does not take it before the deadline, by time.monotonic."""
@@ -197,6 +191,9 @@ class Worker:
                 self.stderr += os.read(self._process.stderr.fileno(), TAIL)
         lines = bytes(self.stderr).decode("utf-8", "replace").strip().splitlines()
         return lines[-1][:500] if lines else ""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Kill the process and wait for its end, close every descriptor, and remove the scratch directory."""

@@ -90,14 +90,14 @@ def wait_until_idle(scoring: RewardBatch) -> None:
 
 def early_scores(
     rewards: Any, count: int = 4, order: tuple[int, ...] = ORDER, apart: bool = False, **settings: Any
-) -> tuple[Scores, list[RolloutGroup]]:
+) -> Scores:
     """Scores where groups are finished in this order: `apart`, each when those before it are scored."""
     with early(rewards, count, TrainerState(), **settings) as (scoring, groups):
         for index in order:
             add_groups(scoring, groups, index)
             if apart:
                 wait_until_idle(scoring)
-        return scoring.settle(groups), groups
+        return scoring.settle(groups)
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def logs(completions: list[str], answer: list[str | None], log_metric: Any, log_extra: Any, **_: Any) -> list[Any]:
-    """Booleans, None and NaN, with logs; the mean of lengths is a mean over completions."""
+    """Booleans, None and NaN, with logs."""
     log_metric("mean_length", sum(map(len, completions)) / len(completions))
     log_extra("shout", [text.upper() + "!" for text in completions])
     return [None if label is None else math.nan if text == "33" else text == label
@@ -138,22 +138,6 @@ async def logs_later(completions: list[str], log_metric: Any, prompts: list[str]
     await asyncio.sleep(0)
     log_metric("later", float(prompts[0][1:]))
     return torch.tensor([float(len(text)) for text in completions])
-
-
-def test_scores_do_not_depend_on_the_order_in_which_groups_are_finished(caplog: pytest.LogCaptureFixture) -> None:
-    funcs = [logs, number_match().reward(2.0, -1.0), logs_later, Length()]
-    found, groups = early_scores(RewardScorer(list(funcs), while_sampling=True), apart=True)
-    told = [record.message for record in caplog.records]
-    caplog.clear()
-    whole = score_groups(RewardScorer(list(funcs)), groups, TrainerState())
-    assert told == [record.message for record in caplog.records] and len(told) == 2
-    assert (found.rewards, found.invalid, found.extras) == (whole.rewards, whole.invalid, whole.extras)
-    assert found.converted == whole.converted == {"logs": ["bool"], "logs_later": ["Tensor"]}
-    assert found.invalid["logs"] == 1 and found.rewards["logs"][:4] == [None, None, None, 1.0]
-    assert found.metrics.keys() == whole.metrics.keys()
-    for name in ("mean_length", "verdicts/number_match"):  # 2 and 1 / 3, though no verdict is on the first group
-        assert found.metrics[name] == pytest.approx(whole.metrics[name], abs=1e-11)
-    assert found.metrics["later"] == 1.5  # the mean of 0, 1, 2 and 3, where a single call logs the first one's
 
 
 def judges(completions: list[str], log_metric: Any) -> list[float | None]:
@@ -167,23 +151,24 @@ def judges(completions: list[str], log_metric: Any) -> list[float | None]:
     return [None if text[0] == "1" else 1.0 for text in completions]
 
 
-@pytest.mark.parametrize("first", [0, 1, 3])
-def test_what_is_logged_does_not_depend_on_how_a_batch_was_cut_into_calls(first: int) -> None:
-    with held() as (entered, go_on, work):
-        def function(completions: list[str], log_metric: Any, **_: Any) -> list[float | None]:
-            work(completions)
-            return judges(completions, log_metric)
-
-        with early(function, while_sampling=True) as (scoring, groups):
-            add_groups(scoring, groups, first)
-            assert entered.wait(60)
-            add_groups(scoring, groups)
-            go_on.set()
-            found = scoring.settle(groups).metrics
-            cut = [len(one.completions) for one in scoring.calls]
-    whole = score_groups(RewardScorer(judges), groups, TrainerState()).metrics
-    assert cut == [3, 9] and found == {name: pytest.approx(value, abs=1e-11) for name, value in whole.items()}
-    assert whole == {"failed": 0.25, "digit": 1.5, "threes": pytest.approx(1 / 3)}
+def test_scores_and_logs_do_not_depend_on_how_a_batch_was_cut_into_calls(caplog: pytest.LogCaptureFixture) -> None:
+    funcs = [logs, number_match().reward(2.0, -1.0), logs_later, judges, Length()]
+    with early(RewardScorer(list(funcs), while_sampling=True), state=TrainerState()) as (scoring, groups):
+        del groups[2].rollouts[1:]  # calls on 3, 1, 3 and 3 completions
+        for index in ORDER:
+            add_groups(scoring, groups, index)
+            wait_until_idle(scoring)
+        found = scoring.settle(groups)
+    told = [record.message for record in caplog.records]
+    caplog.clear()
+    whole = score_groups(RewardScorer(list(funcs)), groups, TrainerState())
+    assert told == [record.message for record in caplog.records] and len(told) == 2
+    assert (found.rewards, found.invalid, found.extras) == (whole.rewards, whole.invalid, whole.extras)
+    assert found.converted == whole.converted == {"logs": ["bool"], "logs_later": ["Tensor"]}
+    assert found.invalid["logs"] == 1 and found.rewards["logs"][:4] == [None, None, None, 1.0]
+    assert whole.metrics.pop("later") == 0 and found.metrics.pop("later") == 1.4, "the mean over the completions"
+    assert found.metrics == {name: pytest.approx(value, abs=1e-11) for name, value in whole.metrics.items()}
+    assert [whole.metrics[name] for name in ("failed", "digit", "threes")] == pytest.approx([0.3, 1.4, 3 / 7])
 
 
 def test_each_group_is_scored_once_whatever_the_engine_tells_and_those_finished_at_once_in_one_call(
@@ -191,16 +176,12 @@ def test_each_group_is_scored_once_whatever_the_engine_tells_and_those_finished_
 ) -> None:
     monkeypatch.setattr(LINGER, 60.0)  # on a slow machine, too, all are at once
     reward = Length()
-    found, _ = early_scores(reward, order=())
-    assert found.rewards["length"] == [1.0, 2.0, 3.0] * 4
-    assert sorted(text for texts in reward.calls for text in texts) == sorted(
-        str(n) * k for n in range(4) for k in (1, 2, 3))
-    reward.calls.clear()
-    early_scores(reward, order=(1, 1, 0, 1))
-    assert sum(map(len, reward.calls)) == 12
-    reward.calls.clear()
-    early_scores(reward)
-    assert [len(texts) for texts in reward.calls] == [12], "finished at once: one call"
+    for order in ((), (1, 1, 0, 1), ORDER):
+        assert early_scores(reward, order=order).rewards["length"] == [1.0, 2.0, 3.0] * 4
+        assert sorted(text for texts in reward.calls for text in texts) == sorted(
+            str(n) * k for n in range(4) for k in (1, 2, 3))
+        assert len(reward.calls) == 1, "finished at once: one call"
+        reward.calls.clear()
 
 
 # Which functions, and how they are called
@@ -377,7 +358,7 @@ def test_sampling_that_fails_leaves_no_calls_behind() -> None:
             raise RuntimeError("the card is gone")
         go_on.set()
         reward.work = lambda texts: None
-        scores, _ = early_scores(scorer, count=2, order=(1, 0))
+        scores = early_scores(scorer, count=2, order=(1, 0))
     add_groups(scoring, groups, 2)
     wait_until_idle(scoring)
     assert scores.rewards["length"] == [1.0, 2.0, 3.0] * 2

@@ -264,6 +264,6 @@ def test_each_reason_is_said_once(verifier: CodeVerifier, caplog: pytest.LogCapt
     reward = verifier.reward()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            reward(completions=["x = 1"] * 3, tests=[[], [], PYTEST], names=[None] * 3)
+            reward(completions=["x = 1"] * 3, tests=[[{"in": 1}]] * 2 + [PYTEST], names=[None] * 3)
     (line,) = [record.getMessage() for record in caplog.records if "no verdict" in record.getMessage()]
-    assert line.startswith("code_passes_tests has no verdict on 2 of 3 completions: tests are []; allowed are")
+    assert line.startswith("code_passes_tests has no verdict on 2 of 3 completions: a test is {'in': 1}; allowed are")
