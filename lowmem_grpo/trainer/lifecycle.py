@@ -5,65 +5,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.data.prompts import PromptSource
-from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.checkpoint import save_adapter
 from lowmem_grpo.runs.lock import owned
-from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.runs.records import FINAL
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
-from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainerState, error_text, summary
+from lowmem_grpo.runs.state import error_text, summary
 from lowmem_grpo.runs.views.report import write_report
 from lowmem_grpo.trainer.distributed import describe_machine
-from lowmem_grpo.trainer.saver import Saver
+from lowmem_grpo.trainer.trl_api import TrlApi
 
 logger = logging.getLogger(__name__)
 TRAINED = (". The adapter is as earlier training left it: to begin with a fresh one, load the model and put LoRA on it "
            "again")
 
 
-class RunningTrainer(Protocol):
-    """The part of a trainer that its run needs."""
-
-    model: FastPeftModel
-    policy: Policy
-    source: PromptSource
-    ranks: Any  # the processes of the run, as trainer/distributed.py has them
-    state: TrainerState
-    records: RunRecords
-    run_dir: Path
-    saver: Saver
-    control: TrainerControl
-    interrupt: Interrupt
-    told: dict[str, Any]  # the caller's entries for the summary, written however the run ends
-    began: str  # the start time of this trainer's run, as its summary has it
-    began_at: float
-    losses: list[float]  # one for each step of the current `train` call
-    samples_seen: int  # in these steps
-    summary: dict[str, Any]  # the last line of the log
-    samples: bool  # True if groups are sampled
-
-    @property
-    def args(self) -> TrainSettings: ...
-    @property
-    def method(self) -> str | None: ...  # the kind of training, in the summary
-    @property
-    def finished(self) -> bool: ...
-    def weights_changed(self) -> None: ...
-    def save_state(self) -> Path: ...
-    def notify(self, event: str, **details: Any) -> None: ...
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None: ...
-    def upload(self) -> None: ...
-
-
 @contextmanager
-def running(trainer: RunningTrainer, resume: bool | str | None) -> Iterator[None]:
+def running(trainer: TrlApi, resume: bool | str | None) -> Iterator[None]:
     """Own the run's folder, and begin or resume the run; on exit, end it. The summary and the report say how."""
     with owned(trainer.run_dir) if trainer.records.writes else nullcontext():
         start_run(trainer, resume)
@@ -82,7 +43,7 @@ def running(trainer: RunningTrainer, resume: bool | str | None) -> Iterator[None
             end_run(trainer, "finished" if trainer.finished else "interrupted")
 
 
-def start_run(trainer: RunningTrainer, resume: bool | str | None) -> None:
+def start_run(trainer: TrlApi, resume: bool | str | None) -> None:
     """Set up a fresh run directory, or restore a checkpoint; then write the first summary."""
     torch.manual_seed(trainer.args.seed)
     trainer.control.should_training_stop = False  # an earlier `train` may have been stopped
@@ -106,7 +67,7 @@ def start_run(trainer: RunningTrainer, resume: bool | str | None) -> None:
     trainer.records.summary(describe_run(trainer, "running") | {"began": trainer.began, "error": None})
 
 
-def load_checkpoint(trainer: RunningTrainer, wanted: bool | str) -> bool:
+def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
     """Load a checkpoint that the first process finds, in all ranks; returns False if there is none."""
     folder = trainer.ranks.first("the checkpoint", lambda: trainer.saver.resume(wanted))
     if folder is not None and not trainer.records.writes:
@@ -114,28 +75,28 @@ def load_checkpoint(trainer: RunningTrainer, wanted: bool | str) -> bool:
     return folder is not None
 
 
-def known_run(trainer: RunningTrainer) -> tuple[dict[str, Any], bool]:
+def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
     """Return the folder's summary, and whether it is this trainer's own run, stopped early and resumable."""
     known, state = trainer.records.known(), trainer.state
     mine = bool(trainer.began) and known.get("began") == trainer.began
     return known, mine and state.global_step < state.max_steps and bool(list_checkpoints(trainer.run_dir))
 
 
-def move_earlier_run(trainer: RunningTrainer) -> None:
+def move_earlier_run(trainer: TrlApi) -> None:
     """Move an earlier run out of the folder, and log its new place."""
     if earlier := trainer.records.start_run():
         logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
                        "begins%s", trainer.run_dir, earlier, TRAINED if trainer.policy.is_trained() else "")
 
 
-def log_summary(trainer: RunningTrainer, seconds: float) -> None:
+def log_summary(trainer: TrlApi, seconds: float) -> None:
     """Log the summary of a run that took `seconds`, as the last line of the history."""
     parameters = trainer.policy.base.num_parameters(exclude_embeddings=True)
     trainer.summary = summary(trainer.state, trainer.losses, trainer.samples_seen, seconds, parameters)
     trainer.log(trainer.summary)
 
 
-def end_run(trainer: RunningTrainer, status: str) -> None:
+def end_run(trainer: TrlApi, status: str) -> None:
     """Save the last checkpoint, and write the adapter and the summary; upload them if push_to_hub is set."""
     if trainer.args.save_strategy != "no" or status == "interrupted":
         folder = trainer.save_state()
@@ -153,7 +114,7 @@ def end_run(trainer: RunningTrainer, status: str) -> None:
     trainer.ranks.meet("the end of the run")
 
 
-def update_summary(trainer: RunningTrainer, entries: dict[str, Any]) -> None:
+def update_summary(trainer: TrlApi, entries: dict[str, Any]) -> None:
     """Update summary.json and rewrite the report, in the first process. A failed report is only logged."""
     if not trainer.records.writes:
         return
@@ -164,7 +125,7 @@ def update_summary(trainer: RunningTrainer, entries: dict[str, Any]) -> None:
         logger.warning("the report was not written: %s", error)
 
 
-def describe_run(trainer: RunningTrainer, status: str) -> dict[str, Any]:
+def describe_run(trainer: TrlApi, status: str) -> dict[str, Any]:
     """Return the description of the run for summary.json, in plain values."""
     state, method = trainer.state, {} if trainer.method is None else {"method": trainer.method}
     return {"status": status, "model": trainer.model.loaded.name, "seed": trainer.args.seed,
@@ -175,7 +136,7 @@ def describe_run(trainer: RunningTrainer, status: str) -> dict[str, Any]:
 
 
 @contextmanager
-def failure_recorded(trainer: RunningTrainer) -> Iterator[None]:
+def failure_recorded(trainer: TrlApi) -> Iterator[None]:
     """Write an error inside to the run's summary and report, and raise it."""
     try:
         yield
@@ -188,7 +149,7 @@ def failure_recorded(trainer: RunningTrainer) -> Iterator[None]:
 
 
 @contextmanager
-def signals_after_steps(trainer: RunningTrainer) -> Iterator[None]:
+def signals_after_steps(trainer: TrlApi) -> Iterator[None]:
     """Let signals end the run only after a step, and put to sleep an engine that this trainer does not use."""
     engine = None if trainer.samples else trainer.model.loaded.keeper.kept
     if engine is not None:

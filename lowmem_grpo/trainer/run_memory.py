@@ -139,7 +139,8 @@ def plan_training(
     memory: RunMemory, model: FastPeftModel, config: TrainSettings, policy: Policy, engine: str, context: int,
     **own: Any,
 ) -> MemoryPlan | None:
-    """Plan a run on its GPU and bound its micro-batches; None without a plan. `own` overrides RunSettings."""
+    """Plan a run on its GPU and bound its micro-batches; None without a plan. `own` overrides RunSettings. MemoryError
+    if the host has no room for what is offloaded to it."""
     own["keeps_reference"] = bool(policy.reference_adapter)
     if config.gradient_checkpointing is not False:
         checkpoint_again(model)
@@ -156,7 +157,11 @@ def plan_training(
         keep_layers(policy.base, model.loaded.kept_layers)
         for mlp in tiled_mlps(policy.base):
             mlp.tile_rows = run_plan.settings.mlp_tile
-        check_room(policy, run_plan)
+        if run_plan.settings.checkpointing == "offload":
+            shape, layers = policy.base.config.get_text_config(), model.loaded.kept_layers
+            pages.check_host_room(pages.host_bytes_needed(
+                shape.num_hidden_layers - layers, run_plan.settings.max_tokens or run_plan.settings.context,
+                shape.hidden_size, policy.head.weight.dtype))
     return run_plan
 
 
@@ -170,15 +175,6 @@ def bind(bound: BatchLimit, run_plan: MemoryPlan, config: TrainSettings) -> None
             "micro-batches here: the memory plan does, at %s tokens; max_tokens_per_micro_batch is a bound of your own",
             size, config.completions_per_step, f"{run_plan.settings.max_tokens or 0:,}",
         )
-
-
-def check_room(policy: Policy, run_plan: MemoryPlan) -> None:
-    """Raise MemoryError if the host has no room for what is offloaded to it."""
-    if run_plan.settings.checkpointing == "offload":
-        shape, dtype = policy.base.config.get_text_config(), policy.head.weight.dtype
-        tokens = run_plan.settings.max_tokens or run_plan.settings.context
-        layers = shape.num_hidden_layers - (run_plan.settings.kept_layers or 0)
-        pages.check_host_room(pages.host_bytes_needed(layers, tokens, shape.hidden_size, dtype))
 
 
 def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from transformers import EvalPrediction
@@ -235,26 +234,26 @@ class Predictions:
     def metrics(self, model: Any, groups: Iterable[RolloutGroup], prefix: str = "eval_") -> dict[str, float]:
         """Return the user's metrics of the model's predictions for these rows, under names without the prefix.
         Predictions are (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
-        training, predictions, labels = model.training, None, None
+        training = model.training
+        both: Any = None  # predictions and labels
         model.eval()
         try:
             pairs = ((group, rollout) for group in groups for rollout in group.rollouts)
             for ids, row_labels in (ids_and_labels(*pair) for pair in pairs):
                 row = torch.tensor([row_labels], device=model.device)
-                logits = self.predicted(model, torch.tensor([ids], device=model.device), row)
-                predictions = logits if predictions is None else nested_concat(predictions, logits, UNTRAINED)
-                labels = row.cpu() if labels is None else nested_concat(labels, row.cpu(), UNTRAINED)
+                own = self.predicted(model, torch.tensor([ids], device=model.device), row), row.cpu().numpy()
+                both = own if both is None else nested_concat(both, own, UNTRAINED)
         finally:
             model.train(training)
-        whole = EvalPrediction(predictions=nested_numpify(predictions), label_ids=numpy.asarray(labels))
-        return {name.removeprefix(prefix): value for name, value in numbers_of(self.compute(whole)).items()}
+        metrics = numbers_of(self.compute(EvalPrediction(*both)))
+        return {name.removeprefix(prefix): value for name, value in metrics.items()}
 
     @torch.no_grad()
     def predicted(self, model: Any, ids: Tensor, labels: Tensor) -> Any:
-        """Return the logits (1, T, V) of a row's ids (1, T), or what `preprocess` returns for them, on the host."""
+        """Return the logits (1, T, V) of a row's ids (1, T), or what `preprocess` returns for them, as numpy arrays."""
         logits = model(input_ids=ids).logits
         outputs = logits if self.preprocess is None else self.preprocess(logits, labels)
-        return move_to_host(nested_detach(outputs))
+        return nested_numpify(nested_detach(outputs))
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
@@ -271,13 +270,6 @@ def numbers_of(metrics: Any) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{wanted}; {name!r} is {value!r:.80}") from error
     return numbers
-
-
-def move_to_host(tensors: Any) -> Any:
-    """Return tensors, also in tuples or lists, on the host; bfloat16, which numpy lacks, becomes float32."""
-    if isinstance(tensors, (tuple, list)):
-        return type(tensors)(move_to_host(part) for part in tensors)
-    return tensors.float().cpu() if tensors.dtype == torch.bfloat16 else tensors.cpu()
 
 
 def ids_and_labels(group: RolloutGroup, rollout: Rollout) -> tuple[list[int], list[int]]:

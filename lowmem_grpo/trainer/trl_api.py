@@ -104,7 +104,7 @@ class Processes:
 
 
 class TrlApi:
-    """The names of TRL's and transformers' trainers; `train` and `evaluate` are in loop.py."""
+    """The names of TRL's and transformers' trainers. `Trainer` in loop.py defines the rest, `notify` among it."""
 
     model: FastPeftModel
     args: TrainSettings
@@ -136,10 +136,6 @@ class TrlApi:
         if name in NOT_HERE:
             raise NotHereError(f"{type(self).__name__} has no {name}: {NOT_HERE[name]}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-
-    def notify(self, event: str, **details: Any) -> None:
-        """Notify the listeners; loop.py defines it."""
-        raise NotImplementedError
 
     processing_class = property(attrgetter("tokenizer"))
     model_wrapped = property(attrgetter("model"))  # nothing is wrapped around it

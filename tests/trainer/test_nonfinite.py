@@ -384,7 +384,8 @@ def test_what_went_wrong_is_said_even_if_the_file_cannot_be_written(
     trainer = make(folder, nonfinite_steps=2)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         if trouble == "a full disk":
-            patch.setattr(Path, "open", Failing(*range(9), error=lambda: OSError(28, "No space left on device")))
+            full = Failing(*range(9), error=lambda: OSError(28, "No space left on device"))
+            patch.setattr(Path, "open", lambda *_, **__: full())
         else:
             folder.write_text("a file where the run directory should be")
         trainer.update(broken(sampled, "reward"))

@@ -17,6 +17,11 @@ from lowmem_grpo.trainer import run_memory
 from lowmem_grpo.trainer.run_memory import bind, plan_run, plan_training, settings_of
 
 
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_memory, "this_card", lambda _: device("16GiB"))
+
+
 def loaded(**options: Any) -> Any:
     model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False, max_seq_length=128)
     return FastLanguageModel.get_peft_model(model, r=4, **options)
@@ -28,12 +33,6 @@ def test_the_plan_is_made_of_what_the_run_has() -> None:
     assert (found.context, found.num_generations, found.lora_rank, found.max_tokens) == (128, 4, 4, 300)
     assert (found.checkpointing, found.mlp_tile, found.chunk_rows, found.optim) == ("auto", 16, 7, "adamw_8bit")
     assert (found.load_in_4bit, found.host_embedding, found.engine) == (False, False, "transformers")
-
-
-@pytest.mark.parametrize(("mode", "expected", "tile"), [(True, True, None), (False, False, 0)])
-def test_checkpointing_is_seen(mode: bool, expected: bool, tile: int) -> None:
-    found = settings_of(loaded(use_gradient_checkpointing=mode), GRPOConfig(), "vllm", 128)
-    assert (found.checkpointing, found.mlp_tile, found.max_tokens) == (expected, tile, None)
 
 
 def test_a_plan_chooses_the_size_of_micro_batches_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -70,7 +69,6 @@ def test_the_groups_of_heads_that_a_plan_chose_are_those_of_the_runs_attention(m
     found = plan_run(settings_of(model, config, "transformers", 128), model, device("16GiB"))
     assert found is not None and found.settings.head_groups == 1  # there is room
     grouped = replace(found, settings=replace(found.settings, head_groups=2, checkpointing=True))
-    monkeypatch.setattr(run_memory, "this_card", lambda _: device("16GiB"))
     monkeypatch.setattr(run_memory, "plan_run", lambda *_: grouped)
     assert plan_training(RunMemory(), model, config, policy, "transformers", 128) is grouped
     assert policy.head_groups == 2
@@ -106,7 +104,6 @@ def test_layers_that_keep_what_they_compute_are_chosen_anew_for_each_run_and_giv
 ) -> None:
     model, config, before = loaded(), GRPOConfig(num_generations=4), [(True, True)]
     wanted, count = gradients(model), len(flags(model))
-    monkeypatch.setattr(run_memory, "this_card", lambda _: device("16GiB"))
     found = plan_training(RunMemory(), model, config, Policy(model), "transformers", 128)
     assert found is not None and found.settings.kept_layers == count and flags(model) == [(False, False)] * count
     assert not model.get_base_model().is_gradient_checkpointing, "so nothing is sent to the host"
@@ -122,23 +119,24 @@ def test_layers_that_keep_what_they_compute_are_chosen_anew_for_each_run_and_giv
     assert wanted.keys() == now.keys() and all(torch.equal(wanted[name], now[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("options", "settings"), [
-    ({"use_gradient_checkpointing": "offload"}, {}), ({}, {"gradient_checkpointing": True}),
-    ({}, {"train_while_sampling": True, "beta": 0.0}),
+@pytest.mark.parametrize(("options", "settings", "expected"), [
+    ({"use_gradient_checkpointing": "offload"}, {}, "offload"), ({"use_gradient_checkpointing": True}, {}, True),
+    ({"use_gradient_checkpointing": False}, {}, False), ({}, {"gradient_checkpointing": True}, "offload"),
+    ({}, {"train_while_sampling": True, "beta": 0.0}, "offload"),
 ])
 def test_a_user_who_chose_checkpointing_or_trains_beside_the_sampler_gets_no_other(
-    options: dict[str, Any], settings: dict[str, Any]
+    options: dict[str, Any], settings: dict[str, Any], expected: Any
 ) -> None:
     found = settings_of(loaded(**options), GRPOConfig(num_generations=4, **settings), "transformers", 128)
-    assert (found.checkpointing, found.kept_layers) == ("offload", 0)
+    assert (found.checkpointing, found.kept_layers, found.max_tokens) == (expected, 0, None)
+    assert bool(found.mlp_tile is None) == bool(expected)
 
 
-@pytest.mark.parametrize(("gib", "engine", "rows"), [(16, "transformers", 64), (16, "vllm", None)])
+@pytest.mark.parametrize(("engine", "rows"), [("transformers", 64), ("vllm", None)])
 def test_the_rows_of_our_own_engine_are_bounded_by_the_plan_before_memory_runs_out(
-    gib: int, engine: str, rows: int | None, monkeypatch: pytest.MonkeyPatch
+    engine: str, rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, memory = loaded(), RunMemory()
-    monkeypatch.setattr(run_memory, "this_card", lambda _: device(f"{gib}GiB"))
     found = plan_training(memory, model, GRPOConfig(), Policy(model), engine, 128, sequences=64)
     assert found is not None and memory.rollout.planned == rows
     full = replace(found, concurrent_sequences=3)
@@ -147,10 +145,9 @@ def test_the_rows_of_our_own_engine_are_bounded_by_the_plan_before_memory_runs_o
     assert memory.rollout.planned == (None if rows is None else 3)
 
 
-def test_a_copy_of_the_adapter_as_reference_is_planned_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_the_adapter_as_reference_is_planned_on_the_host() -> None:
     model = loaded()
     policy, numbers = Policy(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
-    monkeypatch.setattr(run_memory, "this_card", lambda _: device("16GiB"))
     plans = []
     for kept in ({}, {"an adapter": torch.zeros(1)}):
         policy.reference_adapter = kept

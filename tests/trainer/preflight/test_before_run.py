@@ -86,16 +86,3 @@ def test_fine_tuning_is_checked_without_asking_for_rewards(
     with pytest.raises(PreflightError, match="no chat template"):
         SFTTrainer(shared, rows, SFTConfig(**(settings | {"output_dir": str(tmp_path / "none")}))).train()
     assert not (tmp_path / "none").exists()
-
-
-def test_a_listener_sees_the_groups_of_a_step(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Looks:
-        def on_step_end(self, args: Any, state: Any, control: Any, groups: Any = None, **kwargs: Any) -> None:
-            seen.extend(len(group.rollouts) for group in groups)
-
-    trainer = make(tmp_path, max_steps=1, disable_tqdm=True)
-    trainer.callbacks.listeners.append(Looks())
-    trainer.train()
-    assert seen == [4, 4]
