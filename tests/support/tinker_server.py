@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from small_models import shallow
 from starlette.testclient import TestClient
 from torch import Tensor
@@ -15,14 +14,13 @@ from torch import Tensor
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.server.tinker import wire
-from lowmem_grpo.server.tinker.datum import as_bytes
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.server.users import Allowances, User, Users
+from tests.attacks.service_kills import API
+from tests.attacks.service_kills import forward_backward as body
 
 OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32
 MODEL = str(shallow())  # what it says matters to no test
-API = "/api/v1"
 
 
 class Server:
@@ -83,17 +81,3 @@ class Server:
     def close(self) -> None:
         self.model.close()
         self.database.close()
-
-
-def body(model: str, seq: int, seed: int, loss: str = "cross_entropy", targets: int = 6) -> bytes:
-    torch.manual_seed(seed)
-    request = wire.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss)
-    for _ in range(3):
-        datum = request.data.add()
-        datum.model_input.add().encoded_text.tokens = as_bytes(torch.randint(3, 60, (6,), dtype=torch.int32))
-        for name, values, dtype in (("target_tokens", torch.randint(3, 60, (targets,)), wire.INT64),
-                                    ("weights", torch.randn(6), wire.FLOAT32)):
-            tensor = datum.loss_fn_inputs[name]
-            tensor.dense, tensor.dtype = as_bytes(values), dtype
-    found: bytes = request.SerializeToString()
-    return found
