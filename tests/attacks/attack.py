@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -59,3 +60,14 @@ def attack_and_exit(attack: Callable[[Path], Iterable[Verdict]], said: str) -> N
         status = report(attack(Path(root)))
     click.echo(f"{said}, in {time.monotonic() - began:.0f} s")
     sys.exit(status)
+
+
+def kills_command(help_text: str | None, most: int, attack: Callable[[Path, int, int], Iterable[Verdict]]) -> Any:
+    """The command that kills `most` times, or as often as it is told, at seeded moments."""
+    @click.command(help=help_text)
+    @click.option("--count", default=most, show_default=True, type=click.IntRange(min=1), help="Kills.")
+    @click.option("--seed", default=0, show_default=True, help="Of the moments.")
+    def main(count: int, seed: int) -> None:
+        attack_and_exit(lambda folder: attack(folder, count, seed), f"at least {count} kills, seed {seed}")
+
+    return main

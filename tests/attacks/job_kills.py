@@ -21,12 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import click
-
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, OVER, STOPPED, Job, JobQueue, JobRequest
 from lowmem_grpo.server.server_dir import Database
-from tests.attacks.attack import Verdict, attack_and_exit
+from tests.attacks.attack import Verdict, kills_command
 
 NUMBERS, PAUSE = 40, 0.04
 KINDS = ("the server", "the keeper", "the run", "everything")
@@ -175,12 +173,5 @@ def attack(root: Path, count: int, seed: int) -> Iterator[Verdict]:
         place.close()
 
 
-@click.command(help=__doc__)
-@click.option("--count", default=100, show_default=True, type=click.IntRange(min=1), help="Kills.")
-@click.option("--seed", default=0, show_default=True)
-def main(count: int, seed: int) -> None:
-    attack_and_exit(lambda folder: attack(folder, count, seed), f"{count} kills, seed {seed}")
-
-
 if __name__ == "__main__":
-    main()
+    kills_command(__doc__, 100, attack)()

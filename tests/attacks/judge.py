@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from lowmem_grpo import rewards
-from tests.attacks.attack import Verdict, attempted, report
+from tests.attacks.attack import Verdict, attack_and_exit, attempted
 from tests.attacks.judge_answers import answer_verdicts
 from tests.attacks.judge_cases import ANY, GOOD, KEY, SCORES, TEXTS, UNJUDGED, Case, cases
 from tests.attacks.judge_server import JudgeServer, chat, in_turn, serving
@@ -59,12 +59,8 @@ def score(judge: Any, texts: tuple[str, ...] = TEXTS) -> tuple[list[float | None
     SAID.of_this_thread()
     found = asyncio.run(reward(prompts=["p"] * len(texts), completions=list(texts), log_extra=kept.__setitem__,
                                log_metric=kept.__setitem__))
-    told = [*SAID.of_this_thread(), *problems(reward), judge.summary(), repr(judge), repr(reward)]
+    told = [*SAID.of_this_thread(), str(reward.trouble or ""), judge.summary(), repr(judge), repr(reward)]
     return found, told, (reward, kept)
-
-
-def problems(reward: Any) -> list[str]:
-    return [] if reward.trouble is None else [str(reward.trouble)]
 
 
 def play(case: Case) -> Verdict:
@@ -186,10 +182,7 @@ def verdicts() -> Iterator[Verdict]:
 
 @click.command(help=__doc__)
 def main() -> None:
-    began = time.monotonic()
-    status = report(verdicts())
-    click.echo(f"{time.monotonic() - began:.0f} s")
-    raise SystemExit(status)
+    attack_and_exit(lambda _: verdicts(), "all that a server, its replies, answers and settings did")
 
 
 if __name__ == "__main__":

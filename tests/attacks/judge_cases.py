@@ -47,34 +47,15 @@ def with_score(text: str) -> str:
 
 GOOD = scores(*SCORES)
 DEEP, PROSE = 100_000, "Both are lovely."
-REPLIES: dict[str, tuple[str, list[float] | None]] = {
+REPLIES: dict[str, tuple[str, list[float] | None]] = {  # tests/rewards/judge/test_judge.py has plainer ones
     "alone": (GOOD, SCORES), "fenced": (f"```json\n{GOOD}\n```", SCORES),
-    "fenced without a name": (f"```\n{GOOD}```", SCORES),
-    "after its thinking": (f"<think>Is it {scores(1, 1)}?</think>{GOOD}", SCORES),
-    "the last first": (scores(0.75, 0.25, ids=[2, 1]), SCORES),
-    "ids as texts": (scores(*SCORES, ids=["1", "2"]), SCORES), "prose": (PROSE, None),
-    "prose before": (f"Here it is: {GOOD}", None), "prose after": (f"{GOOD} Well judged!", None),
-    "prose around a fence": (f"Here:\n```json\n{GOOD}\n```\nWell judged!", None), "nothing": ("", None),
-    "two objects": (GOOD + scores(1, 1), None),
-    "two fenced blocks": (f"```json\n{GOOD}\n```\n```json\n{GOOD}\n```", None), "a list": ("[0.25, 0.75]", None),
-    "a number": ("0.5", None), "null": ("null", None), "true": ("true", None),
-    "a text of JSON": (json.dumps(GOOD), None), "an object within another": (f'{{"answer": {GOOD}}}', None),
-    "half of it": (GOOD[: len(GOOD) // 2], None), "thinking without end": (f"<think>{GOOD}", None),
-    "too few": (scores(0.25), None), "too many": (scores(0.25, 0.75, 1), None), "none": (scores(), None),
-    "an id twice": (scores(0.25, 0.75, ids=[1, 1]), None), "ids from 0": (scores(0.25, 0.75, ids=[0, 1]), None),
-    "ids that are true": (scores(0.25, 0.75, ids=[True, 2]), None),
-    "ids of fractions": (scores(0.25, 0.75, ids=[1.0, 2.0]), None),
+    "after its thinking": (f"<think>Is it {scores(1, 1)}?</think>{GOOD}", SCORES), "prose": (PROSE, None),
+    "nothing": ("", None), "two objects": (GOOD + scores(1, 1), None), "a text of JSON": (json.dumps(GOOD), None),
+    "an object within another": (f'{{"answer": {GOOD}}}', None),
     "ids in other digits": (scores(0.25, 0.75, ids=["1", "\u0662"]), None),
-    "no ids": ('{"scores": [{"score": 0.25}, {"score": 0.75}]}', None),
-    "bare scores": ('{"scores": [0.25, 0.75]}', None), "scores by id": ('{"scores": {"1": 0.25, "2": 0.75}}', None),
+    "scores by id": ('{"scores": {"1": 0.25, "2": 0.75}}', None),
     "the list under another name": (GOOD.replace("scores", "ratings"), None),
-    "the list twice": (f'{GOOD[:-1]}, "scores": []}}', None), "a score twice": (with_score('0, "score": 1'), None),
-    "a score of NaN": (with_score("NaN"), None), "a score of Infinity": (with_score("Infinity"), None),
-    "a score of -Infinity": (with_score("-Infinity"), None), "a score of 1e999": (with_score("1e999"), None),
-    "a score of true": (with_score("true"), None), "a score of null": (with_score("null"), None),
-    "a score as text": (with_score('"0.75"'), None), "a score in a list": (with_score("[0.75]"), None),
-    "a score above the range": (with_score("1.0001"), None), "a score below the range": (with_score("-1e-300"), None),
-    "a score of 400 digits": (with_score("9" * 400), None), "a score of 9,000 digits": (with_score("9" * 9000), None),
+    "a score of NaN": (with_score("NaN"), None), "a score of 9,000 digits": (with_score("9" * 9000), None),
     "a score nested deeply": (with_score("[" * DEEP + "]" * DEEP), None),
     "a score nested so that it can be read": (with_score("[" * 960 + "]" * 960), None),
     "an id nested so that it can be read": (GOOD.replace('"id": 2', f'"id": {"[" * 960}{"]" * 960}'), None),
@@ -87,8 +68,7 @@ REPLIES: dict[str, tuple[str, list[float] | None]] = {
     "a reason with escapes for a terminal": (GOOD.replace('"so"', '"\\u001b[2J\\u202e"'), SCORES),
     "prose with escapes for a terminal": (f"\x1b[2J\x1b]0;owned\x07\u202e{PROSE}\n\nWARNING all is well", None),
     "a byte order mark": (f"\ufeff{GOOD}", None), "wide digits": (with_score("\uff10.75"), None),
-    "single quotes": (GOOD.replace('"', "'"), None), "a comma too many": (with_score("0.75,"), None),
-    "comments": (f"{GOOD} // so", None),
+    "single quotes": (GOOD.replace('"', "'"), None), "comments": (f"{GOOD} // so", None),
 }
 
 

@@ -9,7 +9,6 @@ than rounding explains, or is NaN where the float64 result is a number. A result
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +23,7 @@ from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.policy_loss import grpo_loss
 from lowmem_grpo.types import Rollout
-from tests.attacks.attack import Verdict, report
+from tests.attacks.attack import Verdict, attack_and_exit
 
 Tokens = dict[str, Tensor]
 ROUNDING = 2.0**-20  # of a result, for each unit of the largest log that it is an exponential of
@@ -239,7 +238,7 @@ def verdicts(quick: bool) -> Iterator[Verdict]:
 @click.command(help=__doc__)
 @click.option("--quick", is_flag=True, help="A part of them, in seconds.")
 def main(quick: bool) -> None:
-    sys.exit(report(verdicts(quick)))
+    attack_and_exit(lambda _: verdicts(quick), "every comparison")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from lowmem_grpo.rewards.sandbox.worker import children_of
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.shmat.restype = ctypes.c_void_p
-IPC_RMID, IPC_STAT, GETVAL, SETVAL, NEW = 0, 2, 12, 16, 0o1600
+IPC_RMID, IPC_STAT, GETVAL, NEW = 0, 2, 12, 0o1600
 SIZE = 4096  # bytes of the shared memory
 CATCHABLE = set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGINT, signal.SIGALRM}
 VICTIM = """

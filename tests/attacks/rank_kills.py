@@ -13,10 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
-
 from lowmem_grpo.runs.saved_adapter import last_good, list_checkpoints
-from tests.attacks.attack import Verdict, attack_and_exit
+from tests.attacks.attack import Verdict, kills_command
 from tests.attacks.ranked_run import Ranked, train
 from tests.attacks.small_run import differences
 
@@ -69,12 +67,5 @@ def killed(folder: Path, victim: int, moment: float) -> Verdict | None:
     return Verdict(kind, name)
 
 
-@click.command(help=__doc__)
-@click.option("--count", default=100, show_default=True, type=click.IntRange(min=1), help="Kills.")
-@click.option("--seed", default=0, show_default=True, help="Of the moments.")
-def main(count: int, seed: int) -> None:
-    attack_and_exit(lambda folder: attack(folder, count, seed), f"{count} kills, seed {seed}")
-
-
 if __name__ == "__main__":
-    main()
+    kills_command(__doc__, 100, attack)()

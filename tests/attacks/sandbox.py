@@ -6,7 +6,6 @@ one kind share a process; those of a process that dies or changes something outs
 
 import errno
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import click
@@ -17,7 +16,7 @@ from lowmem_grpo.rewards.sandbox.plain import decode
 from lowmem_grpo.rewards.sandbox.rights import MACHINES
 from lowmem_grpo.rewards.sandbox.trial import Trial
 from lowmem_grpo.rewards.sandbox.worker import WorkerEnded
-from tests.attacks.attack import Verdict, report
+from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.doors import DOORS
 from tests.attacks.escapes import ANSWER, ESCAPES, KERNEL, Escape
 from tests.attacks.floods import floods
@@ -145,14 +144,11 @@ def attack(isolation: str, parts: Iterable[str] = PARTS) -> Iterator[Verdict]:
 @click.option("--isolation", "chosen", multiple=True, type=click.Choice(ISOLATIONS), help="Default: all that work.")
 def main(chosen: tuple[str, ...]) -> None:
     """Attack the sandbox. The exit status is 1 if an attack succeeds, or if no isolation works here."""
-    began = time.monotonic()
     for isolation in chosen or ISOLATIONS:
         if fault := why_not(isolation):
             click.echo(f"{isolation} is not attacked, because it does not work here: {fault}")
     here = [isolation for isolation in chosen or ISOLATIONS if why_not(isolation) is None]
-    status = report(verdict for isolation in here for verdict in attack(isolation))
-    click.echo(f"{time.monotonic() - began:.0f} s")
-    raise SystemExit(status)
+    attack_and_exit(lambda _: (verdict for isolation in here for verdict in attack(isolation)), ", ".join(here))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import click
 import torch
 from safetensors.torch import load_file
 
@@ -34,7 +33,7 @@ from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.datum import as_bytes
 from lowmem_grpo.server.tinker.serving import serve_model
 from lowmem_grpo.server.users import Users
-from tests.attacks.attack import Verdict, attack_and_exit
+from tests.attacks.attack import Verdict, kills_command
 
 KEY, API = "tml-" + "k" * 32, "/api/v1"
 CLIENTS, STEPS = 2, 12  # of each round; a round begins with new models
@@ -129,14 +128,21 @@ def body(kind: str, model: str, seq: int, number: int) -> bytes:
     if kind == "optim_step":
         adam = {"learning_rate": 0.01, "grad_clip_norm": 1.0}
         return json.dumps({"model_id": model, "seq_id": seq, "adam_params": adam}).encode()
-    drawn = torch.Generator().manual_seed(1000 * number + seq)
-    request = wire.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
+    return forward_backward(model, seq, 1000 * number + seq)
+
+
+def forward_backward(model: str, seq: int, seed: int, loss: str = "cross_entropy", targets: int = 6) -> bytes:
+    """A request with three random sequences of six tokens."""
+    drawn = torch.Generator().manual_seed(seed)
+    request = wire.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss)
     for _ in range(3):
         datum = request.data.add()
-        tokens = torch.randint(3, 60, (12,), generator=drawn)
-        datum.model_input.add().encoded_text.tokens = as_bytes(tokens[:6].int())
-        for name, values, dtype in (("target_tokens", tokens[6:], wire.INT64),
-                                    ("weights", torch.randn(6, generator=drawn), wire.FLOAT32)):
+        tokens = torch.randint(3, 60, (6,), generator=drawn, dtype=torch.int32)
+        datum.model_input.add().encoded_text.tokens = as_bytes(tokens)
+        for name, values, dtype in (
+            ("target_tokens", torch.randint(3, 60, (targets,), generator=drawn), wire.INT64),
+            ("weights", torch.randn(6, generator=drawn), wire.FLOAT32),
+        ):
             tensor = datum.loss_fn_inputs[name]
             tensor.dense, tensor.dtype = as_bytes(values), dtype
     found: bytes = request.SerializeToString()
@@ -202,12 +208,5 @@ def attack(root: Path, count: int, seed: int) -> Iterator[Verdict]:
         yield Verdict("a round of kills", f"round {number}, {found.kills} kills", different(found, expected))
 
 
-@click.command(help=__doc__)
-@click.option("--count", default=200, show_default=True, type=click.IntRange(min=1), help="Kills.")
-@click.option("--seed", default=0, show_default=True)
-def main(count: int, seed: int) -> None:
-    attack_and_exit(lambda folder: attack(folder, count, seed), f"at least {count} kills, seed {seed}")
-
-
 if __name__ == "__main__":
-    main()
+    kills_command(__doc__, 200, attack)()

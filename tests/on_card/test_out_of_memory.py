@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from card import CARD, DEVICES, gpu, half
-from card_runs import SETTINGS, gradients, norm
+from card_runs import SETTINGS, gradients
+from memory import Failing
 from small_models import TINY
-from trainer_runs import Gradients, digit_sum, same
+from trainer_runs import Gradients, digit_sum, norm, same
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
@@ -91,17 +92,6 @@ def reserved_by(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> tuple[Gradi
     return found, torch.cuda.max_memory_reserved()
 
 
-class FailOnce:
-    """A hook that runs out of memory at its second call, when there are gradients of a first micro-batch."""
-
-    called = 0
-
-    def __call__(self, *args: Any) -> None:
-        self.called += 1
-        if self.called == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total of 1 GiB")
-
-
 @contextmanager
 def short(trainer: GRPOTrainer, smaller: int, larger: int) -> Iterator[None]:
     """Inside there is memory for the smaller micro-batches and not for the larger ones (bytes, on a card)."""
@@ -109,7 +99,7 @@ def short(trainer: GRPOTrainer, smaller: int, larger: int) -> Iterator[None]:
         with capped((smaller + larger) // 2):
             yield
         return
-    handle = trainer.policy.backbone.norm.register_forward_hook(FailOnce())
+    handle = trainer.policy.backbone.norm.register_forward_hook(Failing(1))  # with gradients of a first batch
     yield
     handle.remove()
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from card import CARD, CPU, DEVICES, gpu, half
-from card_runs import apart, gradients, make, plain_gradients, plain_logprobs, plain_twin, sample
+from card_runs import gradients, make, plain_gradients, plain_logprobs, plain_twin, sample
 from safetensors.torch import load_file
-from trainer_runs import Gradients, adapter, same
+from trainer_runs import Gradients, adapter, relative, same
 
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.runs.records import read_lines
@@ -69,7 +69,7 @@ def test_the_gradient_is_as_near_to_float64_as_that_of_plain_transformers(
     reference = plain_gradients(plain_twin(trainer, dtype, device), sampled, scale=256.0)
     ours = gradients(trainer, copy.deepcopy(sampled))
     # through six layers other roundings add up to other errors: those of the same size are meant
-    assert apart(ours, truth) <= 3 * apart(reference, truth) + 2 * ROUNDING[dtype] < 0.6
+    assert relative(ours, truth) <= 3 * relative(reference, truth) + 2 * ROUNDING[dtype] < 0.6
 
 
 @on_both
@@ -107,8 +107,8 @@ def test_the_same_rollouts_give_the_same_bits_however_they_are_packed(
     if device == CARD:  # its libraries add up in another order for other sizes: then as far apart as plain transformers
         truth, reference = (plain_gradients(plain_twin(trainer, *how), sampled, scale=256.0)
                             for how in ((torch.float64, CPU), (dtype, device)))
-        rounding += 2 * apart(reference, truth)
-    assert apart(split, whole) < rounding
+        rounding += 2 * relative(reference, truth)
+    assert relative(split, whole) < rounding
 
 
 # Numbers that are none
@@ -187,7 +187,7 @@ def test_every_optimizer_goes_where_adam_in_32_bits_goes(
         for _ in range(3):
             trainer.update(copy.deepcopy(sampled))
         moves.append({key: (value - start[key]).cpu() for key, value in adapter(trainer).items()})
-    assert apart(moves[1], moves[0]) < (1e-3 if optim == "adamw_torch_fused" else 0.2)
+    assert relative(moves[1], moves[0]) < (1e-3 if optim == "adamw_torch_fused" else 0.2)
     if "8bit" in optim:
         states = list(trainer.learner.optimizer.state.values())
         assert {state["state1"].dtype for state in states} == {torch.uint8}

@@ -21,7 +21,6 @@ from vllm_models import (
     NEEDS_VLLM,
     REAL,
     assert_borrowed,
-    cached_tokens,
     differences,
     distance,
     engine_on,
@@ -151,21 +150,6 @@ def test_an_optimizer_step_is_seen_by_the_next_sample_and_moves_no_tensor(
 
 
 @pytest.mark.slow  # engines/vllm has the same
-def test_each_finished_prompt_is_reported_once_with_the_completions_that_are_returned(
-    engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
-) -> None:
-    told: list[tuple[int, Any]] = []
-    found = engine.generate(prompts, GREEDY, lambda prompt, rollouts: told.append((prompt, rollouts)))
-    assert sorted(prompt for prompt, _ in told) == list(range(len(prompts)))
-    assert all(rollouts is found[prompt] for prompt, rollouts in told)
-    assert_alike(found, engine.generate(prompts, GREEDY), own_dtype(device))
-    sampled = engine.generate(prompts, SAMPLED, lambda prompt, rollouts: None)
-    assert distance(engine.policy, prompts, sampled) <= BOUND[own_dtype(device)]
-    if device == CPU:  # on a card another batch has other last bits, and these may choose another token
-        assert ids_of(sampled) == ids_of(engine.generate(prompts, SAMPLED))
-
-
-@pytest.mark.slow  # engines/vllm has the same
 def test_the_base_model_is_sampled_inside_its_block_only(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
 ) -> None:
@@ -177,20 +161,6 @@ def test_the_base_model_is_sampled_inside_its_block_only(
             assert distance(policy, prompts, base) <= bound
         assert distance(policy, prompts, base) > 3 * bound
         assert distance(policy, prompts, engine.generate(prompts, SAMPLED)) <= bound
-
-
-@pytest.mark.slow  # engines/vllm has the same
-def test_prefixes_of_the_old_policy_are_dropped_after_an_update(
-    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cached = cached_tokens(monkeypatch, engine)
-    params = replace(SAMPLED, n=1, max_tokens=2)
-    engine.generate([LONG], params)
-    engine.generate([LONG], params)
-    engine.on_policy_update(engine.policy_version + 1)
-    engine.generate([LONG], params)
-    assert cached[0] == cached[2] == 0
-    assert cached[1] >= 256
 
 
 @pytest.mark.slow

@@ -49,17 +49,6 @@ def sample(folder: Path) -> list[RolloutGroup]:
     return groups
 
 
-def norm(tensors: Gradients) -> float:
-    """Of all of them together."""
-    return sum(tensor.double().square().sum().item() for tensor in tensors.values()) ** 0.5
-
-
-def apart(first: Gradients, second: Gradients) -> float:
-    """Norm of the difference, by the norm of `second`."""
-    assert first.keys() == second.keys() and first
-    return norm({name: first[name].double() - second[name].double() for name in second}) / norm(second)
-
-
 def gradients(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> Gradients:
     """The gradient of one step on the host, then cleared; in float16 at the largest scale at which it is finite."""
     learner = trainer.learner

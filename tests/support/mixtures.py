@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import loaded, plain_twin, saved_family
+from families import GROUPS, loaded, plain_twin, saved_family
 from nf4_problem import in_4_bit
 from torch import Tensor, nn
 
@@ -20,7 +20,6 @@ from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 EXPERTS, K, LAYERS = 16, 4, 3
 SIZES: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": K, "num_hidden_layers": LAYERS,
                          "moe_intermediate_size": 32}
-GROUPS = [(9, [5, 12, 1, 14]), (6, [13]), (1, [7, 3])]  # (prompt, completions), in tokens
 
 
 def mixture_folder(folder: Path, **changes: Any) -> Path:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from small_models import shallow
 from starlette.testclient import TestClient
 from torch import Tensor
@@ -15,14 +14,13 @@ from torch import Tensor
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.server.tinker import wire
-from lowmem_grpo.server.tinker.datum import as_bytes
 from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 from lowmem_grpo.server.users import Allowances, User, Users
+from tests.attacks.service_kills import API
+from tests.attacks.service_kills import forward_backward as body
 
 OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32
 MODEL = str(shallow())  # what it says matters to no test
-API = "/api/v1"
 
 
 class Server:

@@ -100,12 +100,15 @@ def same(first: Gradients, second: Gradients) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+def norm(tensors: Gradients) -> float:
+    """Of all of them together."""
+    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors.values()))
+
+
 def relative(first: Gradients, second: Gradients) -> float:
     """Norm of the difference over the norm of `second`."""
-    assert first.keys() == second.keys()
-    difference = math.sqrt(sum((first[n] - second[n]).square().sum().item() for n in second))
-    norm = math.sqrt(sum(g.square().sum().item() for g in second.values()))
-    return difference / norm
+    assert first.keys() == second.keys() and first
+    return norm({name: first[name].double() - second[name].double() for name in second}) / norm(second)
 
 
 def plain_peft(model: FastPeftModel, folder: Path) -> peft.PeftModel:
