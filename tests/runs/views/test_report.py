@@ -89,11 +89,11 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
 def test_model_text_cannot_close_the_script_or_add_elements(tmp_path: Path) -> None:
     finished(tmp_path, recipe=ATTACK, model=ATTACK, config={ATTACK: ATTACK},
              samples=[dict.fromkeys(("prompt", "answer", "before", "after"), ATTACK)])
-    page = page_of(tmp_path, [metric(1)], [completion(1, ATTACK)])
+    page = page_of(tmp_path, [metric(1)], [completion(1, ATTACK), played(1, text=ATTACK) | {"ending": ATTACK}])
     assert ATTACK not in page.source
     assert "img" not in dict(page.elements) and len(page.scripts) == 2
-    assert page.samples[0]["completion"] == ATTACK
-    assert page.prose.count(ATTACK) == 10
+    assert page.samples[0]["completion"] == page.samples[1]["turns"][0]["replies"][0]["content"] == ATTACK
+    assert page.prose.count(ATTACK) == 21
     assert "made.append(" in page.scripts[1]  # which makes text of text: the only way of model text into the page
     assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(")
                 if word in page.scripts[1]]
@@ -108,6 +108,11 @@ def test_the_headline_shows_what_the_summary_says_and_without_one_that_it_is_run
     (tmp_path / "summary.json").unlink()
     prose = page_of(tmp_path, [metric(1), metric(2)]).prose
     assert "running" in prose and "20 s" in prose and tmp_path.name in prose and "before →" not in prose
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "running", "train_seconds": 0.0}))
+    assert "2 min 5 s" in page_of(tmp_path, [metric(1, elapsed=61.0), metric(2, elapsed=125.0)]).prose
+    page = page_of(tmp_path, [])
+    assert page.data["charts"] == [] and "No steps logged yet" in page.scripts[1]
+    assert "No completions logged yet" in page.prose
 
 
 def test_accuracies_have_wilson_intervals_and_their_difference_the_paired_one(tmp_path: Path) -> None:
@@ -244,12 +249,6 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_erro
         write_report(tmp_path)
 
 
-def test_no_steps_yet_is_said(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [])
-    assert page.data["charts"] == [] and "No steps logged yet" in page.scripts[1]
-    assert "No completions logged yet" in page.prose
-
-
 def test_a_folder_without_metrics_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(FileNotFoundError, match=r"expected the folder of a run, which holds metrics\.jsonl"):
@@ -284,12 +283,6 @@ def test_spread_keeps_the_limit_and_the_ends(steps: int, each: int, limit: int) 
     assert limit == 1 or kept[0]["step"] == 0
 
 
-def test_samples_under_the_cap_are_all_kept_without_a_note(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [metric(1)], [completion(1), completion(2)])
-    assert len(page.samples) == 2 and "were logged" not in page.prose
-    assert not page.data["samples"]["played"] and not page.data["samples"]["endings"] and "turns" not in page.samples[0]
-
-
 def test_a_new_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
     log(tmp_path, "metrics.jsonl", [metric(1)])
     (tmp_path / "report.html").write_text("old", encoding="utf-8")
@@ -316,12 +309,6 @@ def test_episodes_are_shown_turn_by_turn_with_their_end_in_words(tmp_path: Path)
     assert page.data["samples"]["endings"]["answer"] == "a turn without a call of a tool"
     for sign in ("\\u25cf sampled", "\\u25cb context"):
         assert sign in page.scripts[1], "what is sampled and what is not differ by more than a colour"
-
-
-def test_what_a_policy_a_tool_or_an_environment_wrote_cannot_break_out_of_an_episode(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [metric(1)], [played(1, text=ATTACK) | {"ending": ATTACK}])
-    assert ATTACK not in page.source and "img" not in dict(page.elements) and len(page.scripts) == 2
-    assert page.samples[0]["turns"][0]["replies"][0]["content"] == ATTACK
 
 
 @pytest.mark.parametrize(("turns", "text"), [(2, "word " * 20_000), (500, "\u6f22<&" * 200)])
@@ -377,8 +364,3 @@ def test_what_is_at_zero_in_every_step_is_a_sentence_and_no_chart(tmp_path: Path
     assert "Reward" in page.titles(), "a reward of 0 is what a run is about"
     page = page_of(tmp_path, [metric(1, **flat), metric(2, **flat | {"kl": 0.1})])
     assert "KL divergence" in page.titles()
-
-
-def test_while_a_run_goes_on_the_training_time_is_that_of_its_last_step(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "running", "train_seconds": 0.0}))
-    assert "2 min 5 s" in page_of(tmp_path, [metric(1, elapsed=61.0), metric(2, elapsed=125.0)]).prose
