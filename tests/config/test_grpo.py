@@ -46,6 +46,7 @@ WITHOUT_MEANING = [
     ("adam_epsilon", -1), ("delta", float("nan")), ("learning_rate", float("inf")), ("beta", float("inf")),
     ("temperature", float("inf")), ("warmup_ratio", 3.0), ("num_generations", 2.5),
     ("per_device_train_batch_size", 1.5), ("max_completion_length", 10.5),
+    *((name, True) for name in ("learning_rate", "beta", "temperature", "max_steps", "top_p")),
 ]
 CONTRADICTIONS = [
     ({"score_while_sampling": "yes"}, "score_while_sampling is 'yes'; it must be True or False, or None"),
