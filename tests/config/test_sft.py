@@ -19,12 +19,8 @@ REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
         ({"report_to": ["all", "wandb"]}, "'all' stands by itself"),
         ({"loss_type": "orpo"}, "one of nll, chunked_nll, dft"), ({"neftune_noise_alpha": 5}, "leave it out"),
         ({"max_length": 0}, "max_length is 0; it must be a whole number, at least 1"),
-        ({"per_device_train_batch_size": None}, "per_device_train_batch_size is None"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be 0 or above"),
-        ({"num_train_epochs": 0}, "num_train_epochs is 0; it must be above 0"),
-        ({"max_steps": 0}, "above 0, or -1"), ({"optim": "sgd"}, "adamw_torch"),
-        ({"report_to": "mlflow"}, "report_to names 'mlflow'"), ({"bf16": True, "fp16": True}, "both set"),
-        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "both set"),
+        ({"bf16": True, "fp16": True}, "both set"),
     ],
 }
 

@@ -65,18 +65,6 @@ def test_an_option_of_transformers_that_no_table_names_may_have_its_default_or_b
         settings(ddp_timeout=5)
 
 
-@pytest.mark.parametrize(("name", "value", "default", "advice"), [
-    ("speculation", "lookup", None, "train_while_sampling"), ("partial_rollouts", True, False, "train_while_sampling"),
-    ("extra_generations", 2, 0, "num_generations"),
-])
-def test_a_switch_that_was_taken_out_is_refused_with_what_to_use_instead(
-    name: str, value: object, default: object, advice: str
-) -> None:
-    assert GRPOConfig(**{name: default}) == GRPOConfig()
-    with pytest.raises(ValueError, match=f"{name}={value!r} is not supported.*{advice}"):
-        GRPOConfig(**{name: value})
-
-
 @both
 def test_options_of_data_loaders_are_accepted_where_they_change_nothing(settings: Any) -> None:
     for harmless in (AcceleratorConfig(), {"dispatch_batches": False, "even_batches": False}, None):

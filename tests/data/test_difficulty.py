@@ -13,17 +13,16 @@ from lowmem_grpo.data.prompts import LONGEST_REST, DifficultyPools, PromptEncode
 MIXED, SOLVED, FAILED = [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]
 
 
-def source(dataset: Any, shuffle: bool = True) -> PromptSource:
-    return PromptSource(dataset, PromptEncoder(CharTokenizer(), 20), 0, shuffle,
-                        DifficultyPools())  # type: ignore[arg-type]
+def source(dataset: Any, shuffle: bool = True, seed: int = 0, **pools: Any) -> PromptSource:
+    return PromptSource(dataset, PromptEncoder(CharTokenizer(), 20), seed, shuffle,
+                        **{"pools": DifficultyPools()} | pools)  # type: ignore[arg-type]
 
 
 def visit(prompts: PromptSource, count: int, outcome: Any) -> list[int]:
     """Draw rows and record what `outcome(index)` says of each; their indices."""
     drawn = prompts.take(count)
-    assert prompts.pools is not None
-    for prompt in drawn:
-        assert prompt.index is not None
+    for prompt in drawn if prompts.pools else ():
+        assert prompts.pools and prompt.index is not None
         prompts.pools.record(prompt.index, prompt.epoch, outcome(prompt.index))
     return [prompt.row["index"] for prompt in drawn]
 
@@ -88,17 +87,24 @@ def test_unusable_rows_do_not_make_resting_ones_wait() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from([MIXED, SOLVED, FAILED]), min_size=5, max_size=5), st.integers(0, 12))
-def test_a_restored_source_goes_on_where_it_stopped(kinds: list[list[float]], cut: int) -> None:
-    prompts, resumed = source(rows(5)), source(rows(5))
+@given(st.lists(st.sampled_from([MIXED, SOLVED, FAILED, None]), min_size=5, max_size=5), st.integers(0, 12),
+       st.integers(), st.booleans())
+def test_a_restored_source_goes_on_where_it_stopped(kinds: list[Any], cut: int, seed: int, pooled: bool) -> None:
+    """Of rows with these outcomes; None is a row that cannot be used."""
+    held = [*rows(1), *(row | {"prompt": ""} if kind is None else row
+                        for kind, row in zip(kinds, rows(6)[1:], strict=True))]
+    prompts, resumed = (source(held, seed=seed, pools=DifficultyPools() if pooled else None) for _ in range(2))
+
+    def drawn(prompts: PromptSource) -> list[int]:
+        return visit(prompts, 2, [MIXED, *kinds].__getitem__)
+
     for _ in range(cut):
-        visit(prompts, 2, kinds.__getitem__)
+        drawn(prompts)
     saved = prompts.state()
-    resumed.take(3)  # whatever it did before
-    resumed.restore(json.loads(json.dumps(saved)))
     kept = json.dumps(saved)
-    ahead = [visit(prompts, 2, kinds.__getitem__) for _ in range(8)]
-    assert ahead == [visit(resumed, 2, kinds.__getitem__) for _ in range(8)]
+    resumed.take(3)  # whatever it did before
+    resumed.restore(json.loads(kept))
+    assert [drawn(prompts) for _ in range(8)] == [drawn(resumed) for _ in range(8)]
     assert prompts.state() == resumed.state()
     assert json.dumps(saved) == kept  # going back needs what was, not what became of it
 

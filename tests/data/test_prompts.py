@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scripted import TEMPLATE
 from tables import every_row
 from template_tokenizers import CharTokenizer, rows, tokenizer_of
@@ -45,33 +43,6 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own_that_the_seed_alon
     assert first + second == drawn(source(Dataset.from_list(rows(50)), seed=1), 100)
     assert first != drawn(source(rows(50), seed=2), 50)
     assert drawn(source(rows(3), shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
-
-
-@settings(deadline=None)
-@given(
-    count=st.integers(1, 9), takes=st.lists(st.integers(1, 5), max_size=6), cut=st.integers(0, 6), seed=st.integers(),
-)
-def test_a_restored_source_goes_on_where_the_saved_one_stopped(
-    count: int, takes: list[int], cut: int, seed: int
-) -> None:
-    prompts, resumed = source(rows(count), seed), source(rows(count), seed)
-    for take in takes[:cut]:
-        prompts.take(take)
-    resumed.take(3)  # whatever it did before
-    resumed.restore(prompts.state())
-    assert [drawn(prompts, take) for take in [4, *takes[cut:]]] == [drawn(resumed, take) for take in [4, *takes[cut:]]]
-    assert prompts.state() == resumed.state()
-
-
-def test_a_saved_state_is_not_changed_by_what_is_drawn_later() -> None:
-    prompts, resumed = (source([*rows(4), {"prompt": "", "index": 4}]) for _ in range(2))
-    prompts.take(5)
-    state = prompts.state()
-    kept = {**state, "skipped": dict(state["skipped"])}
-    resumed.restore(state)
-    for continued in (prompts, resumed):
-        continued.take(20)
-        assert state == kept
 
 
 def test_a_dataset_of_another_size_is_refused_when_resuming() -> None:

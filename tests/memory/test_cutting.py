@@ -28,25 +28,19 @@ LIMITS = st.builds(
 
 @settings(deadline=None, max_examples=100)
 @given(groups=GROUPS, limits=LIMITS)
-def test_no_completion_is_lost_and_no_bound_is_broken(groups: list[tuple[int, list[int]]], limits: Limits) -> None:
-    batches = cut(groups, limits)
-    found = sorted((one.group, one.rollout) for batch in batches for one in batch)
-    assert found == [(g, r) for g, (_, lengths) in enumerate(groups) for r, length in enumerate(lengths) if length]
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) <= (limits.sequences or len(batch))
-        if len(batch) > 1 and limits.tokens is not None:
-            assert places(batch) <= limits.tokens and area(batch) <= limits.spread * limits.tokens
-
-
-@settings(deadline=None, max_examples=60)
-@given(groups=GROUPS, limits=LIMITS)
-def test_places_and_area_are_those_of_the_packed_tensors(
+def test_no_completion_is_lost_no_bound_is_broken_and_what_is_counted_is_what_is_packed(
     groups: list[tuple[int, list[int]]], limits: Limits
 ) -> None:
+    counted = cut(groups, limits)
+    found = sorted((one.group, one.rollout) for batch in counted for one in batch)
+    assert found == [(g, r) for g, (_, lengths) in enumerate(groups) for r, length in enumerate(lengths) if length]
+    for batch in (batch for batch in counted if len(batch) > 1):
+        assert len(batch) <= (limits.sequences or len(batch))
+        if limits.tokens is not None:
+            assert places(batch) <= limits.tokens and area(batch) <= limits.spread * limits.tokens
     real = [RolloutGroup({}, [1] * prompt, [Rollout([1] * n, [0.0] * n, "stop") for n in lengths])
             for prompt, lengths in groups]
     packed = pack(real, limits.tokens, limits.sequences, limits.spread)
-    counted = cut(groups, limits)
     held = [(len(b.input_ids), token_rows(b.prompts)) for b in packed]
     assert [(places(batch), area(batch)) for batch in counted] == held
     side_by_side = [len(b.sources) if len(b.rollouts) > 1 else 0 for b in packed if not prompts_once(b.prompts)]

@@ -360,16 +360,6 @@ def test_a_save_killed_at_any_moment_leaves_a_loadable_checkpoint(tmp_path: Path
     assert change > 12 and interrupted > 12  # writing five files, two renames, removing the old ones
 
 
-def test_a_kill_between_the_two_renames_loses_no_checkpoint(tmp_path: Path) -> None:
-    folder = training(1).save(tmp_path, 1)
-    os.rename(folder, tmp_path / ".checkpoint-1.old-77")
-    (tmp_path / ".checkpoint-1.tmp-77").mkdir()
-    (tmp_path / ".checkpoint-2.gone-77").mkdir()
-    assert len(checkpoint.clean_leftovers(tmp_path)) == 3
-    assert list(tmp_path.iterdir()) == [folder]
-    checkpoint.verify(folder)
-
-
 def test_leftovers_of_a_process_with_the_same_id_do_not_block_saving(tmp_path: Path) -> None:
     run = training(1)
     run.save(tmp_path, 1)

@@ -17,19 +17,6 @@ TRANSFORMERS = {"train_runtime", "train_samples_per_second", "train_steps_per_se
 TEXTS = [{"prompt": f"Start with {n}.\n", "completion": f"{n}"} for n in range(6)]
 
 
-class Heard:
-    """Keeps what a listener is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.lines.append(logs)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.lines.append({"over": True})
-
-
 def losses_of(trainer: Any) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
 
@@ -60,16 +47,17 @@ def test_the_loss_of_a_run_is_the_mean_over_its_steps_not_over_its_lines(trained
 
     each = run("each")
     each.train()
-    losses, heard = losses_of(each), Heard()
+    losses, heard = losses_of(each), []
     pairs = run("pairs", logging_steps=2)
-    pairs.add_callback(heard)
+    pairs.add_callback(SimpleNamespace(on_log=lambda *_, logs, **__: heard.append(logs),
+                                       on_train_end=lambda *_, **__: heard.append({"over": True})))
     output = pairs.train()
     last = pairs.state.log_history[-1]
     mean = sum(losses.values()) / 3
     assert output.training_loss == last["train_loss"] == pytest.approx(mean, abs=1e-6)
     assert abs(sum(losses_of(pairs).values()) / 2 - mean) > 1e-4  # what the mean over the lines would be
     assert last.keys() >= TRANSFORMERS and not {"loss", "grad_norm", "learning_rate"} & last.keys()
-    assert output.metrics == last and heard.lines[-2:] == [last, {"over": True}]
+    assert output.metrics == last and heard[-2:] == [last, {"over": True}]
     samples = 24 if trained == "grpo" else 6
     assert last["train_samples_per_second"] == pytest.approx(samples / last["train_runtime"])
     assert last["train_steps_per_second"] == pytest.approx(3 / last["train_runtime"])

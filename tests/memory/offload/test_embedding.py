@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,21 +33,22 @@ def test_logits_are_bit_for_bit_those_of_an_embedding_on_the_device(family: str)
         assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"fast_inference": True}, "vLLM looks the embedding up on the device"),
-    ({"fast_inference": "vllm"}, "vLLM looks the embedding up on the device"),
-])
-def test_an_embedding_on_the_host_and_vllm_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FastLanguageModel.from_pretrained("tiny", max_seq_length=64, offload_embedding=True, **options)
+@pytest.mark.parametrize("engine", [True, "vllm"])
+def test_an_embedding_on_the_host_and_vllm_are_refused(engine: bool | str) -> None:
+    with pytest.raises(ValueError, match="vLLM looks the embedding up on the device"):
+        FastLanguageModel.from_pretrained("tiny", max_seq_length=64, offload_embedding=True, fast_inference=engine)
 
 
-def test_a_tied_embedding_stays_where_it_is_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tied_embedding_stays_where_it_is_and_the_log_says_so_and_a_trained_one_is_refused(
+    caplog: pytest.LogCaptureFixture
+) -> None:
     model, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=64, offload_embedding=True, load_in_4bit=False)
     assert not isinstance(model.get_input_embeddings(), HostEmbedding)
     assert "offload_embedding=True changes nothing" in caplog.text
     with pytest.raises(ValueError, match="ties its input embedding to its output head"):
         embed_on_host(model)
+    with pytest.raises(ValueError, match="only a frozen one can be on the host"):
+        embed_on_host(random_model("Llama"))
 
 
 def test_the_embedding_of_each_layers_own_numbers_is_on_the_host_too_and_changes_no_bit(tmp_path: Path) -> None:
@@ -66,12 +66,6 @@ def test_the_embedding_of_each_layers_own_numbers_is_on_the_host_too_and_changes
     assert all(torch.equal(grads[name], moved_grads[name]) for name in grads)
     wrong = replace(batch, host_ids=torch.full_like(batch.input_ids, 3))
     assert not torch.equal(policy.logprobs(wrong, 1.0)[0], plain), "the ids of the host are not used"
-
-
-def test_a_trained_embedding_is_refused() -> None:
-    model = random_model("Llama")
-    with pytest.raises(ValueError, match="only a frozen one can be on the host"):
-        embed_on_host(model)
 
 
 def test_a_loaded_model_samples_and_trains_with_it(tmp_path: Path) -> None:
@@ -92,31 +86,17 @@ def test_a_loaded_model_samples_and_trains_with_it(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_ids_that_were_packed_on_the_host_are_read_back_from_the_device() -> None:
+def test_ids_that_were_packed_on_the_host_are_not_read_back_from_the_device_and_others_are_looked_up() -> None:
     embedding = HostEmbedding(torch.nn.Embedding(100, 8).requires_grad_(False))
     (batch,) = pack([RolloutGroup({}, [5, 6, 7], [Rollout([8, 9, 10], [0.0] * 3, "stop")])])
     moved = batch.to("meta")
     assert moved.host_ids is batch.host_ids and torch.equal(moved.host_ids, batch.input_ids)
     with knowing([embedding], moved.host_ids):  # ids on "meta" cannot be read at all
         assert embedding(moved.input_ids[None]).shape == (1, 5, 8)
+        assert torch.equal(embedding(IDS), torch.nn.functional.embedding(IDS, embedding.weight)), "of another pass"
+    assert embedding.known is None
     with pytest.raises(NotImplementedError):
         embedding(moved.input_ids[None])
-
-
-def test_ids_of_another_pass_are_looked_up(tmp_path: Path) -> None:
-    model = random_model("Llama").requires_grad_(False)
-    model.get_output_embeddings().weight = torch.nn.Parameter(model.get_output_embeddings().weight.clone(), False)
-    group = RolloutGroup({}, [5, 6, 7], [Rollout([8, 9, 10], [0.0] * 3, "stop")])
-    (batch,) = pack([group])
-    expected = Policy(model).logprobs(batch, 1.0)[0]
-    embed_on_host(model)
-    embedding, policy = model.get_input_embeddings(), Policy(model)
-    assert torch.equal(policy.logprobs(batch, 1.0)[0], expected)
-    assert embedding.known is None
-    wrong = replace(batch, host_ids=torch.full_like(batch.input_ids, 3))
-    assert not torch.equal(policy.logprobs(wrong, 1.0)[0], expected), "the ids of the host are not used"
-    with knowing([embedding], batch.host_ids):
-        assert torch.equal(embedding(IDS), torch.nn.functional.embedding(IDS, embedding.weight))
 
 
 @gpu

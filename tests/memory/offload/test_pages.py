@@ -2,7 +2,7 @@
 
 import logging
 from itertools import product
-from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -65,67 +65,37 @@ def test_bytes_are_spread_over_pages_and_gathered_unchanged() -> None:
 # The CUDA side stream, on streams that only take notes
 
 
-class NotingStream:
-    """Stands for a CUDA stream."""
-
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name, self.notes = name, notes
-
-    def wait_stream(self, other: "NotingStream") -> None:
-        self.notes.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> str:
-        self.notes.append(f"{self.name} records")
-        return "event"
-
-    def wait_event(self, event: str) -> None:
-        self.notes.append(f"{self.name} waits for {event}")
-
-    def synchronize(self) -> None:
-        self.notes.append(f"{self.name} ends")
-
-    def __enter__(self) -> None:
-        self.notes.append(f"on {self.name}")
-
-    def __exit__(self, *error: object) -> None:
-        self.notes.append(f"off {self.name}")
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """`compute` is current; the next stream made is called side."""
-    notes: list[str] = []
-    found = {"notes": notes, "compute": NotingStream("compute", notes), "other": NotingStream("other", notes)}
-    found["current"] = found["compute"]
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: NotingStream("side", notes))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found["current"])
+def streams(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """`compute` is current; the next stream made is `side`."""
+    found = MagicMock()
+    found.side.record_event.return_value, found.current = "event", found.compute
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: found.side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     return found
 
 
-def test_a_copy_on_the_side_stream_comes_after_the_computation_and_records_its_end(streams: dict[str, Any]) -> None:
-    copies = StreamCopies(torch.device("cuda"))
-    target, source = torch.zeros(3), torch.ones(3)
+def test_a_copy_comes_after_the_computation_on_the_side_stream_and_every_stream_waits_that_uses_it(
+    streams: MagicMock
+) -> None:
+    copies, source, target = StreamCopies(torch.device("cuda")), torch.ones(3), MagicMock()
+    streams.attach_mock(target, "target")
     ticket = copies.start([(target, source)])
-    assert streams["notes"] == ["side waits for compute", "on side", "off side", "side records"]
-    assert torch.equal(target, source)
+    assert streams.mock_calls == [
+        call.side.wait_stream(streams.compute), call.side.__enter__(), call.target.copy_(source, non_blocking=True),
+        call.side.__exit__(None, None, None), call.side.record_event()]
+    streams.current = streams.other  # whoever frees a tensor on another stream
     copies.wait(ticket)
-    assert streams["notes"][4:] == ["compute waits for event"]
     copies.drain()
-    assert streams["notes"][5:] == ["side ends"]
-
-
-def test_whoever_frees_a_tensor_on_another_stream_makes_its_own_stream_wait_too(streams: dict[str, Any]) -> None:
-    copies = StreamCopies(torch.device("cuda"))
-    ticket = copies.start([])
-    streams["current"] = streams["other"]
-    copies.wait(ticket)
-    assert sorted(streams["notes"][-2:]) == ["compute waits for event", "other waits for event"]
+    for stream in (streams.compute, streams.other):
+        stream.wait_event.assert_called_once_with("event")
+    streams.side.synchronize.assert_called_once_with()
 
 
 @pytest.mark.skipif(HAS_CARD, reason="with a card, the system does not refuse pinned memory")
 def test_refused_pinned_memory_is_pageable_and_said_once(
-    streams: dict[str, Any], caplog: pytest.LogCaptureFixture
+    streams: MagicMock, caplog: pytest.LogCaptureFixture
 ) -> None:
     copies = StreamCopies(torch.device("cuda"))
     with caplog.at_level(logging.WARNING, logger="lowmem_grpo"):

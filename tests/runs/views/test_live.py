@@ -69,16 +69,6 @@ def test_piped_output_has_one_plain_line_a_log_with_the_key_numbers() -> None:
     assert first.isascii() and "\x1b" not in first
 
 
-def test_a_step_stands_beside_its_estimate_where_there_is_one() -> None:
-    piped, drawn = console(terminal=False), console(terminal=True)
-    run(LiveView(piped), LOGS | {"step_time": 2.513}, LOGS | {"step_time": 2.513, "time/planned_step_s": 2.3})
-    run(LiveView(drawn), LOGS | {"step_time": 2.513, "time/planned_step_s": 2.3})
-    first, second = written(piped).splitlines()
-    assert "estimated" not in first
-    assert "step 2.51 s, estimated 2.30 s" in second
-    assert "2.51 s, estimated 2.30 s" in written(drawn)
-
-
 def test_a_piped_line_has_the_evaluation_and_small_sizes_in_mib_and_there_is_none_without_numbers() -> None:
     assert piped_line({}) == piped_line({"loss": float("nan"), "note": "text"}) == ""
     assert "eval_reward 0.500" in piped_line({"eval_reward": 0.5})
@@ -117,27 +107,26 @@ def test_the_panel_cuts_nothing_off_and_shows_the_spread_and_a_sample_now_and_th
     view.close()
 
 
-OF_EPISODES = {"turns/mean": 2.25, "episodes/answer": 0.75, "episodes/max_turns": 0.25, "episodes/context": 0.0,
-               "tools/call_frequency": 1.5, "tools/failure_frequency": 0.04, "tools/waiting_share": 0.06}
+TOLD = {  # of what is measured: the words on a line and on the panel; none of them where it is not measured
+    "episodes": ({"turns/mean": 2.25, "episodes/answer": 0.75, "episodes/max_turns": 0.25, "episodes/context": 0.0,
+                  "tools/call_frequency": 1.5, "tools/failure_frequency": 0.04, "tools/waiting_share": 0.06},
+                 ["ended by", "answer 75% max_turns 25%", "1.50 calls an episode", "4% of calls", "6% of sampling"]),
+    "sampling": ({"time/sampling/prefill_s": 0.25, "time/sampling/full_s": 3.5, "time/sampling/tail_s": 1.125},
+                 ["prompts 0.25 s full width 3.50 s tail 1.12 s"]),
+    "estimate": ({"step_time": 2.513, "time/planned_step_s": 2.3}, ["2.51 s, estimated 2.30 s"]),
+}
 
 
-def test_turns_ends_and_tools_are_told_on_a_line_and_on_the_panel() -> None:
-    line = piped_line(LOGS | OF_EPISODES)
+@pytest.mark.parametrize("case", TOLD)
+def test_what_is_measured_is_told_on_a_line_and_on_the_panel(case: str) -> None:
+    measured, said = TOLD[case]
     terminal = console(terminal=True)
-    run(LiveView(terminal), LOGS | OF_EPISODES)
-    for expected in ("ended by", "answer 75% max_turns 25%", "1.50 calls an episode", "4% of calls", "6% of sampling"):
-        assert expected in line and expected in written(terminal)
-    assert "turns 2.2  length" in line and "context" not in line and line.isascii()
-    assert "ended by" not in piped_line(LOGS)
-
-
-def test_the_seconds_of_sampling_are_told_where_the_engine_measures_them() -> None:
-    logs = LOGS | {"time/sampling/prefill_s": 0.25, "time/sampling/full_s": 3.5, "time/sampling/tail_s": 1.125}
-    terminal = console(terminal=True)
-    run(LiveView(terminal), logs)
-    for text in (piped_line(logs), written(terminal)):
-        assert "prompts 0.25 s full width 3.50 s tail 1.12 s" in text
-    assert "tail" not in piped_line(LOGS)
+    run(LiveView(terminal), LOGS | measured)
+    line, before = piped_line(LOGS | measured), piped_line(LOGS | {"step_time": 2.513})
+    for words in said:
+        assert words in line and words in written(terminal) and words not in before
+    assert line.isascii() and "context" not in line
+    assert case != "episodes" or "turns 2.2  length" in line
 
 
 @pytest.mark.parametrize("width", [60, 120])

@@ -2,43 +2,19 @@
 
 import json
 import re
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from run_pages import Page
 
 from lowmem_grpo.runs.accuracy import KINDS, changed_first
-from lowmem_grpo.runs.views.chart import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
+from lowmem_grpo.runs.views.chart import DARK_WRONG, RIGHT
 from lowmem_grpo.runs.views.report import MAX_SAMPLES, MOST_BYTES, write_report
 from lowmem_grpo.runs.views.samples import spread
 
 ENDS = {"done": 0.75, "max_turns": 0.25, "parse_error": 0.0}
 ATTACK = "</script><img src=x onerror=alert(1)><!--"
-
-
-SIGHTS = [np.eye(3), *(np.array(rows).reshape(3, 3) for rows in (  # usual, without red, green, or blue cones
-    [0.152286, 1.052583, -0.204868, 0.114503, 0.786281, 0.099216, -0.003882, -0.048116, 1.051998],
-    [0.367322, 0.860646, -0.227968, 0.280085, 0.672501, 0.047413, -0.011820, 0.042940, 0.968881],
-    [1.255528, -0.076749, -0.178779, -0.078411, 0.930809, 0.147602, 0.004733, 0.691367, 0.303900],
-))]
-
-
-def apart(one: str, other: str, seen: Any) -> float:
-    """How far two colours are from each other in CIELAB, as seen by these eyes."""
-    return float(np.linalg.norm(lab(one, seen) - lab(other, seen)))
-
-
-def lab(colour: str, seen: Any) -> Any:
-    """A colour "#rrggbb" in CIELAB (D65)."""
-    srgb = np.array([int(colour[place:place + 2], 16) / 255 for place in (1, 3, 5)])
-    linear = seen @ np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-    xyz = to_xyz @ linear.clip(0, 1) / np.array([0.9505, 1, 1.089])
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def metric(step: int, **more: Any) -> dict[str, Any]:
@@ -89,11 +65,11 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
 def test_model_text_cannot_close_the_script_or_add_elements(tmp_path: Path) -> None:
     finished(tmp_path, recipe=ATTACK, model=ATTACK, config={ATTACK: ATTACK},
              samples=[dict.fromkeys(("prompt", "answer", "before", "after"), ATTACK)])
-    page = page_of(tmp_path, [metric(1)], [completion(1, ATTACK)])
+    page = page_of(tmp_path, [metric(1)], [completion(1, ATTACK), played(1, text=ATTACK) | {"ending": ATTACK}])
     assert ATTACK not in page.source
     assert "img" not in dict(page.elements) and len(page.scripts) == 2
-    assert page.samples[0]["completion"] == ATTACK
-    assert page.prose.count(ATTACK) == 10
+    assert page.samples[0]["completion"] == page.samples[1]["turns"][0]["replies"][0]["content"] == ATTACK
+    assert page.prose.count(ATTACK) == 21
     assert "made.append(" in page.scripts[1]  # which makes text of text: the only way of model text into the page
     assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(")
                 if word in page.scripts[1]]
@@ -108,6 +84,11 @@ def test_the_headline_shows_what_the_summary_says_and_without_one_that_it_is_run
     (tmp_path / "summary.json").unlink()
     prose = page_of(tmp_path, [metric(1), metric(2)]).prose
     assert "running" in prose and "20 s" in prose and tmp_path.name in prose and "before →" not in prose
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "running", "train_seconds": 0.0}))
+    assert "2 min 5 s" in page_of(tmp_path, [metric(1, elapsed=61.0), metric(2, elapsed=125.0)]).prose
+    page = page_of(tmp_path, [])
+    assert page.data["charts"] == [] and "No steps logged yet" in page.scripts[1]
+    assert "No completions logged yet" in page.prose
 
 
 def test_accuracies_have_wilson_intervals_and_their_difference_the_paired_one(tmp_path: Path) -> None:
@@ -224,14 +205,6 @@ def test_a_page_of_any_run_has_at_most_500_kb_and_still_shows_samples(tmp_path: 
     assert page.samples and page.samples[-1]["step"] == 199
 
 
-def test_colours_differ_for_every_kind_of_sight() -> None:
-    """Simulated as by Machado et al. (2009), in CIELAB: 10 is another colour; verdicts are 25 apart."""
-    for lines, verdicts in ((LINES, (RIGHT, WRONG)), (DARK_LINES, (DARK_RIGHT, DARK_WRONG))):
-        for seen in SIGHTS:
-            assert min(apart(one, other, seen) for one, other in combinations(lines, 2)) > 10
-            assert apart(*verdicts, seen) > 25
-
-
 def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_error_that_names_it(tmp_path: Path) -> None:
     log(tmp_path, "metrics.jsonl", [metric(1), metric(2)], tail='{"step": 3, "rew')
     log(tmp_path, "completions.jsonl", [completion(1)], tail='{"step": 2, "prompt": "2 +')
@@ -242,12 +215,6 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_erro
     log(tmp_path, "metrics.jsonl", [metric(1)], tail='{"step": 2, "rew\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
         write_report(tmp_path)
-
-
-def test_no_steps_yet_is_said(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [])
-    assert page.data["charts"] == [] and "No steps logged yet" in page.scripts[1]
-    assert "No completions logged yet" in page.prose
 
 
 def test_a_folder_without_metrics_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
@@ -284,12 +251,6 @@ def test_spread_keeps_the_limit_and_the_ends(steps: int, each: int, limit: int) 
     assert limit == 1 or kept[0]["step"] == 0
 
 
-def test_samples_under_the_cap_are_all_kept_without_a_note(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [metric(1)], [completion(1), completion(2)])
-    assert len(page.samples) == 2 and "were logged" not in page.prose
-    assert not page.data["samples"]["played"] and not page.data["samples"]["endings"] and "turns" not in page.samples[0]
-
-
 def test_a_new_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
     log(tmp_path, "metrics.jsonl", [metric(1)])
     (tmp_path / "report.html").write_text("old", encoding="utf-8")
@@ -316,12 +277,6 @@ def test_episodes_are_shown_turn_by_turn_with_their_end_in_words(tmp_path: Path)
     assert page.data["samples"]["endings"]["answer"] == "a turn without a call of a tool"
     for sign in ("\\u25cf sampled", "\\u25cb context"):
         assert sign in page.scripts[1], "what is sampled and what is not differ by more than a colour"
-
-
-def test_what_a_policy_a_tool_or_an_environment_wrote_cannot_break_out_of_an_episode(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [metric(1)], [played(1, text=ATTACK) | {"ending": ATTACK}])
-    assert ATTACK not in page.source and "img" not in dict(page.elements) and len(page.scripts) == 2
-    assert page.samples[0]["turns"][0]["replies"][0]["content"] == ATTACK
 
 
 @pytest.mark.parametrize(("turns", "text"), [(2, "word " * 20_000), (500, "\u6f22<&" * 200)])
@@ -377,8 +332,3 @@ def test_what_is_at_zero_in_every_step_is_a_sentence_and_no_chart(tmp_path: Path
     assert "Reward" in page.titles(), "a reward of 0 is what a run is about"
     page = page_of(tmp_path, [metric(1, **flat), metric(2, **flat | {"kl": 0.1})])
     assert "KL divergence" in page.titles()
-
-
-def test_while_a_run_goes_on_the_training_time_is_that_of_its_last_step(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "running", "train_seconds": 0.0}))
-    assert "2 min 5 s" in page_of(tmp_path, [metric(1, elapsed=61.0), metric(2, elapsed=125.0)]).prose
