@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from small_models import shallow
 from starlette.testclient import TestClient
 from torch import Tensor
@@ -97,17 +98,3 @@ class Server:
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
-def body(model: str, seq: int, seed: int, loss: str = "cross_entropy", targets: int = 6) -> bytes:
-    torch.manual_seed(seed)
-    request = wire.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss)
-    for _ in range(3):
-        datum = request.data.add()
-        datum.model_input.add().encoded_text.tokens = as_bytes(torch.randint(3, 60, (6,), dtype=torch.int32))
-        for name, values, dtype in (("target_tokens", torch.randint(3, 60, (targets,)), wire.INT64),
-                                    ("weights", torch.randn(6), wire.FLOAT32)):
-            tensor = datum.loss_fn_inputs[name]
-            tensor.dense, tensor.dtype = as_bytes(values), dtype
-    found: bytes = request.SerializeToString()
-    return found
