@@ -9,7 +9,6 @@ import pytest
 from trainer_runs import QUESTIONS, adapter, digit_sum, load, make, same
 
 from lowmem_grpo import GRPOTrainer, RLOOTrainer, SFTTrainer
-from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs.records import read_lines
 
@@ -22,13 +21,6 @@ def test_a_trainer_without_a_model_says_what_it_takes(trainer: Any, given: dict[
 
 
 # Data that cannot be used
-
-
-def test_what_is_no_dataset_is_refused_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no column 'prompt'.*question.*rename_column"):
-        make(tmp_path, rows=[{"question": "?"}])
-    with pytest.raises(DataError, match=r"pass a datasets\.Dataset or a list of rows"):
-        make(tmp_path, rows=7)
 
 
 def test_bad_rows_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

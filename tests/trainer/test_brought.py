@@ -226,6 +226,8 @@ def test_a_resumed_stream_goes_on_with_the_row_at_which_it_stopped(kind: str, tm
     ({"prompt": ["a"], "answer": ["b"]}, {}, r"with the columns 'prompt', 'answer'; pass datasets.Dataset.from_dict"),
     ("openai/gsm8k", {}, r"pass datasets.load_dataset\('openai/gsm8k'"), (None, {}, "`train_dataset` is required"),
     (["a", "b"], {}, "a list of str; each row must be a dict"), ([], {}, "no rows"),
+    ([{"question": "?"}], {}, r"no column 'prompt'.*question.*rename_column"),
+    (7, {}, r"pass a datasets\.Dataset or a list of rows"),
     (generator, {"max_steps": -1}, "no length: set max_steps"), (generator, {"difficulty_pools": True}, "difficulty"),
     (generator, {"replay_buffer_size": 8}, "replay_buffer_size is set, and the rows are a stream"),
     (lambda: iter(["text"]), {}, "the stream gave a str"),

@@ -1,7 +1,6 @@
 """GRPOTrainer with environments, tools and seeds, from its constructor to the records of a run."""
 
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from trainer_runs import ROWS, SMALL, adapter, load, make, same
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.environments.rows import seeded_rows
+from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.play import EpisodeSetup
 from lowmem_grpo.trainer.preflight.checks import PreflightError
 
@@ -61,21 +61,17 @@ def trainer_of(folder: Path, model: Any = None, reward_funcs: Any = None, rows: 
                        tools=tools)
 
 
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
 def test_an_environment_that_makes_its_tasks_and_pays_needs_no_rows_and_no_reward(tmp_path: Path) -> None:
     Digits.closed = 0
     trainer = trainer_of(tmp_path, eval_dataset=3, eval_strategy="steps", eval_steps=1)
     before = adapter(trainer)
     trainer.train()
     assert not same(before, adapter(trainer))
-    measured = lines(tmp_path, "metrics.jsonl")
+    measured = read_lines(tmp_path / "metrics.jsonl")
     step = measured[0]
     assert step["rewards/Digits/mean"] > 0 and step["turns/mean"] == 2 and step["sampling/parity/mean"] < 1e-3
     assert sum("eval_rewards/Digits/mean" in line for line in measured) == 2
-    episodes = lines(tmp_path, "completions.jsonl")
+    episodes = read_lines(tmp_path / "completions.jsonl")
     assert len(episodes) == 16 and {one["ending"] for one in episodes} <= {"done", "context", "max_tokens"}
     sampled = 16 + 3 * 2 * trainer.args.num_generations
     assert Digits.closed == sampled + 1, "each environment is closed once, that which was tried at the start too"
@@ -105,7 +101,7 @@ def test_trls_class_runs_unchanged_beside_a_reward_function(tmp_path: Path) -> N
     trainer = trainer_of(tmp_path, model, [count], ROWS, factory=EngineWorker)
     trainer.train()
     assert all(isinstance(one, EngineWorker) for one in seen) and len(seen) == 16
-    [first, *_] = lines(tmp_path, "completions.jsonl")
+    [first, *_] = read_lines(tmp_path / "completions.jsonl")
     assert set(first["rewards"]) == {"count", "EngineWorker"} and first["rewards"]["EngineWorker"] >= 0.5
 
 
@@ -131,7 +127,7 @@ def test_an_environment_may_have_only_a_reset_which_may_return_nothing(
     asked = [{"role": "user", "content": factory.said or ""}]  # TRL's placeholder, with what reset returned
     expected = trainer.tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     assert {tuple(group.prompt_ids) for group in trainer.sampled} == {tuple(expected)}
-    assert {one["num_turns"] for one in lines(tmp_path, "completions.jsonl")} == {1}
+    assert {one["num_turns"] for one in read_lines(tmp_path / "completions.jsonl")} == {1}
     told = [record for record in caplog.records if "reads an empty message of the user, as in TRL" in record.message]
     assert len(told) == (factory is Silent)
 
@@ -190,9 +186,9 @@ def test_single_turns_know_nothing_of_episodes(tmp_path: Path) -> None:
     trainer = make(tmp_path, max_steps=1)
     assert trainer.player is None and trainer.sampler.player is None and trainer.turns is None
     trainer.train()
-    [step] = lines(tmp_path, "metrics.jsonl")
+    [step] = read_lines(tmp_path / "metrics.jsonl")
     assert not [name for name in step if name.startswith(("turns/", "episodes/", "tools/"))]
-    assert set(lines(tmp_path, "completions.jsonl")[0]) == {
+    assert set(read_lines(tmp_path / "completions.jsonl")[0]) == {
         "step", "prompt", "completion", "rewards", "reward", "advantage", "tokens", "finish_reason"}
 
 
@@ -221,7 +217,7 @@ def test_an_environment_that_hangs_costs_its_groups_and_not_the_run(
     trainer_of(tmp_path, factory=Slow, environment_timeout=61, max_steps=1).train()
     hang.end()
     assert "Slow.step took more than 61 s" in caplog.text
-    [step] = lines(tmp_path, "metrics.jsonl")
+    [step] = read_lines(tmp_path / "metrics.jsonl")
     assert step["episodes/timeout"] == 0.5
 
 
