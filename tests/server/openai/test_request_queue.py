@@ -65,36 +65,25 @@ class Line:
     def call(self) -> None:
         self.waiting.add(replace(CALL, future=Future()))
 
-    def job(self) -> None:
-        self.waiting.add(WorkerTask(lambda: None, False))
-
     def taken(self, first: bool, last: Round, widest: Round) -> int:
         return len(self.waiting.take_calls(CALL.batch_key, None, True, first, last, widest))
 
 
-@pytest.mark.parametrize(("first", "last"), [(True, NO_ROUND), (False, WIDE)])
-def test_calls_that_trickle_in_are_taken_together_where_many_came_before(first: bool, last: Round) -> None:
-    line = Line(later=7)
-    assert line.taken(first, last, WIDE) == 8
-    assert len(line.arrivals.waits) == 8, "one for each that came, and one in which none did"
-
-
-@pytest.mark.parametrize(("first", "last"), [(True, NO_ROUND), (False, WIDE)])
-def test_a_call_that_comes_alone_where_many_came_before_waits_for_others_once(first: bool, last: Round) -> None:
-    line = Line(later=0)
-    assert line.taken(first, last, WIDE) == 1
-    assert len(line.arrivals.waits) == 1 and 0 < (line.arrivals.waits[0] or 0) <= FIRST
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_call_that_comes_alone_where_one_came_before_does_not_wait(first: bool) -> None:
-    line = Line(later=0)
-    assert line.taken(first, NO_ROUND, (1, 0.8)) == 1 and line.arrivals.waits == []
+@pytest.mark.parametrize(("later", "first", "last", "widest", "waits"), [
+    (7, True, NO_ROUND, WIDE, 8), (7, False, WIDE, WIDE, 8),  # one for each that came, and one in which none did
+    (0, True, NO_ROUND, WIDE, 1), (0, False, WIDE, WIDE, 1), (0, True, NO_ROUND, (1, 0.8), 0),
+    (0, False, NO_ROUND, (1, 0.8), 0)])
+def test_calls_that_trickle_in_are_waited_for_and_taken_together_where_many_came_before_and_only_there(
+    later: int, first: bool, last: Round, widest: Round, waits: int
+) -> None:
+    line = Line(later)
+    assert line.taken(first, last, widest) == later + 1
+    assert len(line.arrivals.waits) == waits and all(0 < (wait or 0) <= FIRST for wait in line.arrivals.waits)
 
 
 def test_nobody_waits_for_calls_while_a_job_waits() -> None:
     line = Line(later=5)
-    line.arrivals.later.insert(1, line.job)
+    line.arrivals.later.insert(1, lambda: line.waiting.add(WorkerTask(lambda: None, False)))
     assert line.taken(True, NO_ROUND, WIDE) == 2
     assert len(line.arrivals.waits) == 2
 
