@@ -1,21 +1,64 @@
-"""A whole program in ART's habits runs on the tiny model: it offers a tool, and trains and logs what came of it.
-Further programs are the examples of docs/agents.md and the notebook `bring_your_agent`."""
+"""Whole programs in ART's habits run on the tiny model: a game, a tool and a mail agent."""
 
 import asyncio
-import runpy
+import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from scripted import Scripted
 
 from lowmem_grpo.runs.records import read_lines
 
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a program by its name; its runs go into `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    for path in PROGRAMS.glob("*.py"):
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return import_module
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(folder / "metrics.jsonl") if "reward" in line]
+
+
+@pytest.mark.slow
+def test_a_game_is_played_in_groups_and_trained_for_two_steps(tmp_path: Path, program: Callable[[str], Any]) -> None:
+    asyncio.run(program("game").main())
+    folder = tmp_path / "runs" / "guess" / "guesser-001"
+    lines = steps_of(folder)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["trajectories/trained"] == 8 and line["trajectories/unexplained"] == 0 for line in lines)
+    assert {path.name for path in folder.glob("checkpoint-*")} <= {"checkpoint-0", "checkpoint-2"}
+
 
 def test_a_tool_is_offered_and_its_trajectories_are_trained_and_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, program: Callable[[str], Any]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    asyncio.run(runpy.run_path(str(Path(__file__).parent / "programs" / "tool.py"))["main"]())
+    asyncio.run(program("tool").main())
     lines = read_lines(tmp_path / "runs" / "prices" / "001" / "metrics.jsonl")
-    assert [line["trajectories/trained"] for line in lines if "reward" in line] == [6]
+    assert steps_of(tmp_path / "runs" / "prices" / "001")[0]["trajectories/trained"] == 6
     assert [line["val/asked"] for line in lines if "val/asked" in line] == [6]
     assert {"val/calls", "val/llm_duration", "val/reward"} <= {name for line in lines for name in line}
+
+
+@pytest.mark.slow
+def test_a_mail_agent_is_judged_without_labels_and_looked_at_on_held_out_questions(
+    tmp_path: Path, program: Callable[[str], Any]
+) -> None:
+    mail, judge = program("mail"), Scripted()
+    mail.JUDGE = judge
+    asyncio.run(mail.main())
+    folder = tmp_path / "runs" / "mail" / "mail-001"
+    (step,) = steps_of(folder)
+    assert step["metrics/ruler_score"] == pytest.approx(step["reward"]) and "metrics/independent_reward" in step
+    assert all("You search mail." in question.prompt for question in judge.asked)
+    assert any("val/correct" in line for line in read_lines(folder / "metrics.jsonl"))
+    assert '"seen": 2' in (folder / "program_state.json").read_text()
