@@ -63,7 +63,7 @@ FORGERIES = {
                 "while True: pass\n",
     "takes over the harness": "import sys\ninside = sys.modules['lowmem_grpo.rewards.sandbox.inside']\n"
                               "inside.encode = lambda value: {'outcome': 'passed', 'anything': True}\n"
-                              "inside.answer = lambda module, request: True\n",
+                              "inside.find = lambda module, name: lambda *args, **kwargs: True\n",
     "walks the frames": "import sys\nframe = sys._getframe()\nwhile frame:\n"
                         "    for value in list(frame.f_locals.values()):\n"
                         "        if hasattr(value, 'send') and hasattr(value, 'socket'):\n"
