@@ -9,7 +9,6 @@ named with the reason.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,29 +30,14 @@ console = Console(width=180)
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The settings that all providers of one call share."""
-
-    device: str
-    shape: str
-    prompts: int
-    steps: int
-    gib: float | None
-    peer_batch: int
-    threads: int
-    time_limit: float
-    gpu: str | None  # its name
-    python: dict[str, str]  # interpreters of trl and unsloth, if they have their own
-
-    def run(self, provider: str, folder: Path) -> dict[str, Any]:
-        """Run a provider in a separate process; return its measures, or why there are none (`missing`)."""
-        words = child.words(folder=folder, shape=self.shape, device=self.device, prompts=self.prompts, steps=self.steps,
-                            batch=None if provider.startswith(OURS) else self.peer_batch, gib=self.gib,
-                            time_limit=self.time_limit)
-        return child.run("bench.loop.provider", provider, *words, seconds=self.time_limit,
-                         python=self.python.get(provider.partition("_")[0], sys.executable),
-                         settings=pretend.environment(self.gpu) | {"OMP_NUM_THREADS": str(self.threads)})
+def run(provider: str, folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Run a provider in a separate process; return its measures, or why there are none (`missing`). `given` are the
+    options that all providers of one call share, and the card's name (`gpu`)."""
+    passed = {name: given[name] for name in ("shape", "device", "prompts", "steps", "gib", "time_limit")}
+    words = child.words(folder=folder, batch=None if provider.startswith(OURS) else given["peer_batch"], **passed)
+    return child.run("bench.loop.provider", provider, *words, seconds=given["time_limit"],
+                     python=given.get(f"{provider.partition('_')[0]}_python") or sys.executable,
+                     settings=pretend.environment(given["gpu"]) | {"OMP_NUM_THREADS": str(given["threads"])})
 
 
 def combined(steps: list[dict[str, dict[str, float]]], measure: str, combine: Callable[..., float]) -> dict[str, float]:
@@ -85,21 +69,6 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
     }
 
 
-def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[dict[str, Any]], None],
-            common: dict[str, Any]) -> list[str]:
-    """Measure each provider and keep its row at once; return the names of ours that failed."""
-    failed = []
-    with model_folder(weights, plan.shape, plan.device) as folder:
-        for name in names:
-            click.echo(f"{name} ...", err=True)
-            found = plan.run(name, folder)
-            keep(row_of(name, found, common))
-            if found.get("failed") and name.startswith(OURS):
-                failed.append(name)
-                click.echo(found.get("log") or found["missing"], err=True)
-    return failed
-
-
 @click.command()
 @options.DEVICE
 @options.SHAPE
@@ -117,28 +86,24 @@ def measure(plan: Plan, names: list[str], weights: Path | None, keep: Callable[[
 @options.WEIGHTS
 @options.RUN
 @options.output("loop")
-def main(
-    device: str | None, shape: str | None, names: tuple[str, ...], prompts: int, steps: int, gib: float | None,
-    peer_batch: int, trl_python: str | None, unsloth_python: str | None, threads: int, time_limit: float,
-    weights: Path | None, run_name: str | None, output: Path,
-) -> None:
+def main(names: tuple[str, ...], weights: Path | None, run_name: str | None, output: Path, **given: Any) -> None:
     """Measure steps of the whole loop and append rows."""
     where = machine()  # first, so that the commit is the one at the start of the run
-    device, shape = options.place(device, shape, where["gpu"])
-    python = {name: path for name, path in (("trl", trl_python), ("unsloth", unsloth_python)) if path}
-    plan = Plan(device, shape, prompts, steps, gib, peer_batch, threads, time_limit, where["gpu"], python)
-    size, rows = loop_shape(shape, prompts), list[dict[str, Any]]()
-    common = where | {
-        "run": run_name or run_now(), "device": device, "shape": shape, "gib": gib, "prompts": prompts,
-        "generations": size.n, "sequences": size.sequences, "prompt_tokens": size.prompt_tokens,
-        "completion_tokens": size.completion_tokens, "steps": steps, "threads": threads,
-    }
-
-    def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        append_row(output, row)
-
-    failed = measure(plan, list(names or PROVIDERS), weights, keep, common)
+    given["gpu"] = where["gpu"]
+    given["device"], given["shape"] = options.place(given["device"], given["shape"], where["gpu"])
+    size, rows, failed = loop_shape(given["shape"], given["prompts"]), list[dict[str, Any]](), list[str]()
+    common = where | {name: given[name] for name in ("device", "shape", "gib", "prompts", "steps", "threads")} | {
+        "run": run_name or run_now(), "generations": size.n, "sequences": size.sequences,
+        "prompt_tokens": size.prompt_tokens, "completion_tokens": size.completion_tokens}
+    with model_folder(weights, given["shape"], given["device"]) as folder:
+        for name in names or PROVIDERS:
+            click.echo(f"{name} ...", err=True)
+            found = run(name, folder, given)
+            rows.append(row_of(name, found, common))
+            append_row(output, rows[-1])  # at once
+            if found.get("failed") and name.startswith(OURS):
+                failed.append(name)
+                click.echo(found.get("log") or found["missing"], err=True)
     tables.print_measured(rows, COLUMNS, console)
     if failed:
         raise click.ClickException(f"{', '.join(failed)} failed; see above")

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -38,35 +37,25 @@ Run = dict[str, Any]
 console = Console(width=110)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The settings that all runs of one call share."""
-
-    python: dict[str, str]  # interpreter of each provider
-    problems: Path
-    steps: int
-    device: str
-    threads: int
-
-    def run(self, provider: str, batch: int, loss_type: str) -> Run:
-        """Run a provider in a fresh process; return its measures, with an entry for each step after the warm-up."""
-        words = child.words(folder=resolve(TINY), problems=self.problems, steps=self.steps - WARM_UP, warm_up=WARM_UP,
-                            batch=batch, loss_type=loss_type, device=self.device)
-        found = child.run("bench.loop.provider", PROVIDERS[provider], *words, python=self.python[provider],
-                          settings={"OMP_NUM_THREADS": str(self.threads)})
-        if "missing" in found:
-            raise click.ClickException(f"{found.get('log', '')}\n{provider}: {found['missing']}")
-        timed = {name: [sum(step[name].values()) for step in found["steps"]] for name in ("seconds", "cpu_seconds")}
-        generate = [step["seconds"]["generate"] for step in found["steps"]]
-        return found | timed | {"generate_seconds": generate, "tokens": found["tokens"][WARM_UP:]}
+def run(provider: str, python: str, batch: int, steps: int, given: dict[str, Any]) -> Run:
+    """Run a provider in a fresh process; return its measures, with an entry for each step after the warm-up."""
+    words = child.words(folder=resolve(TINY), steps=steps - WARM_UP, warm_up=WARM_UP, batch=batch,
+                        **{name: given[name] for name in ("problems", "loss_type", "device")})
+    found = child.run("bench.loop.provider", PROVIDERS[provider], *words, python=python,
+                      settings={"OMP_NUM_THREADS": str(given["threads"])})
+    if "missing" in found:
+        raise click.ClickException(f"{found.get('log', '')}\n{provider}: {found['missing']}")
+    timed = {name: [sum(step[name].values()) for step in found["steps"]] for name in ("seconds", "cpu_seconds")}
+    generate = [step["seconds"]["generate"] for step in found["steps"]]
+    return found | timed | {"generate_seconds": generate, "tokens": found["tokens"][WARM_UP:]}
 
 
-def row(plan: Plan, runs: dict[str, list[Run]], provider: str, where: dict[str, Any]) -> dict[str, Any]:
+def row(runs: dict[str, list[Run]], provider: str, where: dict[str, Any]) -> dict[str, Any]:
     """Return the row to record for one provider; the ratios are TRL's time divided by ours."""
     own = runs[provider]
     last, kept = own[-1], {name: [value for run in own for value in run[name]] for name in LISTS}
     return {
-        "provider": provider, **where, "versions": last["versions"], "device": plan.device, "threads": plan.threads,
+        "provider": provider, **where, "versions": last["versions"],
         "loss_type": last["config"]["loss_type"], **percentiles(kept["seconds"]),
         "cpu_seconds": percentiles(kept["cpu_seconds"]), "ratio": ratio(runs, "seconds"),
         "cpu_ratio": ratio(runs, "cpu_seconds"), "generate_seconds": percentiles(kept["generate_seconds"]),
@@ -75,7 +64,7 @@ def row(plan: Plan, runs: dict[str, list[Run]], provider: str, where: dict[str, 
         "mean_completion_length": round(fmean(kept["tokens"]) / PACKAGE.sequences, 2),
         "peak_bytes": int(median(run["peak_bytes"] for run in own)),
         "loaded_bytes": int(median(run["loaded_bytes"] for run in own)),
-        "rounds": len(own), "steps": plan.steps, "warm_up": WARM_UP, "config": last["config"],
+        "rounds": len(own), "warm_up": WARM_UP, "config": last["config"],
     }
 
 
@@ -109,18 +98,19 @@ def main(
 ) -> None:
     """Compare one GRPO step of ours and of TRL's."""
     console.stderr = as_json
-    where, batches = machine(), {OURS: our_batch, TRL: trl_batch}  # first: the commit is the one that it began with
+    where = machine() | {"device": device, "threads": threads, "steps": steps}  # first: the commit that it began with
+    python, batches = {OURS: sys.executable, TRL: trl_python or trl_environment()}, {OURS: our_batch, TRL: trl_batch}
     with tempfile.TemporaryDirectory() as folder:
         problems = Path(folder) / "problems.jsonl"
         rows = make_dataset("train", PACKAGE.prompts * steps)
         problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        plan = Plan({OURS: sys.executable, TRL: trl_python or trl_environment()}, problems, steps, device, threads)
         for loss_type in loss_types:
             runs: dict[str, list[Run]] = {OURS: [], TRL: []}
+            given = {"problems": problems, "loss_type": loss_type, "device": device, "threads": threads}
             for provider, _ in rounds.in_turn(list(runs), count):  # the order is reversed from round to round
-                runs[provider].append(plan.run(provider, batches[provider], loss_type))
+                runs[provider].append(run(provider, python[provider], batches[provider], steps, given))
                 console.print(f"{loss_type}, {provider}: {median(runs[provider][-1]['seconds']):.2f} s")
-            made = [row(plan, runs, name, where) for name in runs]
+            made = [row(runs, name, where) for name in runs]
             cells = ([tables.cell(one, figure) for figure in SHOWN.values()] for one in made)
             console.print(tables.terminal("one GRPO step of 256 completions", list(SHOWN), cells))
             for one in made:

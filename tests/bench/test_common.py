@@ -56,12 +56,12 @@ def test_the_step_benchmark_prints_a_json_object_in_every_line_of_standard_outpu
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds and tables are for people: with --json they go to the other stream."""
-    def run(plan: Any, provider: str, batch: int, loss_type: str) -> dict[str, Any]:
+    def run(provider: str, python: str, batch: int, steps: int, given: Any) -> dict[str, Any]:
         lists = ("seconds", "cpu_seconds", "generate_seconds", "tokens")
         return {"peak_bytes": 2**20, "loaded_bytes": 2**20, "threads": 1, "versions": {},
-                "config": {"loss_type": loss_type}, **{name: [1.0 + batch] * plan.steps for name in lists}}
+                "config": {"loss_type": given["loss_type"]}, **{name: [1.0 + batch] * steps for name in lists}}
 
-    monkeypatch.setattr(step_time.Plan, "run", run)
+    monkeypatch.setattr(step_time, "run", run)
     before = read_rows(RESULTS / "step_time.jsonl")
     done = CliRunner().invoke(step_time.main, ["--json", "--trl-python", "python", "--steps", "4", "--rounds", "1"])
     assert done.exit_code == 0, done.output

@@ -20,7 +20,7 @@ from bench.loop import bench as loop
 from bench.loop import inputs, peers, phase_watch
 from bench.loop import ours as loop_ours
 from bench.loop import provider as loop_run
-from bench.loop.bench import Plan, row_of
+from bench.loop.bench import row_of
 from bench.loop.phase_watch import PhaseWatch
 from bench.loop.section import GOALS
 
@@ -184,9 +184,10 @@ def test_a_row_holds_medians_of_time_largest_peaks_and_speeds_of_each_phase() ->
 
 
 def test_a_provider_that_is_too_slow_or_whose_interpreter_is_not_there_is_missing(tmp_path: Path) -> None:
-    plan = Plan("cpu", "tiny", 1, 1, None, 1, 1, 0.01, None, {"unsloth": str(tmp_path / "python")})
-    assert plan.run("trl_transformers", tmp_path)["missing"] == "it took more than 0.01 s"
-    why = plan.run("unsloth", tmp_path)["missing"]
+    given = {"device": "cpu", "shape": "tiny", "prompts": 1, "steps": 1, "gib": None, "peer_batch": 1, "threads": 1,
+             "time_limit": 0.01, "gpu": None, "unsloth_python": str(tmp_path / "python")}
+    assert loop.run("trl_transformers", tmp_path, given)["missing"] == "it took more than 0.01 s"
+    why = loop.run("unsloth", tmp_path, given)["missing"]
     assert why == f"{tmp_path / 'python'} does not start: No such file or directory"
 
 
@@ -197,7 +198,7 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
     output = tmp_path / "rows.jsonl"
     seen: list[int] = []
 
-    def run(plan: Any, provider: str, folder: Path) -> dict[str, Any]:
+    def run(provider: str, folder: Path, given: Any) -> dict[str, Any]:
         seen.append(len(output.read_text().splitlines()) if output.exists() else 0)
         if provider == broken:
             return {"missing": "ended with 1: no room", "failed": True}
@@ -205,7 +206,7 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
             return {"missing": "ModuleNotFoundError: No module named 'unsloth'"}
         return {"steps": [{"seconds": {"generate": 1.0, "train": 1.0}}], "tokens": [128, 128], "warm_up": 1}
 
-    monkeypatch.setattr(loop.Plan, "run", run)
+    monkeypatch.setattr(loop, "run", run)
     monkeypatch.setattr(model_folder, "make", lambda folder, shape, device: None)
     done = called("--device", "cpu", "--output", str(output), "--run", "mine", *providers(broken, "unsloth", OURS))
     assert done.exit_code == code, done.output
