@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Container, Iterator
 from itertools import islice
@@ -30,14 +29,11 @@ import click
 import nbformat
 import torch
 from datasets import Dataset, DatasetDict
-from rich.console import Console
 from transformers import AutoTokenizer
 
-from bench.common import child, options
+from bench.common import options
 from bench.common import public_code as public
-from bench.common.rows import leave, machine, run_now
-from bench.common.tables import line, markdown
-from lowmem_grpo.models.stored_model import TINY, resolve
+from bench.common.tables import markdown
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.trainer.loop import Trainer
 
@@ -50,7 +46,6 @@ OFFLINE = {"trackio_space_id": "None", "push_to_hub": "False", "report_to": "'no
 PLACEHOLDER = re.compile(r"<([\w-]+)>")  # of the reader's own repository
 UPLOAD = "__import__('bench.notebooks', fromlist=['upload']).upload({}, {}, {!r})"
 THINKING = ("<think>", "</think>")
-CONTEXT = 32768  # tokens; notebooks ask for more than the small model's own 2,048
 BYTES = 4  # of a token of the replaced models
 LENGTHS = (("SFTConfig", "max_length"), ("LLM", "max_model_len"))  # the second one is vLLM's
 OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # names of LFM2's layers
@@ -296,16 +291,15 @@ def run(notebook: Path, folder: Path) -> public.Row:
 
 
 def small_model(folder: Path) -> str:
-    """Return the path of a copy of the small model that takes CONTEXT tokens, with a BOS token, which most of the
-    replaced models have, and tokens for <think> and </think>, which take unused rows of its embedding."""
-    shutil.copytree(resolve(TINY), folder)
-    for name, change in (("config.json", lambda held: held | {"max_position_embeddings": CONTEXT}),
-                         ("tokenizer_config.json", lambda held: {"bos_token": held["eos_token"]} | held)):
-        (folder / name).write_text(json.dumps(change(json.loads((folder / name).read_text()))))
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    """Return the path of a copy of the small model with a BOS token, which most of the replaced models have, and tokens
+    for <think> and </think>, which take unused rows of its embedding."""
+    path = public.long_copy("tiny", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": settings["eos_token"]} | settings))
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     tokenizer.add_tokens(list(THINKING))
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 def shown(row: public.Row) -> list[str]:
@@ -313,11 +307,16 @@ def shown(row: public.Row) -> list[str]:
     return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
+def told(last: list[public.Row]) -> str:
+    """Return how many notebooks ran, in words."""
+    return f"{sum(map(public.ran, last))} of {len(last)} ran to their end"
+
+
 def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the section of RESULTS.md with the newest row of each notebook."""
     last = public.latest(rows, "notebook")
     return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
-            f"{sum(map(public.ran, last))} of {len(last)} ran to their end. `device`: the CPU in place of a card. "
+            f"{told(last)}. `device`: the CPU in place of a card. "
             "`login`: no login to the hub. `length`: a context four times as long, for a token a byte.", "",
             *markdown(COLUMNS, map(shown, last))]
 
@@ -326,27 +325,16 @@ def notebooks_table(rows: list[public.Row]) -> list[str]:
 @click.argument("folder", type=click.Path(exists=True, path_type=Path))
 @click.option("--only", default="", help="Only notebooks whose name contains this.")
 @click.option("--seconds", default=600.0, show_default=True, help="The most that one notebook may take.")
-@click.option("--within", type=click.Path(path_type=Path), hidden=True, help="Run one notebook in this folder.")
+@public.WITHIN
 @options.output("notebooks")
 @options.AS_JSON
 def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
     if within is not None:
-        result = run(folder.resolve(), within.resolve())
-        print("\n" + json.dumps(result), flush=True)
-        os._exit(0)  # an engine's threads may outlive a notebook
-    chosen = [path for path in sorted(folder.glob("*.ipynb")) if only in path.name]
+        public.end_with(run(folder.resolve(), within.resolve()))
+    chosen = {path.stem: [str(path)] for path in sorted(folder.glob("*.ipynb")) if only in path.name}
     if not chosen:
         raise click.UsageError(f"{folder} has no .ipynb file" + (f" with {only!r} in its name" if only else ""))
-    rows: list[public.Row] = []
-    console, about = Console(width=150, quiet=as_json), {"run": run_now(), **machine()}
-    for path in chosen:
-        with tempfile.TemporaryDirectory(prefix="notebook-", ignore_cleanup_errors=True) as place:
-            found = child.run("bench.notebooks", str(path), "--within", place, seconds=seconds)
-        ended = {"steps": [], "error": found["missing"]} if found.get("failed") else found
-        rows.append({"notebook": path.stem} | ended)
-        leave(rows[-1] | about, output, as_json)
-        console.print(line(shown(rows[-1])), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"{sum(map(public.ran, rows))} of {len(rows)} notebooks ran to their end")
+    public.run_each("notebook", "bench.notebooks", chosen, seconds, output, as_json, shown, steps=[])
 
 
 if __name__ == "__main__":

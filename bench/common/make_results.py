@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from bench.common import public_code, tables
+from bench.agents import agents_table
+from bench.common import tables
 from bench.common.rows import newest, read_rows
 from bench.common.tables import on_card, place
 from bench.common.targets import judged, section
@@ -76,17 +77,6 @@ def kernel_table(rows: Rows) -> list[str]:
         cases = sorted(found, key=lambda row: (row["op"], row["passes"], str(row["shape"]), row["dtype"]))
         lines += ["", f"## Kernels: {where}", "", *tables.page(cases, KERNELS)]
     return lines + section("Kernels: the targets", judged(GOALS, rows))
-
-
-def agents_table(rows: Rows) -> list[str]:
-    """Return the section with the newest row of each public program of ART that was run here."""
-    last = public_code.latest(rows, "program")
-    lines = (public_code.cells(row, "program", str(row["steps"]), f"{row['trained']:,} of {row['total']:,}")
-             for row in last)
-    return ["", "## Public programs of ART with import, backend, model and steps replaced", "",
-            f"{sum(map(public_code.ran, last))} of {len(last)} ran to their end. `backend`: statements that copy a run "
-            "to S3, left out.", "",
-            *tables.markdown(("program", "steps", "trajectories trained", "changed", "time", "verdict"), lines)]
 
 
 def real(rows: Rows) -> Rows:

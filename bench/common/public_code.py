@@ -1,18 +1,29 @@
-"""Run public notebooks one by one, changed in a few counted places, and make a table of the outcomes.
+"""Run public programs and notebooks one by one, changed in a few counted places, and make a table of the outcomes.
 
-`bench/notebooks.py` says what it changes. Everything else stays as its author wrote it.
+`bench/notebooks.py` and `bench/agents.py` say what they change. Everything else stays as its author wrote it.
 """
 
 import ast
+import json
+import os
 import re
+import shutil
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import click
 from IPython.core.interactiveshell import InteractiveShell
+from rich.console import Console
 
-from bench.common.rows import newest
+from bench.common import child, tables
+from bench.common.rows import leave, machine, newest, run_now
 
+CONTEXT = 32768  # tokens; programs and notebooks ask for more than an embedded model's own 2,048
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SHELL = re.compile(r"^(\s*)[!%].*?(?:(?<!\\)\n|\Z)", re.MULTILINE | re.DOTALL)  # to the end of a continued line
 KEPT_MAGIC = ("%%capture", "%%time")  # a cell with another %% is not Python
@@ -53,6 +64,14 @@ class Changes(ast.NodeTransformer):
         return ast.unparse(changed) if self.counts.total() > before else text
 
 
+def long_copy(model: str, folder: Path) -> str:
+    """Return the path of a copy of an embedded model that takes CONTEXT tokens, also with transformers."""
+    shutil.copytree(str(files("lowmem_grpo") / "assets" / model), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return str(folder)
+
+
 def called(node: ast.Call) -> str:
     """Return the last part of the called name, "" if there is none."""
     match node.func:
@@ -68,9 +87,39 @@ def run_cells(texts: Iterable[str], after: Callable[[dict[str, Any]], None] = la
         outcome = shell.run_cell(text)
         after(shell.user_ns)
         if error := outcome.error_before_exec or outcome.error_in_exec:
-            said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
-            return {"error": said, "failed_cell": place}
+            return failed(error) | {"failed_cell": place}
     return {}
+
+
+def failed(error: BaseException) -> Row:
+    return {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]}
+
+
+def end_with(result: Row) -> None:
+    """Print a result as the last line, and end this process: an engine's threads may outlive a program."""
+    sys.stdout.flush()
+    print("\n" + json.dumps(result), flush=True)
+    os._exit(0)
+
+
+def run_each(key: str, module: str, programs: dict[str, list[str]], seconds: float, output: Path, as_json: bool,
+             shown: Callable[[Row], list[str]], **empty: Any) -> None:
+    """Run each program, `module` with its words and a temporary folder, in a separate process; record a row of each
+    with its name as `key`. A program that fails without a result gets the fields of `empty`."""
+    rows: list[Row] = []
+    console, about = Console(width=150), {"run": run_now(), **machine()}
+    for name, words in programs.items():
+        with tempfile.TemporaryDirectory(prefix=f"{key}-", ignore_cleanup_errors=True) as folder:
+            found = child.run(module, *words, "--within", folder, seconds=seconds)
+        rows.append({key: name} | (empty | {"error": found["missing"]} if found.get("failed") else found))
+        leave(rows[-1] | about, output, as_json)
+        if not as_json:
+            console.print(tables.line(shown(rows[-1])), markup=False, highlight=False, soft_wrap=True)
+    if not as_json:
+        console.print(f"{sum(map(ran, rows))} of {len(rows)} {key}s ran to their end")
+
+
+WITHIN = click.option("--within", type=click.Path(path_type=Path), hidden=True, help="Run one program in this folder.")
 
 
 def latest(rows: list[Row], key: str) -> list[Row]:
