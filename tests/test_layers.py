@@ -39,7 +39,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "kernels": {"triton"},
     "runs": {"IPython", "click", "numpy", "peft", "rich", "safetensors", "trackio", "transformers", "wandb"},
     "models": {"bitsandbytes", "gguf", "huggingface_hub", "peft", "safetensors", "transformers"},
-    "engines": {"numpy", "packaging", "transformers", "vllm"},
+    "engines": {"numpy", "transformers", "vllm"},
     "data": {"datasets", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,7 @@ from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
 from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import ToolCall
 
-try:
-    import mcp
-except ImportError:
-    mcp = None
-needs_mcp = pytest.mark.skipif(mcp is None, reason="the package mcp is not installed")
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 SERVER = '''
 import asyncio, os, sys
 from mcp.server.mcpserver import Image, MCPServer
@@ -112,7 +109,6 @@ async def side_by_side(box: Toolbox) -> str:
     return await box.answer(ToolCall("price", {"what": "tea"}))
 
 
-@needs_mcp
 def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: list[str]) -> None:
     with start(server) as tools:
         box = Toolbox(tools, tiny_with("qwen3"), 256)
@@ -132,7 +128,6 @@ def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: lis
         box.run(ToolCall("price", {"what": "tea"}))
 
 
-@needs_mcp
 @pytest.mark.slow
 def test_a_server_that_listens_at_a_url_gives_its_tools_and_outlives_the_session(url: str) -> None:
     with mcp_tools(url=url) as tools:
@@ -150,7 +145,6 @@ def test_a_server_that_listens_at_a_url_gives_its_tools_and_outlives_the_session
                 box.run(ToolCall(name, arguments))
 
 
-@needs_mcp
 def test_a_url_at_which_no_server_answers_says_so(url: str) -> None:
     with pytest.raises(ToolOutage, match=r"/elsewhere does not work: .*Not Found"):
         mcp_tools(url=url.replace("/mcp", "/elsewhere"))
@@ -159,7 +153,6 @@ def test_a_url_at_which_no_server_answers_says_so(url: str) -> None:
         mcp_tools(url=f"http://127.0.0.1:{deaf.getsockname()[1]}/mcp")
 
 
-@needs_mcp
 def test_a_server_that_is_gone_is_an_outage_and_not_the_policys_failure(server: list[str]) -> None:
     with start(server) as tools:
         box = Toolbox(tools, tiny_with("qwen3"), 64)
@@ -168,7 +161,6 @@ def test_a_server_that_is_gone_is_an_outage_and_not_the_policys_failure(server: 
                 box.run(ToolCall(name, arguments))
 
 
-@needs_mcp
 def test_a_call_that_a_dying_session_never_answers_is_an_outage_and_is_not_waited_for() -> None:
     class Dying:
         """A client whose session ends while a call waits, which does not notice it."""
@@ -199,7 +191,6 @@ def test_a_call_that_a_dying_session_never_answers_is_an_outage_and_is_not_waite
         asyncio.run(session.call("price", {}))
 
 
-@needs_mcp
 @pytest.mark.slow
 def test_a_session_ends_when_nothing_holds_its_tools(server: list[str]) -> None:
     box = Toolbox([*start(server, names=["wait"], prefix="a_")], tiny_with("qwen3"), 64)
@@ -210,7 +201,6 @@ def test_a_session_ends_when_nothing_holds_its_tools(server: list[str]) -> None:
     assert has_ended(process)
 
 
-@needs_mcp
 def test_a_server_that_does_not_start_or_answer_says_so(server: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ToolOutage, match=r"/no/such/program does not work: .*No such file"):
         mcp_tools(["/no/such/program"])
