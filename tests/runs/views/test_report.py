@@ -244,6 +244,7 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_erro
         file.write("é".encode()[:1])
     page = Page(write_report(tmp_path))
     assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.01}} and len(page.samples) == 1
+    assert "were logged" not in page.prose and not page.data["samples"]["played"], "nothing is left out"
     log(tmp_path, "metrics.jsonl", [metric(1)], tail='{"step": 2, "rew\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
         write_report(tmp_path)
