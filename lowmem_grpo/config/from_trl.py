@@ -66,11 +66,6 @@ def settings_of(settings: Any, ours: type[Settings]) -> Settings:
     return converted(settings, base, ours)
 
 
-def is_settings(value: Any) -> bool:
-    """Return whether a value is a trainer's settings object of ours, of TRL or of transformers."""
-    return isinstance(value, TrainSettings) or origin_of(value) is not None
-
-
 def origin_of(settings: Any) -> Any:
     """Return the most specific known class that a settings object comes from; None for anything else."""
     return next((cls for cls in type(settings).__mro__ if known_as(cls) in CLASSES), None)
@@ -119,7 +114,8 @@ def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Setti
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
     """Return SFTTrainer's parameters, with the positional ones (`placed`), in TRL's order if settings come first."""
-    order = TRLS_ORDER if placed and (placed[0] is None or is_settings(placed[0])) else OUR_ORDER
+    first = placed[0] if placed else ()
+    order = TRLS_ORDER if first is None or isinstance(first, TrainSettings) or origin_of(first) else OUR_ORDER
     if len(placed) > len(order):
         raise TypeError(f"SFTTrainer got {len(placed) + 1} parameters without names; name those after {order[-1]}")
     for name, value in zip(order, placed, strict=False):

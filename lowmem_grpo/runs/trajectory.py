@@ -52,15 +52,12 @@ def turn_record(turn: "Turn", new: dict[str, Any]) -> dict[str, Any]:
     values = new | {"prompt_tokens": len(turn.prompt_ids), "cached": turn.cached_tokens, "failures": turn.failures,
                     "seconds": round(turn.seconds, 3), "cut_off": turn.finish_reason == "length",
                     "calls": [{"name": call.get("name"), "arguments": call.get("arguments")} for call in calls],
-                    "replies": [reply_record(reply) for reply in turn.replies]}
+                    "replies": [{"role": reply.get("role", "user"),
+                                 **({"name": reply["name"]} if reply.get("name") else {}),
+                                 "content": content_text(reply)} for reply in turn.replies]}
     kept = {name: value for name, value in values.items() if value}
     paid = {} if turn.reward is None else {"reward": turn.reward}
     return {"text": turn.text, "tokens": len(turn.completion_ids), **kept, **paid}
-
-
-def reply_record(reply: "Message") -> dict[str, Any]:
-    named = {"name": reply["name"]} if reply.get("name") else {}
-    return {"role": reply.get("role", "user"), **named, "content": content_text(reply)}
 
 
 def content_text(message: "Message") -> str:

@@ -254,6 +254,22 @@ def test_the_long_case_of_8b_holds_no_more_and_samples_no_fewer_than_before_micr
     assert fixed.train_allocated <= 8.05 * GIB
 
 
+@every_row(("name", "card", "context", "before"), [  # at commit 56e294e
+    ("llama-3.1-8b", "16GiB", 20480, (3, "paged_adamw_8bit", 1024, 4096)),
+    ("llama-3.1-8b", "8GiB", 4096, (2, "paged_adamw_8bit", 1024, 4096)),
+    ("llama-3.1-8b", "8GiB", 640, (8, "adamw_8bit", 1024, 4096)),
+    ("qwen3-8b", "8GiB", 2048, (2, "paged_adamw_8bit", 256, 4096)),  # 3 without the sampler's copy of the adapter
+    ("qwen2.5-3b", "4GiB", 8192, (2, "paged_adamw_8bit", 256, 2048)),  # 1 and 4,096 with prefills of 8,192 tokens
+    ("llama-3.1-8b", "12GiB", 4096, (8, "adamw_torch_fused", 1024, 4096)),
+])
+def test_larger_micro_batches_cost_no_sequence_and_no_slower_setting(
+    name: str, card: str, context: int, before: tuple[Any, ...]
+) -> None:
+    found = plan(named_config(name), RunSettings(context), device(card))
+    settings = found.settings
+    assert (found.concurrent_sequences, settings.optim, settings.chunk_rows, settings.mlp_tile) == before
+
+
 @pytest.mark.parametrize(("name", "card", "before"), [  # at commit 56e294e
     ("llama-3.1-8b", "8GiB", 6528), ("llama-3.1-8b", "12GiB", 38144), ("llama-3.1-8b", "16GiB", 70912),
     ("llama-3.1-8b", "t4", 56576), ("qwen2.5-3b", "4GiB", 11776),

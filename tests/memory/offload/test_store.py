@@ -61,7 +61,7 @@ def test_at_most_two_copies_are_under_way_and_one_tensor_and_the_one_read_ahead_
     waits = [word for word in offload.store.copies.log if word.startswith("wait")]
     assert len(waits) == len(set(waits)) == offload.store.copies.started
     assert (len(most), max(most)) == (24, 1 + ahead)
-    assert offload.store.copies.most <= 2 and (not ahead or offload.store.residents == {})
+    assert not ahead or (offload.store.copies.most, offload.store.residents) == (2, {})
 
 
 def test_backward_brings_the_next_layers_input_while_one_is_recomputed() -> None:
