@@ -1,23 +1,56 @@
-"""Bytes that tensors really take, beside their plan."""
+"""Bytes that tensors take: what is made, freed, aliased and held before is counted once, and a real step stands
+beside its plan."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from memory import LiveStorage, storages
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.cutting import SPREAD
+from lowmem_grpo.memory.live_bytes import LiveBytes, update_peak
 from lowmem_grpo.memory.offload import pages
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.trainer.run_memory import settings_of
+
+
+def test_the_peak_is_of_what_lives_together() -> None:
+    with LiveBytes() as live:
+        first = torch.zeros(1000)
+        del first
+        second = torch.zeros(600)
+        third = second + 1
+    assert (live.peak, live.now) == (4 * 1200, 4 * 1200)
+    del third
+    assert live.now == 4 * 600
+
+
+def test_views_and_changes_in_place_take_nothing() -> None:
+    outside = torch.zeros(100)
+    with LiveBytes() as live:
+        outside.add_(1)
+        kept = outside[10:].view(9, 10)
+    assert (live.peak, len(kept)) == (0, 9)
+
+
+def test_what_was_there_before_counts_once_however_often_it_is_named() -> None:
+    held = torch.zeros(100)
+    with LiveBytes([held, held[:10]]) as live:
+        made = torch.ones(50)
+    assert live.peak == 4 * (100 + len(made))
+
+
+def test_several_tensors_of_one_operation_count_each_and_empty_ones_not_at_all() -> None:
+    with LiveBytes([torch.zeros(0)]) as live:
+        empty = torch.zeros(0)
+        kept = [torch.ones(5), *torch.zeros(6).sort()]
+    assert (live.now, len(kept), len(empty)) == (4 * 5 + 4 * 6 + 8 * 6, 3, 0)
 
 
 def loaded(checkpointing: bool, four_bit: bool = False) -> FastPeftModel:
@@ -27,14 +60,9 @@ def loaded(checkpointing: bool, four_bit: bool = False) -> FastPeftModel:
     )
 
 
-def bytes_of(tree: Any) -> int:
-    """The bytes of the tensors in it, each storage once."""
-    return sum(storage.nbytes() for storage in dict(storages(tree)).values())
-
-
 def test_weights_in_4_bit_count_with_their_scales() -> None:
     model = loaded(True, four_bit=True)
-    found = bytes_of(model.state_dict())
+    found = LiveBytes(model.state_dict().values()).now
     expected = plan(model.config, settings_of(model, GRPOConfig(), "transformers", 128), device("16GiB"))
     wanted = sum(row.train for row in expected.rows if row.name in ("weights", "embedding", "head", "adapters"))
     assert 0.95 < found / wanted < 1.05
@@ -52,10 +80,7 @@ def test_a_real_step_stands_beside_its_plan_and_checkpointing_is_seen(tmp_path: 
         trainer.update(trainer.rollout())
         settings = replace(settings_of(model, args, "transformers", 128), spread=SPREAD)  # as it is without a plan
         expected = plan(model.config, settings, device("16GiB")).train_allocated
-        groups, held = trainer.rollout(), (model.state_dict(), dict(trainer.learner.optimizer.state))
-        with LiveStorage() as made:
-            trainer.update(groups)
-        peaks[checkpointing] = bytes_of(held) + made.peak
+        peaks[checkpointing] = update_peak(trainer, trainer.rollout())
         assert 0.9 < peaks[checkpointing] / expected < 1.33
     assert peaks[True] < 0.8 * peaks[False]
 
