@@ -9,12 +9,12 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 61_750, "core lines": 46_641, "package files": 374, "files below 60 lines with one importer": 1,
-    "folders at the top": 17, "files at the top": 10, "arrows between folders": 136, "class names that stand twice": 6,
-    "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 7,
-    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_971, "tests lines": 68_533,
+    "package lines": 61_215, "core lines": 46_261, "package files": 374, "files below 60 lines with one importer": 1,
+    "folders at the top": 17, "files at the top": 10, "arrows between folders": 135, "class names that stand twice": 6,
+    "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 6,
+    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_820, "tests lines": 63_438,
 }
-FILES = {"first rollout()": 49, "second rollout()": 41, "update()": 45, "chat call": 38, "train(groups)": 80}
+FILES = {"first rollout()": 49, "second rollout()": 41, "update()": 45, "chat call": 36, "train(groups)": 80}
 MODULE = '''"""A module."""
 
 from lowmem_grpo.lower.words import Word
