@@ -14,7 +14,7 @@ BUDGET = {
     "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 6,
     "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_820, "tests lines": 63_438,
 }
-FILES = {"first rollout()": 49, "second rollout()": 41, "update()": 45, "chat call": 36, "train(groups)": 80}
+FILES = {"first rollout()": 50, "second rollout()": 41, "update()": 46, "chat call": 37, "train(groups)": 80}
 MODULE = '''"""A module."""
 
 from lowmem_grpo.lower.words import Word
