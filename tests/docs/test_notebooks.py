@@ -127,7 +127,6 @@ def test_a_notebook_hides_nothing_writes_only_beside_itself_and_its_links_lead_s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_promises(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

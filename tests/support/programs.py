@@ -68,7 +68,7 @@ def ran(module: str, *words: Any, **environment: str) -> subprocess.CompletedPro
     """A module of bench/ in one thread, with tables as wide as their rows; it must end well."""
     command = [sys.executable, "-m", f"bench.{module}", *map(str, words)]
     settings = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False, env=settings)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1000, check=False, env=settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
