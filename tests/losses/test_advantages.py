@@ -17,11 +17,14 @@ from lowmem_grpo.losses.advantages import (
     AdvantageSettings,
     advantages_of,
     assign_advantages,
+    combine_rewards,
+    of_group,
 )
 from lowmem_grpo.losses.kl import put_kl_in_reward, take_kl_from_rewards
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NAN = float("nan")
+REWARDS = torch.tensor([[1.0, 3.0], [0.0, 4.0]])  # means 2 and 2; std sqrt(2) and sqrt(8); of the batch sqrt(10 / 3)
 GROUPS = [[1.0, 0.0, 0.0, 2.5], [0.5, 0.5, 0.5, 0.5], [NAN, 1.0, 3.0, 0.0], [NAN, NAN, 0.7, NAN], [NAN] * 4,
           [NAN, 0.1, 0.1, 0.1]]
 OF_GROUPS = ("grpo", "rloo", "reinforce++_baseline", "passk")  # estimators that compare within a group
@@ -66,6 +69,17 @@ def or_zero(function: Any, rows: list[list[float]]) -> list[list[float]]:
 
 
 # GRPO's
+
+
+@pytest.mark.parametrize(("scale", "expected"), [
+    ("none", [[-1.0, 1.0], [-2.0, 2.0]]),
+    ("group", [[-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)], [-2 / (8**0.5 + 1e-4), 2 / (8**0.5 + 1e-4)]]),
+    ("batch", [[-1 / ((10 / 3) ** 0.5 + 1e-4), 1 / ((10 / 3) ** 0.5 + 1e-4)],
+               [-2 / ((10 / 3) ** 0.5 + 1e-4), 2 / ((10 / 3) ** 0.5 + 1e-4)]]),
+])
+def test_hand_worked_numbers(scale: str, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(of_group(REWARDS, scale, None, 0), torch.tensor(expected))
+    close(estimate(REWARDS.double(), "grpo", scale_rewards=scale), expected)
 
 
 @pytest.mark.parametrize("scale", SCALE_REWARDS)
@@ -160,6 +174,14 @@ def test_a_group_without_any_reward_changes_no_other(name: str) -> None:
     close(advantages[:2], estimate(rows, name))
 
 
+@pytest.mark.parametrize("name", WITHOUT_BASELINE)
+@settings(deadline=None, max_examples=25)
+@given(order=st.permutations(range(4)), groups=st.permutations(range(len(GROUPS))))
+def test_the_order_of_completions_and_of_groups_does_not_matter(name: str, order: list[int], groups: list[int]) -> None:
+    moved = [[GROUPS[p][i] for i in order] for p in groups]
+    close(estimate(moved, name), estimate(GROUPS, name)[groups][:, order])
+
+
 # Pass@k
 
 
@@ -189,6 +211,20 @@ def test_pass_at_k_is_the_mean_over_subsets(row: list[float], k: int, scaled: bo
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)  # of a std that is nearly 0
     if not scaled:
         close(found, expected)
+
+
+def test_pass_at_k_is_the_published_closed_form() -> None:
+    """arXiv 2508.10751, eq. 11 to 15, with N = 8 completions of which some are right."""
+    for k in (1, 2, 3, 5):
+        for right in range(9):
+            wrong = 8 - right
+            center = 1 - math.comb(wrong, k) / math.comb(8, k)
+            spread = math.sqrt(center * (1 - center)) + 1e-4
+            good = (1 - center) / spread
+            bad = (1 - center - math.comb(wrong - 1, k - 1) / math.comb(7, k - 1)) / spread if wrong else 0.0
+            row = [1.0] * right + [0.0] * wrong
+            found = estimate([row], "passk", pass_at_k=k)
+            torch.testing.assert_close(found, table([[good if value else bad for value in row]]), rtol=1e-7, atol=1e-7)
 
 
 def test_a_prompt_that_any_k_solve_has_no_signal() -> None:
@@ -248,6 +284,21 @@ def test_gdpo_is_trls(weights: list[float] | None) -> None:
         found = advantages_of(rewards, chosen)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
         assert not found[0].any() and found[2, 0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_groups_without_spread_get_exactly_zero_from_gdpo(dtype: torch.dtype) -> None:
+    chosen = AdvantageSettings(multi_objective_aggregation="normalize_then_sum")
+    for seed in range(20):
+        rewards = torch.randn(6, 7, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        rewards[0], rewards[3] = 0.1, 1 / 3
+        assert not advantages_of(rewards, chosen)[[0, 3]].any()
+
+
+def test_rewards_are_weighted_and_summed() -> None:
+    rewards = torch.tensor([[[1.0, 2.0], [NAN, 2.0]], [[1.0, NAN], [NAN, NAN]]])
+    combined = combine_rewards(rewards, torch.tensor([10.0, 1.0]))
+    torch.testing.assert_close(combined, torch.tensor([[12.0, 2.0], [10.0, NAN]]), equal_nan=True)
 
 
 # Rollouts

@@ -14,6 +14,7 @@ from naive_loss import (
     STEP,
     close,
     close_with_gradients,
+    denominator,
     example,
     naive_loss,
     naive_phi,
@@ -109,12 +110,17 @@ def assert_formula(tokens: dict[str, Tensor], case: Options, on_policy: bool = F
 @each_loss_type
 @pytest.mark.every(2)
 def test_loss_and_gradient_are_the_formulas(loss_type: str) -> None:
-    tokens, of_tokens = example(), example(seed=1, token_advantages=True)
+    tokens = example()
     for case in (*plain(loss_type), *(with_kl if loss_type == "grpo" else few_with_kl)(loss_type)):
         for on_policy in (False, True):
             assert_formula(tokens, case, on_policy)
-    for case in plain(loss_type):  # tokens may have advantages of their own
-        assert_formula(of_tokens, case)
+
+
+@each_loss_type
+def test_tokens_may_have_advantages_of_their_own(loss_type: str) -> None:
+    tokens = example(seed=1, token_advantages=True)
+    for case in plain(loss_type):
+        assert_formula(tokens, case)
 
 
 @each_loss_type
@@ -134,6 +140,39 @@ def test_the_example_clips_on_every_side() -> None:
     ratio = (tokens["logprobs"] - tokens["old_logprobs"]).exp()
     assert ((ratio > 1.9) & (tokens["advantages"] < 0)).any()
     assert ((ratio > 1.2) & (ratio < 1.5) & (tokens["advantages"] > 0)).any()
+
+
+def test_gspo_token_has_gspos_gradient_and_exactly_its_ratio_where_advantages_are_the_sequences() -> None:
+    for seed in range(5):
+        tokens = example(seed)
+        losses = [ours(tokens, {"loss_type": name, "epsilon": 0.2}).loss for name in ("gspo", "gspo_token")]
+        close_with_gradients(*losses, tokens["logprobs"])
+        tokens = {name: value.detach().float() for name, value in tokens.items()}
+        tokens |= {"sequence_ids": tokens["sequence_ids"].long(), "old_logprobs": tokens["old_logprobs"] * 20}
+        assert torch.equal(*(ours(tokens, {"loss_type": name, "epsilon": 0.2, "epsilon_high": 9.0}).loss
+                             for name in ("gspo", "gspo_token")))
+
+
+def test_gspo_token_has_another_gradient_where_advantages_of_tokens_differ() -> None:
+    tokens = example() | {"advantages": torch.ones(sum(LENGTHS)).double()}
+    tokens["advantages"][0] = 3.0  # of three tokens
+    first, second = (gradient_of(ours(tokens, {"loss_type": name, "epsilon": 9.0}).loss, tokens)
+                     for name in ("gspo", "gspo_token"))
+    close(first[:3], first[:1].expand(3))  # one gradient for all tokens of a sequence
+    close(second[0], 3 * second[1])  # each token by its own advantage
+    close(first[3:], second[3:])
+
+
+def test_the_kl_term_has_the_ratios_own_gradient() -> None:
+    """Off-policy, weighed by the ratio of tokens, it is the gradient of w KL, not of sg(w) KL."""
+    tokens = example() | {"advantages": torch.zeros(sum(LENGTHS)).double()}
+    for estimator, level in itertools.product(("k1", "k2", "k3"), LEVELS):
+        case = {"loss_type": "bnpo", "beta": 1.0, "kl_estimator": estimator, "importance_sampling_level": level,
+                "epsilon": 0.2, "delta": None, "use_bias_correction_kl": True}
+        assert_formula(tokens, case)
+        gradients = [gradient_of(ours(tokens, case | {"use_bias_correction_kl": weighed}).loss, tokens)
+                     for weighed in (True, False)]
+        assert not torch.allclose(*gradients), case
 
 
 # What a batch is made of does not change the step
@@ -221,6 +260,27 @@ def test_on_policy_ratio_and_weight_are_exactly_one_and_nothing_is_clipped(loss_
         assert not any(value.any() for value in clipping.values()), case
         assert bool(clipping) == (LOSS_TYPES[loss_type].metrics in ("clip", "cispo", "gmpo"))
         assert loss_type != "vespo" or result.metrics["vespo/phi_seq_mean"] == 1
+
+
+@each_loss_type
+def test_on_policy_the_gradient_is_the_policy_gradient(loss_type: str) -> None:
+    """d loss / d logp = -A times the token's weight, whatever is clipped, gated or reshaped off-policy. In rloo a
+    completion is one action, so each of its tokens has the weight of the completion."""
+    tokens = example()
+    lengths = torch.tensor(LENGTHS)[tokens["sequence_ids"]].tolist()
+    lengths = [1] * len(lengths) if loss_type == "rloo" else lengths
+    over = [denominator(loss_type, length, sequences=7, count=31.5) for length in lengths]
+    expected = -tokens["advantages"] / torch.tensor(over).double()
+    for case in plain(loss_type):
+        close(gradient_of(ours(tokens, case, on_policy=True).loss, tokens), expected)
+
+
+@each_loss_type
+def test_old_logprobs_that_are_the_policys_give_the_same_loss_as_none(loss_type: str) -> None:
+    tokens, term = example(), {"beta": 0.07}
+    for case in plain(loss_type):
+        given = ours(tokens, case | term, old_logprobs=tokens["logprobs"].detach())
+        assert torch.equal(given.loss, ours(tokens, case | term, on_policy=True).loss), case
 
 
 # What a loss reports
@@ -312,3 +372,6 @@ def test_an_unknown_loss_type_and_what_an_option_needs_and_lacks_are_refused(
 def test_settings_and_options_together_are_refused() -> None:
     with pytest.raises(TypeError, match="settings and also epsilon"):
         grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings=LossSettings(), epsilon=0.1)
+
+
+# The registry
