@@ -410,3 +410,17 @@ def test_the_bare_model_refuses_to_sample_once_it_has_an_adapter_and_takes_no_se
         taken.fast_generate("Start", GREEDY)
     with pytest.raises(ValueError, match="LoRA already"):
         FastLanguageModel.get_peft_model(taken, r=2, use_gradient_checkpointing=False)
+
+
+def test_an_adapter_with_layers_that_the_model_lacks_is_refused_and_leaves_no_trace(
+    saved: tuple[Path, list[str]]
+) -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    narrow = FastLanguageModel.get_peft_model(bare, r=2, target_modules=["q_proj"], use_gradient_checkpointing=False)
+    before = snapshot(narrow)
+    with pytest.raises(ValueError, match=r"has 36 layers that the one in the model lacks, .*layers\.0\.mlp\.down_proj"):
+        narrow.fast_generate(CHAT, GREEDY, narrow.load_lora(saved[0]))
+    after = snapshot(narrow)
+    assert [after[key] for key in ("order", "identity", "adapters", "active", "training", "modes")] == [
+        before[key] for key in ("order", "identity", "adapters", "active", "training", "modes")
+    ]

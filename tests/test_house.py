@@ -12,7 +12,7 @@ BUDGET = {
     "package lines": 61_215, "core lines": 46_261, "package files": 374, "files below 60 lines with one importer": 1,
     "folders at the top": 17, "files at the top": 10, "arrows between folders": 135, "class names that stand twice": 6,
     "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 6,
-    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_820, "tests lines": 63_438,
+    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_820, "tests lines": 63_629,
 }
 FILES = {"first rollout()": 50, "second rollout()": 41, "update()": 46, "chat call": 37, "train(groups)": 80}
 MODULE = '''"""A module."""

@@ -36,6 +36,8 @@ WRONG = {  # command line: words of the refusal
     "run arithmetic kv_cache_dtype=int8": "kv_cache_dtype is 'int8'; it must be one of auto, fp8, fp8_e4m3, fp8_e5m2",
     "run arithmetic kv_cache_dtype=fp8 engine=transformers": "only vLLM holds its cache in 8 bits",
     "run arithmetic lora_alpha=-1": "lora_alpha is -1; it must be above 0",
+    "run arithmetic fp16=true bf16=true": "bf16 and fp16 are both set; set one of them",
+    "run arithmetic pass_at_k=9": "does not use it; leave it out, or set advantage_estimator='passk'",
     "run arithmetic lora_rank=0": "lora_rank is 0; it must be a whole number, at least 1",
     "run arithmetic model=./mine": "no model './mine': there is no such folder",
     "run arithmetic model=nobody/nothing": "no model 'nobody/nothing': it is not in the cache",

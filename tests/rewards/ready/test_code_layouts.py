@@ -237,7 +237,7 @@ def test_what_only_the_code_could_tell_is_no_verdict(verifier: CodeVerifier) -> 
 
 FAULTY: list[tuple[Any, str]] = [
     ([], "at least one"), ("", "at least one"), ("[]", "at least one"), ({}, "a test is {}"),
-    (CHECK, "nothing calls them"), ("assert True", "uses nothing of the code"),
+    (CHECK, "nothing calls them"), ("assert True", "uses nothing of the code"), ("assert (", "is not Python"),
     ("import numpy as np\nassert np.sum(add(1, 2)) == 3", "imports numpy"), (LIVE, "does not name its function"),
     ({"inputs": ["1"], "outputs": []}, "the inputs 1 and the outputs 0"),
     ({"inputs": [], "outputs": []}, "at least one"),
