@@ -200,7 +200,7 @@ def test_a_resized_model_that_was_saved_first_trains_loads_and_exports(tmp_path:
     trainer = make(tmp_path / "run", model=FastLanguageModel.get_peft_model(model, r=2), max_steps=1)
     trainer.train()
     again = from_pretrained(tmp_path / "run" / "adapter")
-    assert again.encode("<new 98>")[1] == [421]
+    assert encode(again.loaded.tokenizer, "<new 98>")[1] == [421]
     done = export_command(tmp_path / "run", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 422
