@@ -16,7 +16,7 @@ from bench.memory.picture import draw
 from bench.memory.section import longest_table, memory_table, newest_cases
 from bench.memory.stages import Case, Features
 
-STAGES = ["naive", "+ no logits", "+ packing", "+ 8-bit optimizer", "+ host embedding"]
+STAGES = ["naive", "+ 8-bit optimizer", "+ host embedding"]
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = ("weights", "adapters", "gradients", "optimizer", "engine")
 

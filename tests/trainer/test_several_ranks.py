@@ -142,8 +142,7 @@ def wait_for_step(run: Ranked, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGSTOP), (1, signal.SIGKILL)])
 def test_a_killed_or_stopped_rank_ends_the_run_and_the_last_checkpoint_is_good(
     tmp_path: Path, victim: int, number: int
 ) -> None:
