@@ -90,7 +90,8 @@ METRICS = {
     "judge/NAME/failed, judge/NAME/cached":
         "share of completions without a judgement, and of those whose judgement was in the cache",
     "judge/NAME/retries, judge/NAME/tokens, judge/NAME/seconds":
-        "a judge's repeated requests and tokens per completion; seconds per call",
+        "a judge's questions that were repeated after a reply without scores, and its tokens, per completion; seconds "
+        "per call",
     "ranks/RANK/generate_s, ranks/RANK/train_s, ranks/RANK/waiting_s, ranks/RANK/busy_s":
         "with several processes, for each one: seconds of sampling, of training, of waiting for the others, and of a "
         "step without that wait",

@@ -1,8 +1,8 @@
 """Attacks on the judge: `python -m tests.attacks.judge`.
 
-A server on this machine, the replies of a judge, the answers that it reads, a cache's file and a user's settings each
-do their worst. What must hold is seen from outside: the scores, or a group that is not judged and the reason; no error
-that ends the run; bounds on seconds, requests and bytes; no key and no terminal's escapes in what is logged or kept.
+A server on this machine, the replies of a judge, the answers that it reads and a user's settings each do their worst.
+What must hold is seen from outside: the scores, or a group that is not judged and the reason; no error that ends the
+run; bounds on seconds, requests and bytes; no key and no terminal's escapes in what is logged or kept.
 """
 
 import asyncio
@@ -85,8 +85,6 @@ def damages(case: Case, server: JudgeServer) -> Iterator[str]:
     reasons = kept["ruler_reason"]
     yield from ("a reason has the key" if KEY in text else "" for text in reasons)
     yield "a reason is long" if max(map(len, reasons)) > 2 * MOST_SHOWN else ""
-    taken = (judge.meter.prompt_tokens, judge.meter.completion_tokens)
-    yield f"the counts are {taken}" if not all(0 <= count < 1 << 36 for count in taken) else ""
 
 
 def wrong_scores(found: list[float | None], expected: list[float] | None) -> str:
@@ -125,11 +123,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     **{f"the URL {url!r}": {"base_url": url}
         for url in ("", "http://", "http://[", "http://a:b:c", "http://h:99999999", "file:///etc/passwd", f"{KEY}@host",
         "http://\0", "http://" + "a" * 70_000)},
-    "options in a list": {"options": [("temperature", 0)]},
     "an unknown option beside a secret": {"options": SECRET | {"temprature": 0}},
     "an option of ours beside a secret": {"options": SECRET | {"stream": True}},
     "an option of an odd name": {"options": {5: 1}},
-    "an option that no JSON holds": {"options": SECRET | {"seed": object()}},
     **{f"{name}={value!r}": {name: value} for name in ("timeout", "deadline")
        for value in NO_NUMBERS},
 }

@@ -38,7 +38,7 @@ def test_no_attack_on_the_judge_succeeds(
     monkeypatch.setattr(judge_answers, "SECONDS", 100.0)
     status = report(judge.verdicts())
     said = capsys.readouterr().out
-    assert status == 0 and int(said.splitlines()[-1].split()[0]) > 320, said
+    assert status == 0 and int(said.splitlines()[-1].split()[0]) > 250, said
 
 
 @pytest.mark.parametrize(("name", "case", "damage"), [

@@ -113,7 +113,7 @@ class Scripted(Judge):
         now, waiting = self.begin(questions)
         self.asked += waiting
         for question in waiting:
-            now.meter.prompt_tokens += 10
+            now.prompt_tokens += 10
             if self.fails:
                 now.report("babble", "it babbles", "take another")
             else:

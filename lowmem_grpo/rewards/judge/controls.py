@@ -31,42 +31,30 @@ TRIES = 20
 
 def broken(text: str) -> str:
     """Return the text with a space inside each likely control token of well-known model families, for a judge whose
-    tokenizer is unknown; also inside those that appear only after `usual` has normalised the text."""
-    text = CONTROL.sub(lambda match: f"{match[0]} ", text)
-    if text.isascii():
-        return text
-    seen, places = usual(text)
-    ends = [places[match.end() - 1] + 1 for match in CONTROL.finditer(seen)]
+    tokenizer is unknown; also inside those that appear only after normalisation, as many tokenizers do it: without
+    invisible characters, and in NFKC, which narrows wide characters."""
+    pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
+             and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
+    matches = CONTROL.finditer("".join(char for char, _ in pairs))
+    ends = [pairs[match.end() - 1][1] + 1 for match in matches]
     return " ".join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
 
 
-def usual(text: str) -> tuple[str, list[int]]:
-    """Return the text as many tokenizers normalise it (without invisible characters, and in NFKC, which narrows wide
-    characters), and for each of its characters the index in `text` that it comes from."""
-    pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
-             and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
-    return "".join(char for char, _ in pairs), [place for _, place in pairs]
-
-
 def without_controls(text: str, tokenizer: Any) -> str:
-    """Return the text with a space inside each text that the tokenizer would encode as a control token."""
+    """Return the text with a space inside each text that the tokenizer would encode as a control token, also inside
+    those that appear only after its normalisation, such as wide characters or lower case. Each try breaks all of them,
+    since breaking one may create another."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
     for control in sorted(controls, key=len, reverse=True):
         text = text.replace(control, f"{control[0]} {control[1:]}")
-    return text if not tokenizer.is_fast else without_spans(text, tokenizer, controls)
-
-
-def without_spans(text: str, tokenizer: Any, controls: set[str]) -> str:
-    """Return the text with a space inside each control token that appears only after the tokenizer's normalisation,
-    such as wide characters or lower case. Each try breaks all of them, since breaking one may create another."""
     numbers = {*tokenizer.convert_tokens_to_ids(sorted(controls))} - {tokenizer.unk_token_id}
-    for _ in range(TRIES):
+    for _ in range(TRIES if tokenizer.is_fast else 0):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        spans = [span for number, span in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-                 if number in numbers and span[1] - span[0] > 1]
-        for start, _ in reversed(spans):
+        spans = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        starts = [start for number, (start, end) in spans if number in numbers and end - start > 1]
+        for start in reversed(starts):
             text = f"{text[:start + 1]} {text[start + 1:]}"
-        if not spans:
+        if not starts:
             break
     return text

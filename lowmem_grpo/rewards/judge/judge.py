@@ -1,38 +1,27 @@
-"""The base class of judges, with a cache, a meter and rate-limited warnings; and the rewards from a judge's scores. If
-the judge fails, the group is left out of the step, and the run continues."""
+"""The base class of judges, with a cache and a meter; and the rewards from a judge's scores. If the judge fails, the
+group is left out of the step, and the run continues."""
 
 import inspect
 import logging
 import math
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
-from lowmem_grpo.rewards.judge.question import (
-    GROUP_RUBRIC,
-    SINGLE_RUBRIC,
-    Question,
-    Transcript,
-    compared,
-    transcript_of,
-)
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question, compared, transcript_of
 from lowmem_grpo.rewards.judge.reply import Ratings
 from lowmem_grpo.rewards.reward import Reward
-from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.utils import TEXT, at_least, require
 
 logger = logging.getLogger(__name__)
 
-GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
-    ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 EQUAL = 0.5  # the reward of completions that have no other to be compared with
-QUIET_SECONDS = 300.0  # between two warnings of the same kind
 
-Place = tuple[Question, int] | float  # a completion's question and its number among the answers; else its reward
+Place = tuple[Question, int]  # a completion's question, and its number among the answers
 
 
 @dataclass
@@ -41,7 +30,7 @@ class Meter:
 
     calls: int = 0  # questions that were asked; a retry does not count again
     cached: int = 0  # questions answered from the cache
-    retried: int = 0  # further requests for a question: after an error, or after a reply without scores
+    retried: int = 0  # further requests for a question, after a reply without scores
     failed: int = 0  # questions without an answer
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -52,13 +41,11 @@ class Meter:
 
 
 @dataclass
-class Round:
+class Round(Meter):
     """One call of a judge with some questions: the ratings, their cost, and the failures."""
 
-    questions: list[Question]
     found: dict[Question, Ratings] = field(default_factory=dict)
     known: set[Question] = field(default_factory=set)  # questions answered from the cache
-    meter: Meter = field(default_factory=Meter)
     troubles: list[Finding] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
@@ -74,43 +61,37 @@ class Judge:
     time_limit: float  # seconds within which `rate` returns
     rate: Any  # defined by each judge
 
-    def __init__(self, name: str, cache_size: int, **gone: Any) -> None:
-        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative, TypeError, with
-        what to do instead, for an option in `gone`, which is unknown or was removed."""
-        for option in gone:
-            advice = GONE.get(option, "see docs/judge.md for its options")
-            raise TypeError(f"a judge has no option {option!r}: {advice}")
+    def __init__(self, name: str, cache_size: int) -> None:
+        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative."""
         require("cache_size", cache_size, at_least(0))
         self.name, self.cache_size = name, cache_size
         self.cache: OrderedDict[str, Ratings] = OrderedDict()
         self.meter = Meter()
-        self.warned: dict[str, float] = {}  # time of the last warning, by kind
+        self.warned = set[str]()  # kinds of trouble
 
     def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
         """Return a round with the ratings found in the cache, and the distinct questions that must be asked."""
-        now, distinct = Round(questions), dict.fromkeys(questions)
-        now.found = {question: ratings for question in distinct if (ratings := self.cache.get(question.key))}
+        now = Round()
+        now.found = {question: ratings for question in questions if (ratings := self.cache.get(question.key))}
         now.known = set(now.found)
-        waiting = [question for question in distinct if question not in now.known]
-        now.meter.cached, now.meter.calls = len(now.known), len(waiting)
+        waiting = [question for question in dict.fromkeys(questions) if question not in now.known]
+        now.calls, now.cached, now.failed = len(waiting), len(now.known), len(waiting)
         return now, waiting
 
     def learn(self, now: Round, question: Question, ratings: Ratings) -> None:
         """Store a question's ratings in the round and in the cache."""
         now.found[question] = self.cache[question.key] = ratings
+        now.failed -= 1
         while len(self.cache) > self.cache_size:
             self.cache.popitem(last=False)
 
     def end(self, now: Round) -> Round:
-        """Count the failed questions, add the round to the meter, and return it. Warn of each kind of its troubles at
-        most once per QUIET_SECONDS."""
-        now.meter.failed = len(set(now.questions) - now.found.keys())
-        self.meter.add(now.meter)
+        """Add the round to the meter, and return it. Warn once of each kind of trouble."""
+        self.meter.add(now)
         for trouble in now.troubles:
-            if (moment := time.monotonic()) - self.warned.get(trouble.kind, -math.inf) >= QUIET_SECONDS:
-                self.warned[trouble.kind] = moment
-                problem = f"{trouble.problem}; those completions have no reward"
-                logger.warning("%s", replace(trouble, about=f"judge {self.name}", problem=problem))
+            if trouble.kind not in self.warned:
+                self.warned.add(trouble.kind)
+                logger.warning("judge %s: completions have no reward: %s", self.name, trouble)
         return now
 
     def summary(self) -> str:
@@ -120,14 +101,10 @@ class Judge:
                 f"retried, {meter.failed:,} failed; {meter.prompt_tokens:,} prompt and {meter.completion_tokens:,} "
                 f"completion tokens")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"warned": {}}
-
 
 class JudgeReward(Reward):
-    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for an async one. Each call logs
-    judge/NAME/failed and /cached (shares of the completions), /retries and /tokens (per completion), and /seconds (of
-    the call) if the judge was asked. The judge's reasons are logged in the extra column NAME_reason."""
+    """A reward by a judge whose `rate` is a plain function; `AsyncJudgeReward` is for an async one. Each call logs the
+    metrics judge/NAME/..., and the judge's reasons in the extra column NAME_reason."""
 
     required = True
 
@@ -140,49 +117,51 @@ class JudgeReward(Reward):
         self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
         self.trouble: Finding | None = None  # the last reason for a None, shown by `rewards.check`
 
-    @property
-    def meter(self) -> Meter:
-        return self.judge.meter
-
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return what the judge sees of each completion: its text; in a group, an episode's transcript."""
-        return [transcript_of(completion) if self.grouped and isinstance(completion, list) and len(completion) > 1
-                else completion_text(completion) for completion in completions]
+        """Return what the judge sees of each completion: its text; in groups with episodes, its transcript."""
+        if self.grouped and any(isinstance(completion, list) and len(completion) > 1 for completion in completions):
+            return list(map(transcript_of, completions))
+        return super().read(completions)
 
     def pay(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         places = self.ask(texts, columns, call)
-        return self.settle(places, self.judge.rate(questions_of(places)), call)
+        asked = dict.fromkeys(question for question, _ in places if question.is_open)
+        return self.settle(places, self.judge.rate([*asked]), call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
         """Return the places of N completions. A group is consecutive completions with the same prompt, and for episodes
-        the same seed. TypeError without prompts."""
+        the same seed; its identical completions are shown once. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         nothing = [None] * len(texts)
         rubrics, references = (columns[name] if name else nothing for name in (self.rubric_column, self.reference))
         seeds = call.get("seed") if "environments" in call else None  # equal prompts may be different tasks
+        apart = nothing if self.grouped else range(len(texts))
         tasks = [(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
-                  None if known is None else str(known), seed)
-                 for prompt, rubric, known, seed in zip(prompts, rubrics, references, seeds or nothing, strict=True)]
-        if not self.grouped:
-            return [(Question(prompt, (text,), rubric, reference, False, self.low, self.high), 0)
-                    for text, (prompt, rubric, reference, _) in zip(texts, tasks, strict=True)]
-        groups = groupby(zip(tasks, texts, strict=True), lambda item: item[0])
-        return [place for task, group in groups for place in places_of([text for _, text in group], *task[:3])]
+                  None if known is None else str(known), *others) for prompt, rubric, known, *others
+                 in zip(prompts, rubrics, references, seeds or nothing, apart, strict=True)]
+        places: list[Place] = []
+        for (prompt, rubric, known, *_), group in groupby(zip(tasks, texts, strict=True), lambda item: item[0]):
+            each = [text for _, text in group]
+            answers = list(dict.fromkeys(each))
+            question = compared(prompt, answers, rubric, known) if self.grouped else Question(
+                prompt, tuple(answers), rubric, known, low=self.low, high=self.high)
+            places += [(question, answers.index(text)) for text in each]
+        return places
 
     def settle(self, places: list[Place], now: Round, call: dict[str, Any]) -> list[float | None]:
         """Return the rewards for a round's scores, None without a score, and log the round."""
         if now.troubles:
             self.trouble = now.troubles[-1]
-        ratings = [self.rating_of(place, now) for place in places]
+        ratings = [self.rating_of(*place, now) for place in places]
         self.log(places, now, [reason for _, reason in ratings], call)
         return [reward for reward, _ in ratings]
 
-    def rating_of(self, place: Place, now: Round) -> tuple[float | None, str]:
-        """Return the reward of a completion, and the judge's reason."""
-        if isinstance(place, float):
-            return place, "nothing to compare"
-        question, number = place
+    def rating_of(self, question: Question, number: int, now: Round) -> tuple[float | None, str]:
+        """Return the reward of a completion, and the judge's reason. A group of identical completions, about which the
+        judge is not asked, has EQUAL, or 0 if the text is empty."""
+        if not question.is_open:
+            return EQUAL if question.answers[0].strip() else 0.0, "nothing to compare"
         if question not in now.found:
             return None, "not judged"
         score, reason = now.found[question][number]
@@ -193,43 +172,23 @@ class JudgeReward(Reward):
             log(f"{self.__name__}_reason", reasons)
         if not callable(log := call.get("log_metric")) or not reasons:
             return
-        asked = [place[0] for place in places if not isinstance(place, float)]
+        asked = [question for question, _ in places if question.is_open]
         totals = {"failed": sum(question not in now.found for question in asked),
                   "cached": sum(question in now.known for question in asked),
-                  "retries": now.meter.retried, "tokens": now.meter.prompt_tokens + now.meter.completion_tokens}
+                  "retries": now.retried, "tokens": now.prompt_tokens + now.completion_tokens}
         means = {name: total / len(reasons) for name, total in totals.items()}
-        if now.meter.calls:
-            means["seconds"] = time.monotonic() - now.began
-        for name, value in means.items():
+        for name, value in (means | ({"seconds": time.monotonic() - now.began} if now.calls else {})).items():
             log(f"judge/{self.__name__}/{name}", value)
 
 
 class AsyncJudgeReward(JudgeReward):
     """A reward by a judge whose `rate` is async, so that other functions run while it waits for a server."""
 
-    async def __call__(self, *, completions: list[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
-        return await super().__call__(completions=completions, **kwargs)  # type: ignore[misc]
+    async def __call__(self, **call: Any) -> list[float | None]:  # type: ignore[override]
+        return await super().__call__(**call)  # type: ignore[misc]
 
-    async def pay(  # type: ignore[override]
-        self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]
-    ) -> list[float | None]:
-        places = self.ask(texts, columns, call)
-        return self.settle(places, await self.judge.rate(questions_of(places)), call)
-
-
-def questions_of(places: list[Place]) -> list[Question]:
-    return list(dict.fromkeys(place[0] for place in places if not isinstance(place, float)))
-
-
-def places_of(texts: list[str | Transcript], prompt: str, rubric: str, reference: str | None) -> list[Place]:
-    """Return the places of a group's completions, with identical ones shown once. If all are identical, nothing is
-    asked: all get EQUAL, or 0 if the text is empty."""
-    answers = list(dict.fromkeys(texts))
-    if len(answers) == 1:
-        is_empty = isinstance(answers[0], str) and not answers[0].strip()
-        return [0.0 if is_empty else EQUAL] * len(texts)
-    question = compared(prompt, answers, rubric, reference)
-    return [(question, answers.index(text)) for text in texts]
+    async def settle(self, places: list[Place], now: Any, call: dict[str, Any]) -> Any:  # type: ignore[override]
+        return super().settle(places, await now, call)
 
 
 def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[float, float] = (0.0, 10.0),
@@ -251,11 +210,10 @@ def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = N
           name: str = "ruler") -> JudgeReward:
     """Return a reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
-    Multi-turn episodes are compared as a whole, with the results of their tools; the messages with which all of them
-    begin are shown once. Identical completions are shown once and get the same score. If all completions of a group are
-    identical, the judge is not asked: all get 0.5, or 0 if the text is empty. A group is consecutive completions with
-    the same prompt, and for episodes the same seed. `reference` and `rubric_column` work as in `judged`. The reward is
-    None if the judge failed. After RULER (ART).
+    Multi-turn episodes are compared as a whole, with the results of their tools. Identical completions are shown once
+    and get the same score; if all of a group are identical, the judge is not asked, and all get 0.5, or 0 if the text
+    is empty. A group is consecutive completions with the same prompt, and for episodes the same seed. `reference` and
+    `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER (ART).
     """
     return reward(name, judge, rubric, rubric_column, reference)
 

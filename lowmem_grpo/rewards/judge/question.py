@@ -1,20 +1,17 @@
-"""The question to a judge: its words, and the material that it judges, which no answer can leave.
-
-Whole trajectories are written with one message per line, as JSON, so that no message can look like two. The messages
-with which all trajectories of a group begin are shown once.
-"""
+"""The question to a judge: its words, and the material that it judges, which no answer can leave. Whole trajectories
+are written with one message per line, as JSON, so that no message can look like two."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lowmem_grpo.data.prompt_inputs import with_object
 from lowmem_grpo.rewards.judge.controls import broken
-from lowmem_grpo.rewards.judge.reply import Ratings, json_object, rating_of, read_group, writable
+from lowmem_grpo.rewards.judge.reply import Ratings, read_reply, writable
 
-RESULT_CHARS = 4000  # in a message to the agent; a longer text is cut in the middle
 NOTHING = "(nothing more)"
 
 Transcript = tuple[str, ...]  # one line per message
@@ -69,10 +66,20 @@ class Question:
     high: float = 1.0
     transcripts: bool = False  # the answers are whole trajectories
 
+    @cached_property
+    def key(self) -> str:
+        """A hash of all of it: the key in a cache."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
     @property
     def mark(self) -> str:
-        """The mark on every line around the material: a hash of all of it, so that no text can contain the mark."""
-        return digest([self.prompt, *self.answers, self.rubric, self.reference or ""])[:12]
+        """The mark on every line around the material: part of the hash, so that no text can contain it."""
+        return self.key[:12]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to ask: one answer has no other to be compared with."""
+        return not self.grouped or len(self.answers) > 1
 
     @property
     def system(self) -> str:
@@ -99,60 +106,32 @@ class Question:
 
     def read(self, reply: str) -> Ratings:
         """Return (score, reason) of each answer in order. BadReplyError for a reply in any other form."""
-        if self.grouped:
-            return read_group(reply, len(self.answers), self.low, self.high)
-        return [rating_of(json_object(reply), self.low, self.high)]
-
-    @property
-    def key(self) -> str:
-        """The cache key: a hash of the system and user messages."""
-        return digest([self.system, self.user])
+        return read_reply(reply, len(self.answers), self.low, self.high, self.grouped)
 
 
-def digest(texts: list[str]) -> str:
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
-def compared(prompt: str, answers: Sequence[str | Transcript], rubric: str, reference: str | None = None) -> Question:
-    """Return the question about distinct answers side by side. If one is a transcript, all are shown as transcripts,
-    and the lines that all begin with go to the prompt."""
-    texts = tuple(answer for answer in answers if isinstance(answer, str))
-    if len(texts) == len(answers):
-        return Question(prompt, texts, rubric, reference, grouped=True)
-    transcripts = [transcript_of([{"role": "assistant", "content": answer}]) if isinstance(answer, str) else answer
-                   for answer in answers]
-    least = min(map(len, transcripts))
-    shared = next((number for number in range(least) if len({lines[number] for lines in transcripts}) > 1), least)
-    task = "\n".join(filter(None, [prompt, *transcripts[0][:shared]]))
-    rest = tuple("\n".join(lines[shared:]) or NOTHING for lines in transcripts)
+def compared(prompt: str, answers: Sequence[Any], rubric: str, reference: str | None = None) -> Question:
+    """Return the question about distinct answers side by side, which are texts or transcripts. The lines with which all
+    transcripts begin go to the prompt."""
+    if isinstance(answers[0], str):
+        return Question(prompt, tuple(answers), rubric, reference, grouped=True)
+    least = min(map(len, answers))
+    shared = next((number for number in range(least) if len({lines[number] for lines in answers}) > 1), least)
+    task = "\n".join(filter(None, [prompt, *answers[0][:shared]]))
+    rest = tuple("\n".join(lines[shared:]) or NOTHING for lines in answers)
     return Question(task, rest, rubric, reference, grouped=True, transcripts=True)
 
 
 def transcript_of(messages: Sequence[Mapping[str, Any]]) -> Transcript:
-    """Return one JSON line for each message: its role, content and tool calls."""
+    """Return one JSON line for each message: its role, content and tool calls, with parsed arguments."""
     return tuple(map(line_of, messages))
 
 
 def line_of(message: Mapping[str, Any]) -> str:
-    role, content = str(message.get("role", "")), message.get("content")
-    said: dict[str, Any] = {"role": role, "content": content if role == "assistant" else shortened(content)}
+    said: dict[str, Any] = {"role": str(message.get("role", "")), "content": message.get("content")}
     if calls := message.get("tool_calls"):
-        said["calls"] = [call_of(call) for call in calls]
+        functions = [with_object(call.get("function") or call) for call in calls]
+        said["calls"] = [{name: function.get(name) for name in ("name", "arguments")} for function in functions]
     return as_line(said)
-
-
-def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call's name and its arguments, parsed if they are JSON."""
-    function = with_object(call.get("function") or call)
-    return {"name": function.get("name"), "arguments": function.get("arguments")}
-
-
-def shortened(content: Any) -> Any:
-    """Return a text with its middle cut out if it is longer than RESULT_CHARS."""
-    if not isinstance(content, str) or len(content) <= RESULT_CHARS:
-        return content
-    half = RESULT_CHARS // 2
-    return f"{content[:half]} [... {len(content) - 2 * half} characters are left out here ...] {content[-half:]}"
 
 
 def as_line(value: Any) -> str:

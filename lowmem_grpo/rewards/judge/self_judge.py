@@ -1,6 +1,5 @@
 """The base model as judge: the run's rollout engine with the adapter off, so that no second model is needed."""
 
-import time
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -9,7 +8,7 @@ from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import Question
-from lowmem_grpo.rewards.judge.reply import BadReplyError, shown
+from lowmem_grpo.rewards.judge.reply import BadReplyError
 from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
 
 TOKENS_OF_A_RATING = 24  # room for a reply, in tokens for each answer
@@ -24,12 +23,11 @@ class SelfJudge(Judge):
     def __init__(
         self, model: Any, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
         chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
-        **gone: Any,
     ) -> None:
         """`model` is the model from FastLanguageModel; a question and its reply must fit into its max_seq_length.
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
-        all questions of a step. A generation cannot be aborted, but no second one begins after half of that time."""
-        super().__init__("self", cache_size, **gone)
+        all questions of a step."""
+        super().__init__("self", cache_size)
         for name, value, rule in (("max_tokens", max_tokens, COUNT), ("temperature", temperature, ZERO_OR_MORE),
                                   ("time_limit", time_limit, POSITIVE)):
             require(name, value, rule)
@@ -41,12 +39,13 @@ class SelfJudge(Judge):
     def rate(self, questions: list[Question]) -> Round:
         """Return a round with the ratings of the questions that the base model answered. Failures raise no error."""
         now, waiting = self.begin(questions)
-        faults = self.ask(dict.fromkeys(waiting), self.temperature, now)
-        if faults and time.monotonic() - now.began < self.time_limit / 2:
-            faults |= self.ask(faults, max(self.temperature, SECOND_TEMPERATURE), now)
-        if left := [str(fault) for question, fault in faults.items() if question not in now.found]:
-            now.report("babble", f"{len(left)} of {len(questions)} replies have no scores that can be used: {left[0]}",
-                       "take a larger model, raise max_tokens, or judge by URL: a small model may not follow the form")
+        faults: dict[Question, Any] = dict.fromkeys(waiting)
+        for temperature in (self.temperature, max(self.temperature, SECOND_TEMPERATURE)):
+            faults = self.ask(faults, temperature, now)
+        if faults:
+            now.report("babble", f"{len(faults)} of {len(questions)} replies have no scores that can be used: "
+                       f"{next(iter(faults.values()))}", "take a larger model, raise max_tokens, or judge by URL: a "
+                       "small model may not follow the form")
         return self.end(now)
 
     def ask(self, faults: dict[Question, Any], temperature: float, now: Round) -> dict[Question, BadReplyError]:
@@ -56,7 +55,7 @@ class SelfJudge(Judge):
                  if (ids := self.encode(question, bad and bad.fault, now)) is not None}
         if not asked:
             return {}
-        now.meter.retried += sum(faults[question] is not None for question in asked)
+        now.retried += sum(faults[question] is not None for question in asked)
         try:
             outputs = self.generate(list(asked.values()), SamplingParams(
                 temperature=temperature, max_tokens=self.max_tokens, seed=self.seed))
@@ -66,11 +65,11 @@ class SelfJudge(Judge):
             return {}
         bad_replies: dict[Question, BadReplyError] = {}
         for (question, ids), (reply,) in zip(asked.items(), outputs, strict=True):
-            now.meter.prompt_tokens += len(ids)
-            now.meter.completion_tokens += len(reply.completion_ids)
+            now.prompt_tokens += len(ids)
+            now.completion_tokens += len(reply.completion_ids)
             try:
                 if reply.finish_reason == "length":
-                    raise BadReplyError("it was cut off at max_tokens", shown(reply.text))
+                    raise BadReplyError("it was cut off at max_tokens", reply.text)
                 self.learn(now, question, question.read(reply.text))
             except BadReplyError as bad:
                 bad_replies[question] = bad

@@ -10,9 +10,9 @@ from scripted import Scripted
 from tables import every_row
 
 from lowmem_grpo import rewards
-from lowmem_grpo.rewards.judge.judge import QUIET_SECONDS, Round
+from lowmem_grpo.rewards.judge.judge import Round
 from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
-from lowmem_grpo.rewards.judge.reply import BadReplyError, read_group
+from lowmem_grpo.rewards.judge.reply import BadReplyError
 from tests.attacks.judge_cases import REPLIES, scores
 
 
@@ -27,25 +27,23 @@ def test_replies_are_read_as_the_attacks_on_a_judge_expect() -> None:
     for name, (reply, expected) in REPLIES.items():
         if expected is None:
             with pytest.raises(BadReplyError) as error:
-                read_group(reply, 2, 0, 1)
+                group("a", "b").read(reply)
             assert len(str(error.value)) < 200, name
         else:
-            assert [score for score, _ in read_group(reply, 2, 0, 1)] == expected, name
+            assert [score for score, _ in group("a", "b").read(reply)] == expected, name
 
 
 @every_row(("reply", "fault"), [
     ("They are both fine.", "not just one JSON object: 'They are both fine.'"), ("", "it is empty"),
-    (f"<think>a</think><think>{scores(1, 1)}", "its thinking has no end"),
-    (f"</think>{scores(1, 1)} No: 0", "not just one"), ('{"scores": 1}', "no list of objects"),
-    (scores(0.2), "no score for answer 2"), (scores(0.2, 0.4, 0.6), "none of 1 to 2: 3"),
-    (scores(0.2, 0.4, ids=[1, 1]), "answer 1 twice"), (scores(0.2, 1.1), "1.1 is not within 0 to 1"),
-    (scores(0.2, True), '"score" is not a number: True'), (scores(0.2, float("nan")), "it has NaN"),
-    (scores(0.2, 0.4).replace("0.4", "9" * 5000), "no usable JSON"),
-    ('{"scores": [{"id": 1, "score": 0, "score": 1}]}', "the same key twice"),
+    (f"<think>a</think><think>{scores(1, 1)}", "not just one"), (f"</think>{scores(1, 1)} No: 0", "not just one"),
+    ('{"scores": 1}', "no valid scores (Input should be a valid list)"), (scores(0.2), "not 1 to 2, each once"),
+    (scores(0.2, 0.4, 0.6), "not 1 to 2, each once"), (scores(0.2, 0.4, ids=[1, 1]), "not 1 to 2, each once"),
+    (scores(0.2, 1.1), "not within 0 to 1"), (scores(0.2, True), "no valid scores.1.score (Input should be a valid"),
+    (scores(0.2, float("nan")), "finite number"), (scores(0.2, 0.4).replace("0.4", "9" * 5000), "not just one"),
 ])
 def test_a_reply_without_scores_is_refused_with_its_fault(reply: str, fault: str) -> None:
     with pytest.raises(BadReplyError, match=re.escape(fault)):
-        read_group(reply, 2, 0, 1)
+        group("a", "b").read(reply)
 
 
 @every_row("reply", [
@@ -53,7 +51,7 @@ def test_a_reply_without_scores_is_refused_with_its_fault(reply: str, fault: str
 ])
 def test_a_judge_is_not_told_what_it_was_made_to_say(reply: str) -> None:
     with pytest.raises(BadReplyError) as error:
-        read_group(reply, 2, 0, 1)
+        group("a", "b").read(reply)
     assert "GIVE IT" in str(error.value) and "GIVE IT" not in error.value.fault
 
 
@@ -208,19 +206,17 @@ def test_no_more_is_kept_than_the_cache_holds() -> None:
     assert judge.meter.cached == 1
 
 
-def test_a_kind_of_trouble_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kind_of_trouble_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     judge = Scripted()
     for kind in ("down", "down", "slow", "down"):
-        (now := Round([])).report(kind, f"it is {kind}", "Wait")
+        (now := Round()).report(kind, f"it is {kind}", "Wait")
         judge.end(now)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
-    judge.warned["down"] -= QUIET_SECONDS  # a while ago
-    judge.end(now)
-    assert "scripted: it is down; those completions have no reward. What to do: Wait" in caplog.records[2].message
+    assert "scripted: completions have no reward: it is down. What to do: Wait" in caplog.records[0].message
 
 
 def test_a_judge_reward_can_be_pickled() -> None:
     reward = rewards.ruler(Scripted())
     call(reward, ["p", "p"], ["a", ""])
     again = pickle.loads(pickle.dumps(reward))  # noqa: S301, our own
-    assert call(again, ["p", "p"], ["a", ""]) == [1.0, 0.0] and again.meter.cached == 1
+    assert call(again, ["p", "p"], ["a", ""]) == [1.0, 0.0] and again.judge.meter.cached == 1

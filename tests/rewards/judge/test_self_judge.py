@@ -88,7 +88,7 @@ def test_a_batch_takes_one_generation(scripted: Scripted) -> None:
     assert (params.temperature, params.n, params.max_tokens) == (0.0, 1, 1024) and params.seed is not None
     text = scripted.asked[0][0]
     assert text.startswith("<|im_start|>user") and text.rstrip().endswith("<|im_start|>assistant")
-    assert reward.meter.calls == 2 and reward.meter.completion_tokens == 14
+    assert reward.judge.meter.calls == 2 and reward.judge.meter.completion_tokens == 14
 
 
 def test_a_reply_without_scores_is_asked_for_again(scripted: Scripted) -> None:
@@ -96,10 +96,10 @@ def test_a_reply_without_scores_is_asked_for_again(scripted: Scripted) -> None:
     reward = judged(scripted, GOOD)
     assert [params.temperature for params in scripted.params] == [0.0, 0.7]
     assert "could not be used: it is not just one JSON object. Reply" in scripted.asked[1][0]
-    assert (reward.meter.calls, reward.meter.retried, reward.meter.failed) == (1, 1, 0)
+    assert (reward.judge.meter.calls, reward.judge.meter.retried, reward.judge.meter.failed) == (1, 1, 0)
     scripted.says = ["Well.", "Well."]
     assert reward(prompts=["q"] * 4, completions=TEXTS) == [None] * 4
-    assert reward.trouble.kind == "babble" and reward.meter.failed == 1 and len(scripted.asked) == 4
+    assert reward.trouble.kind == "babble" and reward.judge.meter.failed == 1 and len(scripted.asked) == 4
 
 
 def test_a_reply_that_was_cut_is_refused(scripted: Scripted) -> None:
@@ -121,12 +121,6 @@ def test_a_question_that_is_too_long_does_not_take_the_others_with_it(scripted: 
     long = ["aaa", "", "a" * 20_000, "a"]
     assert reward(prompts=["p"] * 4 + ["q"] * 4, completions=long + TEXTS) == [None] * 4 + GOOD
     assert reward.trouble.kind == "long" and "max_seq_length" in reward.trouble.fix
-
-
-def test_no_second_try_begins_without_time_for_it(scripted: Scripted) -> None:
-    scripted.says = ["Well."]
-    judged(scripted, [None] * 4, time_limit=1e-6)
-    assert len(scripted.asked) == 1
 
 
 def test_an_answer_cannot_end_its_turn_and_speak_as_the_judge(scripted: Scripted) -> None:

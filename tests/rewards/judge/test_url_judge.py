@@ -15,7 +15,6 @@ from tables import every_row
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.judge import Meter
-from lowmem_grpo.rewards.judge.url_judge import REDIRECTS
 from tests.attacks.judge_server import JudgeServer, Reply, by_length, chat, in_turn, serving
 
 TEXTS = ["a" * 3, "", "a" * 3, "a"]
@@ -104,7 +103,6 @@ def test_no_more_requests_are_open_than_allowed() -> None:
 @pytest.mark.parametrize(("answer", "kind", "said"), [
     (chat("Both are lovely."), "babble", "not just one JSON object: 'Both are lovely.'"),
     (chat(None), "babble", "it is empty"), (chat('{"scores": [', "length"), "cut", "was cut off"),
-    ((200, "<html>Welcome</html>"), "api", "not a chat"),
 ])
 def test_text_in_place_of_scores_is_not_paid(
     answer: Any, kind: str, said: str, caplog: pytest.LogCaptureFixture
@@ -124,20 +122,13 @@ PACKED = {"Content-Encoding": "gzip"}
 
 @pytest.mark.parametrize("answer", [
     lambda body: (500, repeat(b" " * 65536)), lambda body: (200, gzip.compress(bytes(10**7)), PACKED),
-], ids=["an endless error", "packed"])
-def test_an_answer_that_is_too_large_is_not_read_and_not_asked_for_again(answer: Any) -> None:
+    lambda body: (200, "<html>Welcome</html>"),
+], ids=["an endless error", "packed", "a page"])
+def test_what_is_too_large_or_no_chat_completion_is_not_read_and_not_asked_for_again(answer: Any) -> None:
     with serving(answer) as server:
         reward = unjudged(judge_of(server, retries=2))
-        assert reward.trouble.kind == "large" and "says too much" in reward.trouble.problem
+        assert reward.trouble.kind == "answer" and "gives no chat completion" in reward.trouble.problem
         assert len(server.asked) == 1
-
-
-@pytest.mark.parametrize("redirects", [1, 9])
-def test_a_redirect_is_followed_but_not_for_ever(redirects: int) -> None:
-    there = {"Location": "/v1/chat/completions"}
-    with serving(in_turn(*[(307, b"", there)] * redirects, by_length)) as server:
-        found = ruled(judge_of(server, retries=0))
-        assert found == (GOOD if redirects == 1 else [None] * 4) and len(server.asked) <= 1 + REDIRECTS
 
 
 @pytest.mark.parametrize(("first", "replies"), [((429, ERROR), 1), ((500, ERROR), 1), (chat("Well, well."), 3)])
@@ -145,12 +136,12 @@ def test_an_error_that_passes_and_a_reply_without_scores_do_not_cost_the_group(f
     with serving(in_turn(first, first, by_length)) as server:
         judge = judge_of(server, retries=2)
         assert ruled(judge) == GOOD and len(server.asked) == 3
-        assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (1, 2, 0)
+        assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (1, replies - 1, 0)
         assert judge.meter.prompt_tokens == 100 * replies, "each reply is paid for"
 
 
 @pytest.mark.parametrize(("status", "kind", "requests"), [
-    (500, "server", 3), (429, "limit", 3), (401, "key", 1), (403, "key", 1), (404, "model", 1),
+    (500, "request", 3), (429, "limit", 3), (401, "key", 1), (403, "key", 1), (404, "model", 1),
     (400, "request", 1),
 ])
 def test_an_error_that_stays_does_not_end_the_run(
@@ -159,7 +150,7 @@ def test_an_error_that_stays_does_not_end_the_run(
     with serving(in_turn((status, ERROR))) as server:
         judge = judge_of(server, retries=2)
         reward = unjudged(judge)
-        assert len(server.asked) == requests and judge.meter.retried == requests - 1
+        assert len(server.asked) == requests
         assert reward.trouble.kind == kind and "no such luck" in reward.trouble.problem
         score(reward, ["q"] * 4, TEXTS)
         assert judge.meter.failed == 2
@@ -173,7 +164,7 @@ def test_a_server_that_is_down_does_not_end_the_run() -> None:
         judge = judge_of(url)
         reward = unjudged(judge)
     assert reward.trouble.kind == "down" and url in reward.trouble.problem and "base_url" in reward.trouble.fix
-    assert (judge.meter.calls, judge.meter.retried, judge.meter.failed) == (1, 1, 1)
+    assert (judge.meter.calls, judge.meter.failed) == (1, 1)
 
 
 def test_a_slow_server_is_not_waited_for(never: Any) -> None:
@@ -204,19 +195,12 @@ def test_answers_before_the_deadline_are_kept_without_the_late_ones(never: Any) 
     ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000'; it must be an address"),
     ({"model": ""}, "model is"), ({"timeout": 0}, "timeout is 0"), ({"deadline": float("inf")}, "deadline is inf"),
     ({"retries": -1}, "retries is"), ({"concurrency": 0}, "concurrency is 0"),
-    ({"cache_size": -1}, "cache_size is -1"), ({"options": {"n": 2}}, "without n, which the judge sets itself"),
-    ({"options": {"temprature": 0}}, "temprature"), ({"options": {"temperature": object()}}, "without .'temperature'"),
+    ({"cache_size": -1}, "cache_size is -1"), ({"options": {"temprature": 0}}, "options has .'temprature'"),
+    ({"options": {"n": 2}}, "options has .'n'.; it must be .* without model, messages"),
 ])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rewards.UrlJudge(**({"base_url": "http://127.0.0.1/v1", "model": "m", "api_key": "k"} | settings))
-
-
-@pytest.mark.parametrize(("option", "advice"), [
-    ("cache_file", "leave it out"), ("price_prompt", "judge.meter"), ("temprature", "docs/judge.md")])
-def test_an_option_that_is_gone_or_unknown_is_refused_with_advice(option: str, advice: str) -> None:
-    with pytest.raises(TypeError, match=f"no option '{option}': .*{advice}"):
-        rewards.UrlJudge("http://127.0.0.1/v1", "m", "k", **{option: 1})
 
 
 def test_a_judge_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
