@@ -89,31 +89,49 @@ def message(**changes: Any) -> Reply:
 CALL = {"id": "1", "type": "function", "function": {"name": "score", "arguments": GOOD}}
 SHAPES: dict[str, tuple[Any, list[float] | None]] = {
     "no choices": ((200, {"id": "1"}), None), "choices of null": (completion(choices=None), None),
+    "choices that are empty": (completion(choices=[]), None),
     "choices in an object": (completion(choices={"0": chat(GOOD)[1]["choices"][0]}), None),
-    "choices of text": (completion(choices=GOOD), None), "no message": (choice(message=None), None),
-    "a message that is text": (choice(message=GOOD), None), "content of null": (message(content=None), None),
+    "choices of text": (completion(choices=GOOD), None), "choices of numbers": (completion(choices=[1]), None),
+    "choices of lists": (completion(choices=[[]]), None), "no message": (choice(message=None), None),
+    "a message that is text": (choice(message=GOOD), None), "a message that is a list": (choice(message=[GOOD]), None),
+    "content of null": (message(content=None), None),
     "content in a list": (message(content=[{"type": "text", "text": GOOD}]), None),
+    "content that is an object": (message(content=json.loads(GOOD)), None),
+    "content that is a number": (message(content=1), None),
     "a tool call only": (message(content=None, tool_calls=[CALL]), None),
     "a tool call too": (message(tool_calls=[CALL]), SCORES),
+    "a refusal only": (message(content=None, refusal="I cannot."), None),
     "reasoning only": (message(content="", reasoning_content=GOOD, reasoning=GOOD), None),
     "reasoning too": (message(reasoning_content=scores(1, 1)), SCORES),
+    "the role of the user": (message(role="user"), SCORES),
+    "an old completion": (choice(message=None, text=GOOD), None),
+    "a piece of a stream": (choice(message=None, delta={"content": GOOD}), None),
     "another model's name": (completion(model="evil\x1b[2J"), SCORES),
+    "a model that is a list": (completion(model=[1]), SCORES),
     "a finish that is an object": (choice(finish_reason={}), SCORES),
     "cut at the limit": (choice(finish_reason="length"), None),
     "two choices": (completion(choices=[chat(GOOD)[1]["choices"][0], chat(scores(1, 1))[1]["choices"][0]]), SCORES),
     "an error in place of it": ((200, {"error": {"message": "overloaded", "code": 503}}), None),
-    "null": ((200, None), None), "a list": ((200, []), None), "a text": ((200, b'"hello"'), None),
-    "no JSON": ((200, b"{no}"), None), "an empty body": ((200, b""), None), "no content": ((204, b""), None),
-    "JSON nested deeply": ((200, b"[" * DEEP), None), "bytes that are no text": ((200, b"\xff\xfe\x00\xd8"), None),
-    "an HTML page": ((200, "<html>Welcome</html>"), None),
+    "null": ((200, None), None), "a list": ((200, []), None), "a number": ((200, 5), None), "true": ((200, True), None),
+    "a text": ((200, b'"hello"'), None), "NaN": ((200, b"NaN"), None), "no JSON": ((200, b"{no}"), None),
+    "an empty body": ((200, b""), None), "no content": ((204, b""), None),
+    "a created body": ((201, chat(GOOD)[1]), SCORES), "JSON nested deeply": ((200, b"[" * DEEP), None),
+    "bytes that are no text": ((200, b"\xff\xfe\x00\xd8"), None), "an HTML page": ((200, "<html>Welcome</html>"), None),
+    "keys twice": ((200, json.dumps(chat(GOOD)[1]).encode()[:-1] + b', "choices": []}'), None),
 }
 USAGES: dict[str, Any] = {
-    "of NaN": dict.fromkeys(USAGE, float("nan")), "as texts": dict.fromkeys(USAGE, "9" * 50), "missing": {},
-    "of null": dict.fromkeys(USAGE), "in a list": [1, 2], "that is null": None, "nested": {"prompt_tokens": USAGE},
+    "negative": {"prompt_tokens": -5, "completion_tokens": -(10**30)}, "of NaN": dict.fromkeys(USAGE, float("nan")),
+    "of Infinity": dict.fromkeys(USAGE, float("inf")),
+    "as texts": {"prompt_tokens": "9" * 50, "completion_tokens": "x"}, "of 1e308": dict.fromkeys(USAGE, 1e308),
+    "of 10^300": dict.fromkeys(USAGE, 10**300), "of true": dict.fromkeys(USAGE, True),
+    "of fractions": dict.fromkeys(USAGE, 0.5), "of null": dict.fromkeys(USAGE), "missing": {}, "in a list": [1, 2],
+    "as one text": "many", "that is null": None, "of a billion": dict.fromkeys(USAGE, 10**9),
+    "nested": {"prompt_tokens": USAGE},
 }
 ERROR = {"error": {"message": "no such luck\x1b[2J\n\nWARNING all is well \u202e", "type": "x"}}
-AGAIN = {408: 2, 429: 2, 500: 2, 503: 2}  # requests after which it ends; otherwise 1
-WAITS = ["1e9", "-5", "nan", "Fri, 31 Dec 9999 23:59:59 GMT", "soon", "60"]
+AGAIN = {408: 2, 409: 2, 429: 2, 500: 2, 502: 2, 503: 2, 400: 3, 422: 3}  # requests after which it ends; otherwise 1
+WAITS = ["1e9", "-5", "nan", "inf", "Fri, 31 Dec 9999 23:59:59 GMT", "Mon, 01 Jan 1900 00:00:00 GMT", "soon", "", "0",
+         "60", "9" * 400]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
@@ -151,23 +169,36 @@ BODIES: dict[str, tuple[Any, list[float] | None]] = {
     "endless": (lambda body: (200, repeat(b" " * 65536)), None),
     "an endless error": (lambda body: (400, repeat(b" " * 65536)), None),
     "an endless redirect": (lambda body: (307, repeat(b" " * 65536), {"Location": "/v1/chat/completions"}), None),
+    "an endless page": (lambda body: (200, repeat(b"<p>" * 9999), {"Content-Type": "text/html"}), None),
+    "5 million bytes": (lambda body: (200, b"[" + b"1," * 2_500_000 + b"1]"), None),
     "packed by gzip": (packed(gzip.compress(bytes(10**8)), "gzip"), None),
+    "packed by deflate": (packed(BOMB, "deflate"), None),
     "packed twice": (packed(gzip.compress(gzip.compress(bytes(10**8))), "gzip, gzip"), None),
     "packed by an unknown way": (packed(b"xyz", "no-such-way"), None),
     "packed, it says": (packed(json.dumps(chat(GOOD)[1]).encode(), "gzip"), SCORES),
-    **{f"a charset of {name}": (named(f"text/html; charset={name}", BOMB), None) for name in ("zlib", "undefined")},
+    **{f"a charset of {name}": (named(f"text/html; charset={name}", BOMB), None)
+        for name in ("zlib", "bz2", "hex", "rot13", "punycode", "undefined", "unicode_escape", "no-such-name")},
     "JSON with a charset of zlib": (named("application/json; charset=zlib"), SCORES),
     "no content type": (named(""), ANY), "a content type of nonsense": (named("; ; =\xff"), ANY),
     "a body that drips": (lambda body: (200, drip()), None),
     "headers that drip": (raw(HEAD, then=lambda: drip(b"a: b\r\n")), None),
     "headers without end": (raw(HEAD, then=lambda: repeat(b"a: b\r\n" * 999)), None),
+    "one header without end": (raw(HEAD + b"a: ", then=lambda: repeat(b"b" * 9999)), None),
     "100 Continue without end": (raw(then=lambda: repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 99)), None),
     "no answer in time": (late(9), None), "a connection that is cut at once": (raw(), None),
+    "a connection that is cut in the headers": (raw(HEAD), None),
     "a connection that is cut in the body": (raw(HEAD + b"Content-Length: 999\r\n\r\n{"), None),
-    "no HTTP": (raw(b"\x00\xff" * 999 + b"\r\n\r\n"), None), "a status of 1": (raw(b"HTTP/1.1 1 ?\r\n\r\n"), None),
+    "no HTTP": (raw(b"\x00\xff" * 999 + b"\r\n\r\n"), None),
+    "a negative length": (raw(HEAD + b"Content-Length: -1\r\n\r\n{}"), None),
+    "two lengths": (raw(HEAD + b"Content-Length: 2\r\nContent-Length: 9\r\n\r\n{}"), None),
+    "a piece of a wrong size": (raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n"), None),
+    "a status of 999": (raw(b"HTTP/1.1 999 ?\r\n\r\n"), None), "a status of 1": (raw(b"HTTP/1.1 1 ?\r\n\r\n"), None),
+    "another protocol": (raw(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"), None),
     **{f"a redirect to {place[:30]!r}": ((307, b"", {"Location": place}), None)
-        for place in ("file:///etc/passwd", "http://[", "http://127.0.0.1:99999/", "x" * 60_000)},
+        for place in ("file:///etc/passwd", "ftp://127.0.0.1/", "//", "http://", "http://[", "http://127.0.0.1:99999/",
+        "x" * 60_000, "")},
     "a redirect to itself": ((308, b"", {"Location": "/v1/chat/completions"}), None),
+    "a redirect that forgets the question": ((302, b"", {"Location": "/v1/chat/completions"}), None),
 }
 
 
@@ -198,15 +229,17 @@ def cases() -> Iterator[Case]:
         yield Case("counts of tokens", f"counts {name}", completion(usage=usage), SCORES)
     for name, (answer, expected) in BODIES.items():
         slow = SLOW if any(word in name for word in ("drip", "in time", "Continue")) else {}
-        yield Case("bodies, headers and connections", name, answer, expected, slow, requests=42)  # 20 redirects, twice
-    for status in (400, 401, 403, 404, 408, 418, 429, 500, 503, 304):
+        yield Case("bodies, headers and connections", name, answer, expected, slow, requests=7)
+    for status in (400, 401, 403, 404, 408, 409, 413, 418, 422, 429, 500, 502, 503, 300, 304):
         yield Case("errors", f"status {status}", (status, ERROR), requests=AGAIN.get(status, 1))
         yield Case("errors", f"status {status} with a page", (status, f"<html>{ERROR}</html>" * 999),
                    requests=AGAIN.get(status, 1))
     for wait in WAITS:
         yield Case("errors", f"Retry-After: {wait[:30]}", (503, ERROR, {"Retry-After": wait, "x-should-retry": "true"}),
                    settings={"deadline": 2.0})
-    for name, error in {"a list": b"[1]", "nested deeply": b"[" * DEEP, "a number": b'{"error": 5}'}.items():
+    for name, error in {"a text": b'"no"', "a list": b"[1]", "nested deeply": b"[" * DEEP,
+    "in other shapes": b'{"error": [1]}',
+                        "a number": b'{"error": 5, "code": [], "param": {}}'}.items():
         yield Case("errors", f"an error that is {name}", (404, error), requests=1)
     yield Case("errors", "one that passes", in_turn((500, ERROR), chat(GOOD)), SCORES)
     yield Case("errors", "a request that is refused", in_turn((400, ERROR), chat(GOOD)), requests=1)

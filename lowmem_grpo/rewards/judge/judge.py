@@ -19,7 +19,8 @@ from lowmem_grpo.utils import TEXT, at_least, require
 
 logger = logging.getLogger(__name__)
 
-EQUAL = 0.5  # the reward of completions that have no other to be compared with
+GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
+    ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 
 Place = tuple[Question, int]  # a completion's question, and its number among the answers
 
@@ -61,8 +62,11 @@ class Judge:
     time_limit: float  # seconds within which `rate` returns
     rate: Any  # defined by each judge
 
-    def __init__(self, name: str, cache_size: int) -> None:
-        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative."""
+    def __init__(self, name: str, cache_size: int, **gone: Any) -> None:
+        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative, TypeError, with
+        what to do instead, for an option in `gone`, which is unknown or was removed."""
+        for option in gone:
+            raise TypeError(f"a judge has no option {option!r}: {GONE.get(option, 'see docs/judge.md')}")
         require("cache_size", cache_size, at_least(0))
         self.name, self.cache_size = name, cache_size
         self.cache: OrderedDict[str, Ratings] = OrderedDict()
@@ -159,9 +163,9 @@ class JudgeReward(Reward):
 
     def rating_of(self, question: Question, number: int, now: Round) -> tuple[float | None, str]:
         """Return the reward of a completion, and the judge's reason. A group of identical completions, about which the
-        judge is not asked, has EQUAL, or 0 if the text is empty."""
+        judge is not asked, has 0.5, or 0 if the text is empty."""
         if not question.is_open:
-            return EQUAL if question.answers[0].strip() else 0.0, "nothing to compare"
+            return 0.5 if question.answers[0].strip() else 0.0, "nothing to compare"
         if question not in now.found:
             return None, "not judged"
         score, reason = now.found[question][number]

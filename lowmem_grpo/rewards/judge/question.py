@@ -12,8 +12,6 @@ from lowmem_grpo.data.prompt_inputs import with_object
 from lowmem_grpo.rewards.judge.controls import broken
 from lowmem_grpo.rewards.judge.reply import Ratings, read_reply, writable
 
-NOTHING = "(nothing more)"
-
 Transcript = tuple[str, ...]  # one line per message
 
 SINGLE_RUBRIC = """\
@@ -117,7 +115,7 @@ def compared(prompt: str, answers: Sequence[Any], rubric: str, reference: str | 
     least = min(map(len, answers))
     shared = next((number for number in range(least) if len({lines[number] for lines in answers}) > 1), least)
     task = "\n".join(filter(None, [prompt, *answers[0][:shared]]))
-    rest = tuple("\n".join(lines[shared:]) or NOTHING for lines in answers)
+    rest = tuple("\n".join(lines[shared:]) or "(nothing more)" for lines in answers)
     return Question(task, rest, rubric, reference, grouped=True, transcripts=True)
 
 

@@ -23,11 +23,12 @@ class SelfJudge(Judge):
     def __init__(
         self, model: Any, *, max_tokens: int = 1024, temperature: float = 0.0, seed: int = 0,
         chat_template_kwargs: dict[str, Any] | None = None, time_limit: float = 3600.0, cache_size: int = 10_000,
+        **gone: Any,
     ) -> None:
         """`model` is the model from FastLanguageModel; a question and its reply must fit into its max_seq_length.
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
         all questions of a step."""
-        super().__init__("self", cache_size)
+        super().__init__("self", cache_size, **gone)
         for name, value, rule in (("max_tokens", max_tokens, COUNT), ("temperature", temperature, ZERO_OR_MORE),
                                   ("time_limit", time_limit, POSITIVE)):
             require(name, value, rule)

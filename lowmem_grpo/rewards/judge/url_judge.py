@@ -24,8 +24,6 @@ OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `option
 REPLY_BYTES = 4 << 20  # one response; long thinking with its scores takes a tenth of that
 SHORTEST = 8  # characters of a secret; a shorter key ("local", "EMPTY") is none, and occurs in ordinary words
 SHOWN = 300  # characters of a server's or connection's error that are shown
-PLACE = "[hidden]"
-VISIBLE = re.compile(r"[!-~]+")  # the characters of a key
 TROUBLES: dict[type[Exception], tuple[str, str, str]] = {  # the kind, the server's behaviour, the fix; the first counts
     openai.APITimeoutError: ("slow", "did not answer within {timeout:g} s",
                              "raise timeout, lower concurrency, or take a faster model"),
@@ -52,7 +50,7 @@ class UrlJudge(Judge):
 
     def __init__(self, base_url: str | None, model: str, api_key: str | None = None, *, timeout: float = 60.0,
                  deadline: float = 120.0, retries: int = 2, concurrency: int = 16, cache_size: int = 10_000,
-                 options: dict[str, Any] | None = None) -> None:
+                 options: dict[str, Any] | None = None, **gone: Any) -> None:
         """None for `base_url` or `api_key` means the client's default (OpenAI's URL, OPENAI_API_KEY).
 
         timeout: seconds for one request. deadline: seconds for all questions of one call, with retries.
@@ -63,7 +61,7 @@ class UrlJudge(Judge):
 
         ValueError for invalid settings, a missing key or one that no HTTP header can hold, an invalid URL, or an option
         that the API does not know."""
-        super().__init__(model, cache_size)
+        super().__init__(model, cache_size, **gone)
         where = str(base_url).rpartition("@")[2].partition("?")[0][:99]  # without a password
         require("base_url", where, ("an address that begins with http:// or https://, or None for OpenAI's own",
                                     lambda _: base_url is None or is_address(str(base_url))))
@@ -79,7 +77,7 @@ class UrlJudge(Judge):
 
     def open_client(self) -> openai.AsyncOpenAI:
         """Return a new client, which asks for uncompressed responses. ValueError without a key or with a wrong URL."""
-        http = openai.DefaultAsyncHttpxClient(headers={"Accept-Encoding": "identity"},
+        http = openai.DefaultAsyncHttpxClient(headers={"Accept-Encoding": "identity"}, max_redirects=2,
                                               event_hooks={"response": [read_body]})
         try:
             return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, timeout=self.timeout,
@@ -89,8 +87,8 @@ class UrlJudge(Judge):
                              'of your own takes any text, api_key="local"') from error
 
     def check_client(self, client: openai.AsyncOpenAI) -> None:
-        """Note the secrets and the URL of a client, to tell of it. ValueError for a wrong key or option."""
-        if not (isinstance(client.api_key, str) and VISIBLE.fullmatch(client.api_key)):  # the message must not show it
+        """Note a client's secrets and URL. ValueError for a wrong key, which the message does not show, or option."""
+        if not (isinstance(client.api_key, str) and re.fullmatch("[!-~]+", client.api_key)):
             raise ValueError("the API key is not a text, or has a space, a line break or a letter that is not ASCII, "
                              "which no request can hold; copy it again, without what stands around it")
         known = inspect.signature(client.chat.completions.create).parameters.keys() - {*OURS}
@@ -158,7 +156,7 @@ class UrlJudge(Judge):
     def hide(self, text: str) -> str:
         """Return the text with the secrets (key, password, headers) replaced."""
         for secret in self.secrets:
-            text = text.replace(secret, PLACE)
+            text = text.replace(secret, "[hidden]")
         return text
 
     def plain(self, said: object) -> str:

@@ -8,7 +8,7 @@ from tables import every_row
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.calling.reward_batch import EpisodeMessages
-from lowmem_grpo.rewards.judge.question import NOTHING, compared, transcript_of
+from lowmem_grpo.rewards.judge.question import compared, transcript_of
 
 SYSTEM = {"role": "system", "content": "Find the mail."}
 CALL = {"type": "function", "function": {"name": "search", "arguments": '{"words": "lunch"}'}}
@@ -30,7 +30,7 @@ def test_what_all_began_with_is_shown_once_and_the_rest_of_each() -> None:
     assert question.user.count("Find the mail.") == question.user.count('"words": "lunch"') == 1
     assert "Find the mail." in question.prompt and "at 12" not in question.prompt
     assert [json.loads(line) for line in question.answers[0].splitlines()] == [tool("a"), said("at 12")]
-    assert question.answers[2] == NOTHING
+    assert question.answers[2] == "(nothing more)"
     assert "one JSON object a line" in question.system and "every id from 1 to 3" in question.system
 
 

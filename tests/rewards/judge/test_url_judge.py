@@ -203,6 +203,13 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
         rewards.UrlJudge(**({"base_url": "http://127.0.0.1/v1", "model": "m", "api_key": "k"} | settings))
 
 
+@pytest.mark.parametrize(("option", "advice"), [
+    ("cache_file", "leave it out"), ("price_prompt", "judge.meter"), ("temprature", "docs/judge.md")])
+def test_an_option_that_is_gone_or_unknown_is_refused_with_advice(option: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"no option '{option}': .*{advice}"):
+        rewards.UrlJudge("http://127.0.0.1/v1", "m", "k", **{option: 1})
+
+
 def test_a_judge_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(ValueError, match=r"the judge has no API key .* api_key=\"local\""):
