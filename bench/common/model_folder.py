@@ -32,7 +32,7 @@ def model_folder(weights: Path | None, shape: str, device: str) -> Iterator[Path
 
 def make(folder: Path, shape: str, device: str) -> None:
     """Write the weights, in a separate process."""
-    found = child.run("bench.rollout.provider", "make", "--folder", str(folder), "--shape", shape, "--device", device)
+    found = child.call("bench.rollout.provider:make", {"folder": folder, "shape": shape, "device": device})
     if found.get("failed"):
         raise click.ClickException(f"the weights could not be made:\n{found['log']}\n{found['missing']}")
 

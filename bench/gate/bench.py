@@ -10,7 +10,7 @@ still run. The last page (gate.md) says what passed, which targets were missed, 
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from rich.console import Console
 
 from bench.common.rows import append_row, commit, read_rows
 from bench.gate import last_page
-from bench.gate.order import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, ordered
+from bench.gate.order import CALLS, DEFAULT, SECONDS_OF_A_CALL, ordered
 from bench.gate.pretend import is_pretend
-from bench.gate.runner import CUT_OFF, FAILED, OLDER, OWN, PASSED, Outcome, attempt
+from bench.gate.runner import CUT_OFF, FAILED, PASSED, Outcome, attempt
 from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
 
 BENCH = Path(__file__).resolve().parents[1]
@@ -70,11 +70,9 @@ class Gate:
     """One call of the gate: the pieces that passed earlier, the time that is left, and the outcome of each piece."""
 
     def __init__(self, setup: Setup, limit: float, before: list[dict[str, Any]], code: str) -> None:
-        self.code, self.until = code, time.monotonic() + limit
-        self.done = {row["name"]: Outcome(**row) for row in before
+        self.setup, self.code, self.until = setup, code, time.monotonic() + limit
+        self.done = {row["name"]: Outcome(**{name.name: row[name.name] for name in fields(Outcome)}) for row in before
                      if row["status"] == PASSED and row["name"] != "environment"}  # the machine may be another one
-        known = self.done[ENGINE].vllm_runner if ENGINE in self.done else OLDER if setup.form == PRETEND else ""
-        self.setup = replace(setup, vllm_runner=known)
         self.outcomes: list[Outcome] = []
 
     def run(self, asked: tuple[str, ...]) -> None:
@@ -89,44 +87,17 @@ class Gate:
 
     def settle(self, piece: Piece) -> None:
         """Take a piece's outcome from an earlier call, or run it."""
-        found = self.done.get(piece.name)
-        if found is None:
-            found = self.first_engine(piece) if piece.name == ENGINE else self.attempt(piece)
-        self.outcomes.append(found)
+        self.outcomes.append(self.done.get(piece.name) or self.attempt(piece))
         last_page.write(self.setup, self.outcomes)  # at once, in case this process is killed
 
     def attempt(self, piece: Piece) -> Outcome:
         """Run a piece, print how it ended, and record it."""
         console.print(f"{piece.name} ...", style="dim")
         found = attempt(piece, self.setup, self.until - time.monotonic(), self.code)
-        append_row(self.setup.out / "gate.jsonl", found.row())
+        append_row(self.setup.out / "gate.jsonl", asdict(found))
         console.print(f"{piece.name}: {found.status} in {found.seconds:.0f} s {found.reason}",
                       highlight=False, markup=False)
         return found
-
-    def first_engine(self, piece: Piece) -> Outcome:
-        """Run the first piece with vLLM. If it fails with the model runner that vLLM chooses, try the older one. The
-        runner that works is recorded and used from now on. If neither works, later pieces keep vLLM's choice."""
-        if self.setup.vllm_runner:
-            return self.attempt(piece)
-        before = self.setup
-        for runner in (OWN, OLDER):
-            self.setup = replace(before, vllm_runner=runner)
-            found = self.attempt(piece if runner == OWN else replace(piece, log=f"{piece.name}, older runner"))
-            if found.status == PASSED:
-                self.note_runner()
-                return found
-            if found.status != FAILED:
-                break
-        self.setup = before
-        return found
-
-    def note_runner(self) -> None:
-        """Append a row of the machine's facts that names the model runner, as the rows of later calls do."""
-        if self.setup.facts:
-            facts = self.setup.facts | {"vllm_runner": self.setup.vllm_runner}
-            self.setup = replace(self.setup, facts=facts)
-            append_row(self.setup.results / "environment.jsonl", facts)
 
 
 @click.command()
@@ -159,8 +130,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     gate = Gate(Setup(form, out, rows, (weights or out / "weights").resolve(), run), limit, before, code)
     gate.run(asked)
-    last_page.show(gate.setup, gate.outcomes, console)
-    console.print(f"last page: {last_page.write(gate.setup, gate.outcomes)}", soft_wrap=True)
+    click.echo(f"\n{last_page.document(gate.setup, gate.outcomes)}\nlast page: {out / 'gate.md'}")
     if any(outcome.status in (FAILED, CUT_OFF) for outcome in gate.outcomes):
         sys.exit(1)
 

@@ -124,11 +124,10 @@ def environment(device: str, small: bool) -> dict[str, Any]:
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), required=True)
 @click.option("--small", is_flag=True, help="Measure speeds with small tensors; they mean nothing.")
-@click.option("--vllm-runner", help="The model runner with which vLLM worked here before, to be recorded.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A row is added here.")
-def main(device: str, small: bool, vllm_runner: str | None, output: Path | None) -> None:
+def main(device: str, small: bool, output: Path | None) -> None:
     """Print the facts, and append them to --output."""
-    found = environment(device, small) | ({"vllm_runner": vllm_runner} if vllm_runner else {})
+    found = environment(device, small)
     if output is not None:
         append_row(output, found)
     click.echo(json.dumps(found))

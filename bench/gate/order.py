@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from bench.gate.stages import Piece
 
-ENGINE = "tests/smoke vllm"  # its outcome decides which of vLLM's model runners the others use
+ENGINE = "tests/smoke vllm"
 SECONDS_OF_A_CALL = 500.0  # out of ten minutes; the rest is for unpacking and for bringing results back
 CALLS: dict[int, tuple[str, ...]] = {
     1: (ENGINE, "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear", "memory/step-16",

@@ -7,18 +7,16 @@ Each provider runs in a separate process, and in its own environment if there is
 named with the reason.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
-from rich.console import Console
 
 from bench.common import child, options, tables
 from bench.common.model_folder import model_folder
-from bench.common.rows import append_row, machine, run_now
+from bench.common.rows import machine, run_now
 from bench.common.targets import OURS
 from bench.gate import pretend
 from bench.loop.inputs import loop_shape
@@ -26,7 +24,6 @@ from bench.loop.section import COLUMNS
 
 KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # fields of a result that the row copies
 PEAKS = ("allocated_bytes", "used_bytes", "host_bytes")
-console = Console(width=180)
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
 
@@ -34,10 +31,10 @@ def run(provider: str, folder: Path, given: dict[str, Any]) -> dict[str, Any]:
     """Run a provider in a separate process; return its measures, or why there are none (`missing`). `given` are the
     options that all providers of one call share, and the card's name (`gpu`)."""
     passed = {name: given[name] for name in ("shape", "device", "prompts", "steps", "gib", "time_limit")}
-    words = child.words(folder=folder, batch=None if provider.startswith(OURS) else given["peer_batch"], **passed)
-    return child.run("bench.loop.provider", provider, *words, seconds=given["time_limit"],
-                     python=given.get(f"{provider.partition('_')[0]}_python") or sys.executable,
-                     settings=pretend.environment(given["gpu"]) | {"OMP_NUM_THREADS": str(given["threads"])})
+    peer = {"batch": given["peer_batch"]} if tables.is_peer(provider) else {}
+    return child.call("bench.loop.provider:run", {"provider": provider, "folder": folder, **passed, **peer}, bool(peer),
+                      seconds=given["time_limit"], python=given.get(f"{provider.partition('_')[0]}_python"),
+                      settings=pretend.environment(given["gpu"]) | {"OMP_NUM_THREADS": str(given["threads"])})
 
 
 def combined(steps: list[dict[str, dict[str, float]]], measure: str, combine: Callable[..., float]) -> dict[str, float]:
@@ -91,22 +88,13 @@ def main(names: tuple[str, ...], weights: Path | None, run_name: str | None, out
     where = machine()  # first, so that the commit is the one at the start of the run
     given["gpu"] = where["gpu"]
     given["device"], given["shape"] = options.place(given["device"], given["shape"], where["gpu"])
-    size, rows, failed = loop_shape(given["shape"], given["prompts"]), list[dict[str, Any]](), list[str]()
+    size = loop_shape(given["shape"], given["prompts"])
     common = where | {name: given[name] for name in ("device", "shape", "gib", "prompts", "steps", "threads")} | {
         "run": run_name or run_now(), "generations": size.n, "sequences": size.sequences,
         "prompt_tokens": size.prompt_tokens, "completion_tokens": size.completion_tokens}
     with model_folder(weights, given["shape"], given["device"]) as folder:
-        for name in names or PROVIDERS:
-            click.echo(f"{name} ...", err=True)
-            found = run(name, folder, given)
-            rows.append(row_of(name, found, common))
-            append_row(output, rows[-1])  # at once
-            if found.get("failed") and name.startswith(OURS):
-                failed.append(name)
-                click.echo(found.get("log") or found["missing"], err=True)
-    tables.print_measured(rows, COLUMNS, console)
-    if failed:
-        raise click.ClickException(f"{', '.join(failed)} failed; see above")
+        tables.measure_each(names or PROVIDERS, lambda name: run(name, folder, given),
+                            lambda name, found: row_of(name, found, common), COLUMNS, output)
 
 
 if __name__ == "__main__":

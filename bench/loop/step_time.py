@@ -39,10 +39,10 @@ console = Console(width=110)
 
 def run(provider: str, python: str, batch: int, steps: int, given: dict[str, Any]) -> Run:
     """Run a provider in a fresh process; return its measures, with an entry for each step after the warm-up."""
-    words = child.words(folder=resolve(TINY), steps=steps - WARM_UP, warm_up=WARM_UP, batch=batch,
-                        **{name: given[name] for name in ("problems", "loss_type", "device")})
-    found = child.run("bench.loop.provider", PROVIDERS[provider], *words, python=python,
-                      settings={"OMP_NUM_THREADS": str(given["threads"])})
+    asked = {"provider": PROVIDERS[provider], "folder": resolve(TINY), "steps": steps - WARM_UP, "warm_up": WARM_UP,
+             "batch": batch, **{name: given[name] for name in ("problems", "loss_type", "device")}}
+    found = child.call("bench.loop.provider:run", asked, provider == TRL, python=python,
+                       settings={"OMP_NUM_THREADS": str(given["threads"])})
     if "missing" in found:
         raise click.ClickException(f"{found.get('log', '')}\n{provider}: {found['missing']}")
     timed = {name: [sum(step[name].values()) for step in found["steps"]] for name in ("seconds", "cpu_seconds")}

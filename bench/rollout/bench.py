@@ -11,23 +11,21 @@ from statistics import median
 from typing import Any
 
 import click
-from rich.console import Console
 
 from bench.common import child, options, tables
 from bench.common.model_folder import model_folder
-from bench.common.rows import leave, machine, percentiles, run_now
+from bench.common.rows import machine, percentiles, run_now
 from bench.common.targets import OURS
 from bench.rollout.section import BF16, BNB, COLUMNS, EAGER, FP8_CACHE
 from bench.rollout.shapes import SHAPES
 
 PROVIDERS = (OURS, EAGER, BNB, BF16, "transformers", "transformers_eager", FP8_CACHE)
 PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers")
-console = Console(width=180)
 
 
 def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
     """Return the row to record for one provider: tokens per second, bytes, agreement; or why it is missing."""
-    row = {"provider": provider, **common, "versions": common["versions"] | found["versions"]}
+    row = {"provider": provider, **common, "versions": common["versions"] | found.get("versions", {})}
     if "missing" in found:
         return row | {"missing": found["missing"]}
     speeds = percentiles([found["tokens"] / seconds for seconds in found["seconds"]])
@@ -35,19 +33,6 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
              "importance_ratio", "sleep_freed_bytes", "sleep_ms", "wake_ms")
     sync = {"sync_ms": round(median(found["sync_ms"]), 4)} if "sync_ms" in found else {}
     return row | speeds | {name: found[name] for name in names if name in found} | sync
-
-
-def measure(names: list[str], common: dict[str, Any], rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Measure one provider after the other, so that each has the card to itself; return a row of each."""
-    words = child.words(folder=folder, shape=common["shape"], device=common["device"], rounds=rounds)
-    threads, rows = {"OMP_NUM_THREADS": str(common["threads"])}, []
-    for name in names:
-        console.print(f"{name} ...", style="dim")
-        found = child.run("bench.rollout.provider", name, *words, settings=threads)
-        if found.get("failed"):  # a provider that cannot run here says so itself
-            raise click.ClickException(f"{found['log']}\n{name}: {found['missing']}")
-        rows.append(row_of(name, found, common))
-    return rows
 
 
 @click.command()
@@ -65,7 +50,6 @@ def main(
     run_name: str | None, output: Path, as_json: bool,
 ) -> None:
     """Measure rollouts and append rows."""
-    console.stderr = as_json
     common = machine(PACKAGES)  # first, so that the commit is the one at the start of the run
     device, shape = options.place(device, shape, common["gpu"])
     size, usual = SHAPES[shape], [name for name in PROVIDERS if device == "cuda" or not name.endswith("_eager")]
@@ -73,10 +57,12 @@ def main(
                "sequences": size.sequences, "completion_tokens": size.completion_tokens,
                "prompt_tokens": size.prompt_tokens}
     with model_folder(weights, shape, device) as folder:
-        rows = measure(list(names) or usual, common, rounds, folder)
-    for row in rows:
-        leave(row, output, as_json)
-    tables.print_measured(rows, COLUMNS, console)
+        given = {"folder": folder, "shape": shape, "device": device, "rounds": rounds}
+        tables.measure_each(
+            names or usual, lambda name: child.call(
+                "bench.rollout.provider:run", given | {"what": name}, tables.is_peer(name),
+                settings={"OMP_NUM_THREADS": str(threads)}),
+            lambda name, found: row_of(name, found, common), COLUMNS, output, as_json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """bench/loop/bench.py: phases that add up, rows and what is missing, real steps on the CPU, the targets, and the
 page."""
 
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,11 @@ from programs import providers, ran
 from scripted_chat import until
 from tables import every_row
 
-from bench.common import model_folder
-from bench.common.child import outcome
+from bench.common import child, model_folder
 from bench.common.rows import read_rows
 from bench.common.targets import OURS, judged
 from bench.loop import bench as loop
-from bench.loop import inputs, peers, phase_watch
+from bench.loop import inputs, phase_watch
 from bench.loop import ours as loop_ours
 from bench.loop import provider as loop_run
 from bench.loop.bench import row_of
@@ -112,37 +112,28 @@ def test_without_time_for_a_second_step_the_first_is_the_timed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(options: Any, watch: Any, outputs: str, engine: str) -> dict[str, Any]:
-        for _ in range(options.done):
+        for _ in range(options.steps):
             with watch.step():
                 pass
         return {"engine": engine}
 
     monkeypatch.setattr(loop_ours, "run", run)
     for done, timed in ((1, 1), (2, 1), (4, 3)):
-        options = SimpleNamespace(provider=OURS, device="cpu", gib=None, done=done, warm_up=1)
-        found = loop_run.measure(options)
+        found = loop_run.run(provider=OURS, folder=str(tmp_path), shape="tiny", device="cpu", steps=done)
         assert (len(found["steps"]), found["warm_up"], found["engine"]) == (timed, done - timed, "vllm")
 
 
-def test_an_error_of_ours_is_raised_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(kind: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            raise type(kind, (Exception,), {})("no\nroom")
+def test_an_error_of_ours_is_a_failure_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def run(kind): raise type(kind, (Exception,), {})('no\\nroom')")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
 
-        return run
+    def missing(kind: str, peer: bool = False) -> tuple[str, bool]:
+        found = child.call("broken:run", {"kind": kind}, peer, settings=path)
+        return found["missing"], "failed" in found
 
-    def measured_with(provider: str) -> dict[str, Any]:
-        return loop_run.measure(SimpleNamespace(provider=provider, device="cpu", gib=None))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(peers, "run_trl", fails("OutOfMemoryError"))
-    assert measured_with("trl") == {"missing": "OutOfMemoryError: no room"}
-    monkeypatch.setattr(loop_ours, "run", fails("EngineUnavailableError"))
-    assert measured_with(OURS) == {"missing": "EngineUnavailableError: no room"}
-    monkeypatch.setattr(loop_ours, "run", fails("OutOfMemoryError"))
-    with pytest.raises(Exception, match="no\nroom"):
-        measured_with(OURS)
+    assert missing("OutOfMemoryError", peer=True) == ("OutOfMemoryError: no room", False)
+    assert missing("EngineUnavailableError") == ("EngineUnavailableError: no room", False)
+    assert missing("OutOfMemoryError") == ("it ended with 1: broken.OutOfMemoryError: no", True)
 
 
 # Rows
@@ -153,10 +144,10 @@ def ended(code: int, out: str = "", err: str = "") -> "subprocess.CompletedProce
 
 
 def test_what_a_process_says_last_is_its_result_or_the_reason_why_there_is_none() -> None:
-    assert outcome(ended(0, '{"train_runtime": 1}\n{"tokens": [1]}\n')) == {"tokens": [1]}
-    found = outcome(ended(-9, "", "loading\nKilled\n"))
+    assert child.outcome(ended(0, '{"train_runtime": 1}\n{"tokens": [1]}\n')) == {"tokens": [1]}
+    found = child.outcome(ended(-9, "", "loading\nKilled\n"))
     assert found["missing"] == "it ended with -9: Killed" and found["failed"]
-    assert outcome(ended(1))["missing"] == "it ended with 1: it said nothing"
+    assert child.outcome(ended(1))["missing"] == "it ended with 1: it said nothing"
 
 
 COMMON = {
