@@ -16,15 +16,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
 import nbformat
 
-from bench.common import options
 from bench.common import public_code as public
-from bench.common.tables import markdown
 
 PROGRAMS = ("2048/2048.py", "tic_tac_toe/tic-tac-toe.py", "rock-paper-tool-use.ipynb", "prisoners-dilemma.ipynb")
 S3 = ("_experimental_pull_from_s3", "_experimental_push_to_s3", "BACKUP_BUCKET")
@@ -72,28 +70,20 @@ class ProgramChanges(public.Changes):
         return self.generic_visit(node)
 
 
-class NoClient:
-    """A stub of a logging client. It has no key, so programs report nothing to it."""
-
-    api_key: str | None = None
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass
-
-
-def stand_in(name: str, **members: Any) -> None:
-    """Replace a module that programs log to by a stub with these members."""
-    module = sys.modules[name] = ModuleType(name)
-    vars(module).update(members)
-
-
 def quieten() -> None:
-    """Replace dotenv, weave and openpipe by stubs that read no secrets, trace nothing and report nothing."""
-    stand_in("dotenv", load_dotenv=lambda *args, **options: False)
-    stand_in("weave", init=lambda *args, **options: None,
-             op=lambda function=None, **options: (lambda inner: inner) if function is None else function)
-    stand_in("openpipe", OpenPipe=NoClient, AsyncOpenPipe=NoClient)
-    stand_in("openpipe.client", OpenPipe=NoClient, AsyncOpenPipe=NoClient)
+    """Replace dotenv, weave and openpipe by stubs that read no secrets, trace nothing and, without a key, report
+    nothing."""
+    def client(**_: Any) -> SimpleNamespace:
+        return SimpleNamespace(api_key=None)
+
+    clients = {"OpenPipe": client, "AsyncOpenPipe": client}
+    for name, members in {
+        "dotenv": {"load_dotenv": lambda *args, **options: False}, "openpipe": clients, "openpipe.client": clients,
+        "weave": {"init": lambda *args, **options: None,
+                  "op": lambda function=None, **options: (lambda inner: inner) if function is None else function},
+    }.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(members)
 
 
 def run(examples: Path, file: str, folder: Path) -> public.Row:
@@ -140,19 +130,12 @@ def shown(row: public.Row) -> list[str]:
 
 def agents_table(rows: list[public.Row]) -> list[str]:
     """Return the section of RESULTS.md with the newest row of each program."""
-    last = public.latest(rows, "program")
-    told = f"{sum(map(public.ran, last))} of {len(last)} ran to their end"
-    return ["", "## Public programs of ART with import, backend, model and steps replaced", "",
-            f"{told}. `backend`: statements that copy a run to S3, left out.", "", *markdown(COLUMNS, map(shown, last))]
+    return public.section(rows, "program", "programs of ART with import, backend, model and steps",
+                          "`backend`: statements that copy a run to S3, left out.", COLUMNS, shown)
 
 
 @click.command(help=__doc__)
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--only", default="", help="Only programs whose path contains this.")
-@click.option("--seconds", default=1800.0, show_default=True, help="The most that one program may take.")
-@public.WITHIN
-@options.output("agents")
-@options.AS_JSON
+@public.options_for("agents", "programs", 1800.0)
 def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
     if within is not None:
         public.end_with(run(folder.resolve(), only, within.resolve()))

@@ -31,9 +31,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
-from bench.common import options
 from bench.common import public_code as public
-from bench.common.tables import markdown
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.trainer.loop import Trainer
 
@@ -307,27 +305,16 @@ def shown(row: public.Row) -> list[str]:
     return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
-def told(last: list[public.Row]) -> str:
-    """Return how many notebooks ran, in words."""
-    return f"{sum(map(public.ran, last))} of {len(last)} ran to their end"
-
-
 def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the section of RESULTS.md with the newest row of each notebook."""
-    last = public.latest(rows, "notebook")
-    return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
-            f"{told(last)}. `device`: the CPU in place of a card. "
-            "`login`: no login to the hub. `length`: a context four times as long, for a token a byte.", "",
-            *markdown(COLUMNS, map(shown, last))]
+    return public.section(
+        rows, "notebook", "notebooks with imports, model, dataset and steps",
+        "`device`: the CPU in place of a card. `login`: no login to the hub. "
+        "`length`: a context four times as long, for a token a byte.", COLUMNS, shown)
 
 
 @click.command(help=__doc__)
-@click.argument("folder", type=click.Path(exists=True, path_type=Path))
-@click.option("--only", default="", help="Only notebooks whose name contains this.")
-@click.option("--seconds", default=600.0, show_default=True, help="The most that one notebook may take.")
-@public.WITHIN
-@options.output("notebooks")
-@options.AS_JSON
+@public.options_for("notebooks", "notebooks", 600.0)
 def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
     if within is not None:
         public.end_with(run(folder.resolve(), within.resolve()))

@@ -11,7 +11,8 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import click
 from IPython.core.interactiveshell import InteractiveShell
 from rich.console import Console
 
-from bench.common import child, tables
+from bench.common import child, options, tables
 from bench.common.rows import leave, machine, newest, run_now
 
 CONTEXT = 32768  # tokens; programs and notebooks ask for more than an embedded model's own 2,048
@@ -119,7 +120,23 @@ def run_each(key: str, module: str, programs: dict[str, list[str]], seconds: flo
         console.print(f"{sum(map(ran, rows))} of {len(rows)} {key}s ran to their end")
 
 
-WITHIN = click.option("--within", type=click.Path(path_type=Path), hidden=True, help="Run one program in this folder.")
+def options_for(name: str, what: str, seconds: float) -> Callable[[Any], Any]:
+    """Return a decorator that adds the options of such a bench, whose rows go to NAME.jsonl."""
+    path = click.Path(path_type=Path)
+    shared = (click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path)),
+              click.option("--only", default="", help=f"Only {what} whose path contains this."),
+              click.option("--seconds", default=seconds, show_default=True, help="The most that one may take."),
+              click.option("--within", type=path, hidden=True, help="Run one in this folder."),
+              options.output(name), options.AS_JSON)
+    return lambda command: reduce(lambda inner, option: option(inner), reversed(shared), command)
+
+
+def section(rows: list[Row], key: str, title: str, note: str, columns: Sequence[str],
+            shown: Callable[[Row], list[str]]) -> list[str]:
+    """Return a section of RESULTS.md with the newest row of each program, by name."""
+    last = latest(rows, key)
+    return ["", f"## Public {title} replaced", "", f"{sum(map(ran, last))} of {len(last)} ran to their end. {note}", "",
+            *tables.markdown(columns, map(shown, last))]
 
 
 def latest(rows: list[Row], key: str) -> list[Row]:

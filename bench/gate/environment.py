@@ -84,13 +84,9 @@ def card() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {"capability": None, "bf16": True}
-    properties = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "capability": list(torch.cuda.get_device_capability()), "card_gib": round(total / GIB, 2),
-        "card_free_gib": round(free / GIB, 2), "multiprocessors": properties.multi_processor_count,
-        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
-    }
+    return {"capability": list(torch.cuda.get_device_capability()),
+            "card_gib": round(torch.cuda.mem_get_info()[1] / GIB, 2),
+            "bf16": torch.cuda.is_bf16_supported(including_emulation=False)}
 
 
 def speeds(device: str, small: bool) -> dict[str, float]:

@@ -9,9 +9,9 @@ from bench.common.targets import Standing, judged, lines
 from bench.gate.runner import CUT_OFF, FAILED, NOT_RUN, PASSED, SKIPPED, Outcome
 from bench.gate.stages import CARD, CPU, PRETEND, Setup
 from bench.kernels.goals import GOALS as KERNELS
-from bench.loop.section import GOALS as LOOP
+from bench.loop.bench import GOALS as LOOP
 from bench.memory.section import GOALS as MEMORY
-from bench.rollout.section import GOALS as ROLLOUTS
+from bench.rollout.bench import GOALS as ROLLOUTS
 
 STATUSES = (PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF)
 PIECES = ("piece", "", "seconds", "why")

@@ -29,7 +29,6 @@ class PhaseWatch:
         self.card: Any = cuda() if device != "cpu" else None
         self.steps: list[Step] = []
         self.stack: list[str] = []  # the phases that are open; none between steps
-        self.loaded = 0  # resident before the first step
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self.look_again, daemon=True)
         self.thread.start()
@@ -37,7 +36,6 @@ class PhaseWatch:
     def begin_step(self) -> None:
         """Begin to count the phases of a new step."""
         self.now: Step = {name: defaultdict(int) for name in (SECONDS, CPU, ALLOCATED, USED, HOST)}
-        self.loaded = self.loaded or resident_bytes("VmRSS")
         if self.card:
             self.card.synchronize()
             self.card.reset_peak_memory_stats()

@@ -52,5 +52,4 @@ def run(**given: Any) -> dict[str, Any]:
     finally:
         watch.close()
     timed = watch.steps[options.warm_up :] or watch.steps  # all if there was no time for another step
-    return {"steps": timed, "warm_up": len(watch.steps) - len(timed), "loaded_bytes": watch.loaded,
-            "peak_bytes": watch.peak(), **found}
+    return {"steps": timed, "warm_up": len(watch.steps) - len(timed), "peak_bytes": watch.peak(), **found}

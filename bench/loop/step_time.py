@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import click
@@ -61,9 +61,7 @@ def row(runs: dict[str, list[Run]], provider: str, where: dict[str, Any]) -> dic
         "cpu_ratio": ratio(runs, "cpu_seconds"), "generate_seconds": percentiles(kept["generate_seconds"]),
         "tokens_per_step": median(kept["tokens"]),
         "tokens_per_second": round(sum(kept["tokens"]) / sum(kept["seconds"]), 1),
-        "mean_completion_length": round(fmean(kept["tokens"]) / PACKAGE.sequences, 2),
         "peak_bytes": int(median(run["peak_bytes"] for run in own)),
-        "loaded_bytes": int(median(run["loaded_bytes"] for run in own)),
         "rounds": len(own), "warm_up": WARM_UP, "config": last["config"],
     }
 

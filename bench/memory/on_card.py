@@ -8,7 +8,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from bench.memory.fake_models import linear_4bit, meta_model
+from bench.memory.fake_models import linear_4bit, meta_model, quantize
 from bench.memory.stages import Features
 from bench.memory.weigh import add_lora, groups_of, largest, learner_of, sizes_of, weight_count
 from lowmem_grpo.losses.objective import StepTotals
@@ -87,10 +87,7 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
     """Return a frozen model of random weights on the card; its linears are quantized to NF4 one at a time."""
     kind = AutoConfig.for_model(**config)
     model = meta_model(kind, torch.bfloat16, nf4=False)
-    head = model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not head:
-            model.set_submodule(name, random_4bit(module))
+    quantize(model, random_4bit)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
@@ -102,7 +99,6 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
     backbone.rotary_emb = type(backbone.rotary_emb)(config=kind).to(CARD)  # its buffers are computed
     if features.host_embedding and movable(model):
         embed_on_host(model)
-    model.is_loaded_in_4bit = model.is_quantized = True
     return model.requires_grad_(False)
 
 

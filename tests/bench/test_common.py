@@ -58,7 +58,7 @@ def test_the_step_benchmark_prints_a_json_object_in_every_line_of_standard_outpu
     """Rounds and tables are for people: with --json they go to the other stream."""
     def run(provider: str, python: str, batch: int, steps: int, given: Any) -> dict[str, Any]:
         lists = ("seconds", "cpu_seconds", "generate_seconds", "tokens")
-        return {"peak_bytes": 2**20, "loaded_bytes": 2**20, "threads": 1, "versions": {},
+        return {"peak_bytes": 2**20, "threads": 1, "versions": {},
                 "config": {"loss_type": given["loss_type"]}, **{name: [1.0 + batch] * steps for name in lists}}
 
     monkeypatch.setattr(step_time, "run", run)

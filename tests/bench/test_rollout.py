@@ -8,7 +8,7 @@ from programs import providers, ran
 
 from bench.common.rows import read_rows
 from bench.common.targets import OURS, judged
-from bench.rollout.section import BF16, BNB, GOALS
+from bench.rollout.bench import BF16, BNB, GOALS
 
 
 def statuses(rows: list[dict[str, Any]], device: str) -> dict[str, str]:
