@@ -86,11 +86,11 @@ def quieten() -> None:
         vars(sys.modules[name]).update(members)
 
 
-def run(examples: Path, file: str, folder: Path) -> public.Row:
+def run(examples: str, file: str, folder: str) -> public.Row:
     """Run a program or notebook of the examples in a copy of its folder; return how far it got."""
-    home = folder / "examples"
-    shutil.copytree((examples / file).parent, (home / file).parent, dirs_exist_ok=True)
-    program, changes = home / file, ProgramChanges(public.long_copy("tiny-games", folder / "tiny"))
+    program = Path(folder, "examples", file)
+    changes = ProgramChanges(public.long_copy("tiny-games", Path(folder, "tiny")))
+    shutil.copytree(Path(examples, file).parent, program.parent, dirs_exist_ok=True)
     quieten()
     os.chdir(program.parent)
     sys.path.insert(0, str(program.parent))
@@ -99,20 +99,16 @@ def run(examples: Path, file: str, folder: Path) -> public.Row:
     if program.suffix == ".py":
         for path in program.parent.glob("*.py"):
             path.write_text(changes.rewrite(path.read_text(encoding="utf-8")), encoding="utf-8")
-        found = ran_script(program)
+        try:
+            found = {}
+            runpy.run_path(str(program), run_name="__main__")
+        except Exception as error:  # noqa: BLE001, whatever a program raises is the result
+            found = public.failed(error)
     else:
         code = [cell.source for cell in nbformat.read(program, as_version=4).cells if cell.cell_type == "code"]
         found = public.run_cells(map(changes.rewrite, code))
     seconds = round(time.perf_counter() - began, 1)
     return found | {"seconds": seconds, "changes": dict(changes.counts), **trained(program.parent)}
-
-
-def ran_script(program: Path) -> public.Row:
-    try:
-        runpy.run_path(str(program), run_name="__main__")
-    except Exception as error:  # noqa: BLE001, whatever a program raises is the result
-        return public.failed(error)
-    return {}
 
 
 def trained(folder: Path) -> public.Row:
@@ -136,14 +132,12 @@ def agents_table(rows: list[public.Row]) -> list[str]:
 
 @click.command(help=__doc__)
 @public.options_for("agents", "programs", 1800.0)
-def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
-    if within is not None:
-        public.end_with(run(folder.resolve(), only, within.resolve()))
-    chosen = {name: [str(folder.resolve()), "--only", name] for name in PROGRAMS
+def main(folder: Path, only: str, seconds: float, output: Path, as_json: bool) -> None:
+    chosen = {name: {"examples": folder.resolve(), "file": name} for name in PROGRAMS
               if only in name and (folder / name).exists()}
     if not chosen:
         raise click.UsageError(f"{folder} has none of {', '.join(PROGRAMS)}" + (f" with {only!r}" if only else ""))
-    public.run_each("program", "bench.agents", chosen, seconds, output, as_json, shown, steps=0)
+    public.run_each("program", "bench.agents:run", chosen, seconds, output, as_json, shown, steps=0)
 
 
 if __name__ == "__main__":

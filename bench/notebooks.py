@@ -269,14 +269,14 @@ def load_dataset(name: str, config: str | None = None, *, split: Any = None, **k
 # One notebook, all of them, and their table
 
 
-def run(notebook: Path, folder: Path) -> public.Row:
+def run(notebook: str, folder: str) -> public.Row:
     """Run the cells in `folder` until one fails; return the steps of each trainer and how far the notebook got."""
     sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
-    for beside in notebook.parent.iterdir():  # files that a shell line would have downloaded
+    for beside in Path(notebook).parent.iterdir():  # files that a shell line would have downloaded
         if beside.is_file() and beside.suffix != ".ipynb":
             shutil.copy(beside, folder)
-    changes = NotebookChanges(small_model(folder / "tiny"), torch.cuda.is_available())
+    changes = NotebookChanges(small_model(Path(folder, "tiny")), torch.cuda.is_available())
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
     Path("notebook.py").write_text(script, encoding="utf-8")  # shows what was changed
@@ -315,13 +315,11 @@ def notebooks_table(rows: list[public.Row]) -> list[str]:
 
 @click.command(help=__doc__)
 @public.options_for("notebooks", "notebooks", 600.0)
-def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
-    if within is not None:
-        public.end_with(run(folder.resolve(), within.resolve()))
-    chosen = {path.stem: [str(path)] for path in sorted(folder.glob("*.ipynb")) if only in path.name}
+def main(folder: Path, only: str, seconds: float, output: Path, as_json: bool) -> None:
+    chosen = {path.stem: {"notebook": path.resolve()} for path in sorted(folder.glob("*.ipynb")) if only in path.name}
     if not chosen:
         raise click.UsageError(f"{folder} has no .ipynb file" + (f" with {only!r} in its name" if only else ""))
-    public.run_each("notebook", "bench.notebooks", chosen, seconds, output, as_json, shown, steps=[])
+    public.run_each("notebook", "bench.notebooks:run", chosen, seconds, output, as_json, shown, steps=[])
 
 
 if __name__ == "__main__":

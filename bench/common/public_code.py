@@ -5,10 +5,8 @@
 
 import ast
 import json
-import os
 import re
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -96,22 +94,15 @@ def failed(error: BaseException) -> Row:
     return {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]}
 
 
-def end_with(result: Row) -> None:
-    """Print a result as the last line, and end this process: an engine's threads may outlive a program."""
-    sys.stdout.flush()
-    print("\n" + json.dumps(result), flush=True)
-    os._exit(0)
-
-
-def run_each(key: str, module: str, programs: dict[str, list[str]], seconds: float, output: Path, as_json: bool,
+def run_each(key: str, function: str, programs: dict[str, dict[str, Any]], seconds: float, output: Path, as_json: bool,
              shown: Callable[[Row], list[str]], **empty: Any) -> None:
-    """Run each program, `module` with its words and a temporary folder, in a separate process; record a row of each
-    with its name as `key`. A program that fails without a result gets the fields of `empty`."""
+    """Run each program, `function` with what is given and a temporary `folder`, in a separate process; record a row of
+    each with its name as `key`. A program that fails without a result gets the fields of `empty`."""
     rows: list[Row] = []
     console, about = Console(width=150), {"run": run_now(), **machine()}
-    for name, words in programs.items():
+    for name, given in programs.items():
         with tempfile.TemporaryDirectory(prefix=f"{key}-", ignore_cleanup_errors=True) as folder:
-            found = child.run(module, *words, "--within", folder, seconds=seconds)
+            found = child.call(function, given | {"folder": folder}, seconds=seconds)
         rows.append({key: name} | (empty | {"error": found["missing"]} if found.get("failed") else found))
         leave(rows[-1] | about, output, as_json)
         if not as_json:
@@ -122,11 +113,9 @@ def run_each(key: str, module: str, programs: dict[str, list[str]], seconds: flo
 
 def options_for(name: str, what: str, seconds: float) -> Callable[[Any], Any]:
     """Return a decorator that adds the options of such a bench, whose rows go to NAME.jsonl."""
-    path = click.Path(path_type=Path)
     shared = (click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path)),
               click.option("--only", default="", help=f"Only {what} whose path contains this."),
               click.option("--seconds", default=seconds, show_default=True, help="The most that one may take."),
-              click.option("--within", type=path, hidden=True, help="Run one in this folder."),
               options.output(name), options.AS_JSON)
     return lambda command: reduce(lambda inner, option: option(inner), reversed(shared), command)
 

@@ -35,11 +35,6 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def missing(reason: str, cells: int) -> list[str]:
-    """Return the cells of a row without figures: the first says why."""
-    return [f"missing: {reason.replace('|', '/')[:80]}", *[""] * (cells - 1)]
-
-
 def number(row: dict[str, Any], name: str, form: str, divisor: int = 1) -> str:
     """Return a measure of a row, divided by `divisor`; "" if the row lacks it."""
     value = row.get(name)
@@ -57,7 +52,7 @@ def cells(row: Row, columns: Columns) -> list[str]:
     """Return the cells of a row. If the row has no figures, the first of their cells says why."""
     if not row.get("missing"):
         return [cell(row, figure) for figure in columns.values()]
-    figures = iter(missing(row["missing"], len(columns)))
+    figures = iter([f"missing: {row['missing'].replace('|', '/')[:80]}", *[""] * len(columns)])
     return [cell(row, figure) if name in ALWAYS else next(figures) for name, figure in columns.items()]
 
 

@@ -10,17 +10,16 @@ still run. The last page (gate.md) says what passed, which targets were missed, 
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from bench.common.rows import append_row, commit, read_rows
+from bench.common.rows import append_row, commit, read_rows, run_now
 from bench.gate import last_page
-from bench.gate.order import CALLS, DEFAULT, SECONDS_OF_A_CALL, ordered
 from bench.gate.pretend import is_pretend
 from bench.gate.runner import CUT_OFF, FAILED, PASSED, Outcome, attempt
 from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
@@ -29,6 +28,25 @@ BENCH = Path(__file__).resolve().parents[1]
 RESULTS, RUNS = BENCH / "results", BENCH.parent / "runs"
 DEVICE = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
 console = Console(width=150)
+# The order of pieces, by their names or the beginnings of their names. The first one is what most others depend on: an
+# engine of vLLM that samples, sleeps and wakes. Measurements come next, long lists of tests last. Calls 1, 2 and 3 are
+# for a machine that is lent for ten minutes at a time. A piece that does not fit into the rest of a call is not begun,
+# but shorter ones after it are.
+ENGINE = "tests/smoke vllm"
+SECONDS_OF_A_CALL = 500.0  # out of ten minutes; the rest is for unpacking and for bringing results back
+CALLS: dict[int, tuple[str, ...]] = {
+    1: (ENGINE, "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear", "memory/step-16",
+        "tests/kernels logprob", "tests/kernels nf4", "tests/kernels"),
+    2: ("rollout/lowmem_grpo", "rollout/vllm_bf16_lora", "loop/lowmem_grpo", "profile/decode"),
+    3: ("learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm on_card", "tests/vllm",
+        "tests/smoke vllm wakes", "tests"),
+}
+NUMBERS = ("kernels", "memory", "rollout", "loop", "switches", "profile", "learner", "peers")  # stages that leave rows
+TESTS = "tests"  # the stage that leaves none
+DEFAULT = (
+    ENGINE, "tests/smoke 4-bit", *(name for call in CALLS.values() for name in call if not name.startswith(TESTS)),
+    *NUMBERS, TESTS,
+)
 
 
 def card_name() -> str:
@@ -57,6 +75,15 @@ def asked_for(stages: str | None, call: int | None) -> tuple[str, ...]:
     if wrong := [name for name in asked if name.partition("/")[0] not in STAGES]:
         raise click.UsageError(f"no stage {', '.join(wrong)}; choose from {', '.join(STAGES)}")
     return asked
+
+
+def ordered(pieces: Iterable[Piece], asked: Iterable[str]) -> list[Piece]:
+    """Return the pieces that were asked for, in that order, each once. The name of a piece means only that piece; any
+    other name means all pieces whose names begin with it."""
+    held = {piece.name: piece for piece in pieces}
+    names = [name for wanted in asked
+             for name in ([wanted] if wanted in held else [name for name in held if name.startswith(wanted)])]
+    return [held[name] for name in dict.fromkeys(names)]
 
 
 def earlier(out: Path, form: str, code: str) -> list[dict[str, Any]]:
@@ -126,7 +153,7 @@ def main(
     out = (output or RUNS / ("gpu-gate" if form == CARD else "gpu-gate-dry")).resolve()
     rows = (results or (RESULTS if form == CARD else out / "results")).resolve()
     before = [] if again else earlier(out, form, code)
-    run = before[-1]["run"] if before else datetime.now().isoformat(timespec="seconds")
+    run = before[-1]["run"] if before else run_now()
     out.mkdir(parents=True, exist_ok=True)
     gate = Gate(Setup(form, out, rows, (weights or out / "weights").resolve(), run), limit, before, code)
     gate.run(asked)

@@ -1,4 +1,4 @@
-"""The stages of the gate and their commands; order.py holds the order in which they run.
+"""The stages of the gate and their commands; bench.py holds the order in which they run.
 
 The `least` of a piece is an estimate for an H200, made from the bytes and operations that it needs and the time that
 libraries take to start. It has not been measured yet.

@@ -96,8 +96,7 @@ class PhaseWatch:
         """Note what is in use now: on the host, and on the card by the driver's count."""
         self.keep(HOST, name, resident_bytes("VmRSS"))
         if self.card:
-            free, total = self.card.mem_get_info()
-            self.keep(USED, name, total - free)
+            self.keep(USED, name, used_bytes("cuda"))
 
     def look_again(self) -> None:
         while not self.ended.wait(LOOK_EVERY):
@@ -120,6 +119,14 @@ def cuda() -> Any:
     import torch
 
     return torch.cuda
+
+
+def used_bytes(device: str) -> int:
+    """Return all memory in use on the card, the driver's context included; on the CPU the resident set."""
+    if device == "cpu":
+        return resident_bytes("VmRSS")
+    free, total = cuda().mem_get_info()
+    return int(total - free)
 
 
 def resident_bytes(name: str = "VmHWM") -> int:

@@ -17,8 +17,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench.common import child, options, rounds, tables
-from bench.common.rows import RESULTS, leave, machine, percentiles
+from bench.common import child, options, tables
+from bench.common.rows import RESULTS, in_turn, leave, machine, median_ratio, percentiles
 from bench.loop.inputs import PACKAGE
 from lowmem_grpo.models.stored_model import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
@@ -68,7 +68,7 @@ def row(runs: dict[str, list[Run]], provider: str, where: dict[str, Any]) -> dic
 
 def ratio(runs: dict[str, list[Run]], name: str) -> float:
     """Return TRL's time divided by ours: the median over rounds of the ratio within a round."""
-    return round(rounds.ratio(*([median(run[name]) for run in runs[provider]] for provider in (TRL, OURS))), 3)
+    return round(median_ratio(*([median(run[name]) for run in runs[provider]] for provider in (TRL, OURS))), 3)
 
 
 def trl_environment() -> str:
@@ -105,7 +105,7 @@ def main(
         for loss_type in loss_types:
             runs: dict[str, list[Run]] = {OURS: [], TRL: []}
             given = {"problems": problems, "loss_type": loss_type, "device": device, "threads": threads}
-            for provider, _ in rounds.in_turn(list(runs), count):  # the order is reversed from round to round
+            for provider, _ in in_turn(list(runs), count):  # the order is reversed from round to round
                 runs[provider].append(run(provider, python[provider], batches[provider], steps, given))
                 console.print(f"{loss_type}, {provider}: {median(runs[provider][-1]['seconds']):.2f} s")
             made = [row(runs, name, where) for name in runs]

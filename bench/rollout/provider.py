@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bench.loop.inputs import TARGETS
-from bench.loop.phase_watch import resident_bytes
+from bench.loop.phase_watch import used_bytes
 from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel
@@ -140,12 +140,8 @@ class VLLM:
         )
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(requests, settings, use_tqdm=False, lora_request=self.adapter)
-        return [[self.rollout(completion) for completion in output.outputs] for output in outputs]
-
-    def rollout(self, completion: Any) -> Rollout:
-        ids = list(completion.token_ids)
-        return Rollout(ids, [step[token].logprob for step, token in zip(completion.logprobs, ids, strict=True)],
-                       "length")
+        return [[Rollout(list(each.token_ids), [step[token].logprob for step, token in zip(
+            each.logprobs, each.token_ids, strict=True)], "length") for each in output.outputs] for output in outputs]
 
     def measures(self) -> dict[str, Any]:
         if self.options.device == "cpu":  # there vLLM packs its weights where they cannot be counted
@@ -222,14 +218,6 @@ def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, floa
     whole = torch.cat(difference).double()
     return {"parity_mean": whole.abs().mean().item(), "parity_max": whole.abs().max().item(),
             "importance_ratio": whole.exp().mean().item()}
-
-
-def used_bytes(device: str) -> int:
-    """Return all memory in use on the card; on the CPU the resident set."""
-    if device == "cpu":
-        return resident_bytes("VmRSS")
-    free, total = torch.cuda.mem_get_info()
-    return total - free
 
 
 def run(what: str, folder: str, shape: str, device: str, rounds: int) -> dict[str, Any]:

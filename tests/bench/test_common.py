@@ -35,7 +35,9 @@ def test_a_table_has_the_same_cells_on_the_terminal_and_on_the_page() -> None:
 
 def test_what_a_row_lacks_is_an_empty_cell_and_a_missing_row_says_why() -> None:
     assert [tables.number({"a": 2**21, "b": None}, name, ".1f", 2**20) for name in "abc"] == ["2.0", "", ""]
-    assert tables.missing("no module | at all", 3) == ["missing: no module / at all", "", ""]
+    columns = {"provider": "provider", **{name: (name, ".1f") for name in "abc"}}
+    assert tables.cells({"provider": "x", "missing": "no module | at all"}, columns) == [
+        "x", "missing: no module / at all", "", ""]
 
 
 def test_the_page_of_results_is_what_the_recorded_rows_make() -> None:

@@ -15,8 +15,7 @@ from click.testing import CliRunner, Result
 
 from bench.common.rows import append_row, read_rows
 from bench.gate import bench, last_page
-from bench.gate.bench import Gate, earlier
-from bench.gate.order import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, ordered
+from bench.gate.bench import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, Gate, earlier, ordered
 from bench.gate.runner import Outcome, attempt, environment, pytest_verdict, why_not
 from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
 

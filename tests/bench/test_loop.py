@@ -13,7 +13,7 @@ from programs import providers, ran
 from scripted_chat import until
 from tables import every_row
 
-from bench.common import child, model_folder
+from bench.common import child
 from bench.common.rows import read_rows
 from bench.common.targets import OURS, judged
 from bench.loop import bench as loop
@@ -197,7 +197,7 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
         return {"steps": [{"seconds": {"generate": 1.0, "train": 1.0}}], "tokens": [128, 128], "warm_up": 1}
 
     monkeypatch.setattr(loop, "run", run)
-    monkeypatch.setattr(model_folder, "make", lambda folder, shape, device: None)
+    monkeypatch.setattr(child, "call", lambda *_: {})
     done = called("--device", "cpu", "--output", str(output), "--run", "mine", *providers(broken, "unsloth", OURS))
     assert done.exit_code == code, done.output
     assert seen == [0, 1, 2]
