@@ -1,6 +1,5 @@
 """What the benchmarks share: rows as JSON and nothing else, tables for a terminal and a page."""
 
-import io
 import json
 import subprocess
 from pathlib import Path
@@ -8,13 +7,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from bench.common import child, make_results, tables
 from bench.common.rows import RESULTS, leave, read_rows
 from bench.loop import step_time
-
-COLUMNS, ROWS = ("name", "s"), [["ours", "1.50"], ["theirs", ""]]
 
 
 def test_a_row_is_either_printed_or_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,14 +19,6 @@ def test_a_row_is_either_printed_or_recorded(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == '{"a": "b\\nc"}\n' and not path.exists()
     leave({"a": 1}, path, as_json=False)
     assert read_rows(path) == [{"a": 1}] and capsys.readouterr().out == ""
-
-
-def test_a_table_has_the_same_cells_on_the_terminal_and_on_the_page() -> None:
-    assert tables.markdown(COLUMNS, ROWS) == ["| name | s |", "|---|---|", "| ours | 1.50 |", "| theirs |  |"]
-    console = Console(width=60, record=True, file=io.StringIO())
-    console.print(tables.terminal("times", COLUMNS, ROWS))
-    printed = console.export_text()
-    assert all(word in printed for word in ("times", "name", "ours", "1.50", "theirs"))
 
 
 def test_what_a_row_lacks_is_an_empty_cell_and_a_missing_row_says_why() -> None:
