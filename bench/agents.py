@@ -16,15 +16,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import click
 import nbformat
 
-from bench.common import options
 from bench.common import public_code as public
-from bench.common.tables import markdown
 
 PROGRAMS = ("2048/2048.py", "tic_tac_toe/tic-tac-toe.py", "rock-paper-tool-use.ipynb", "prisoners-dilemma.ipynb")
 S3 = ("_experimental_pull_from_s3", "_experimental_push_to_s3", "BACKUP_BUCKET")
@@ -72,35 +70,27 @@ class ProgramChanges(public.Changes):
         return self.generic_visit(node)
 
 
-class NoClient:
-    """A stub of a logging client. It has no key, so programs report nothing to it."""
-
-    api_key: str | None = None
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass
-
-
-def stand_in(name: str, **members: Any) -> None:
-    """Replace a module that programs log to by a stub with these members."""
-    module = sys.modules[name] = ModuleType(name)
-    vars(module).update(members)
-
-
 def quieten() -> None:
-    """Replace dotenv, weave and openpipe by stubs that read no secrets, trace nothing and report nothing."""
-    stand_in("dotenv", load_dotenv=lambda *args, **options: False)
-    stand_in("weave", init=lambda *args, **options: None,
-             op=lambda function=None, **options: (lambda inner: inner) if function is None else function)
-    stand_in("openpipe", OpenPipe=NoClient, AsyncOpenPipe=NoClient)
-    stand_in("openpipe.client", OpenPipe=NoClient, AsyncOpenPipe=NoClient)
+    """Replace dotenv, weave and openpipe by stubs that read no secrets, trace nothing and, without a key, report
+    nothing."""
+    def client(**_: Any) -> SimpleNamespace:
+        return SimpleNamespace(api_key=None)
+
+    clients = {"OpenPipe": client, "AsyncOpenPipe": client}
+    for name, members in {
+        "dotenv": {"load_dotenv": lambda *args, **options: False}, "openpipe": clients, "openpipe.client": clients,
+        "weave": {"init": lambda *args, **options: None,
+                  "op": lambda function=None, **options: (lambda inner: inner) if function is None else function},
+    }.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(members)
 
 
-def run(examples: Path, file: str, folder: Path) -> public.Row:
+def run(examples: str, file: str, folder: str) -> public.Row:
     """Run a program or notebook of the examples in a copy of its folder; return how far it got."""
-    home = folder / "examples"
-    shutil.copytree((examples / file).parent, (home / file).parent, dirs_exist_ok=True)
-    program, changes = home / file, ProgramChanges(public.long_copy("tiny-games", folder / "tiny"))
+    program = Path(folder, "examples", file)
+    changes = ProgramChanges(public.long_copy("tiny-games", Path(folder, "tiny")))
+    shutil.copytree(Path(examples, file).parent, program.parent, dirs_exist_ok=True)
     quieten()
     os.chdir(program.parent)
     sys.path.insert(0, str(program.parent))
@@ -109,20 +99,16 @@ def run(examples: Path, file: str, folder: Path) -> public.Row:
     if program.suffix == ".py":
         for path in program.parent.glob("*.py"):
             path.write_text(changes.rewrite(path.read_text(encoding="utf-8")), encoding="utf-8")
-        found = ran_script(program)
+        try:
+            found = {}
+            runpy.run_path(str(program), run_name="__main__")
+        except Exception as error:  # noqa: BLE001, whatever a program raises is the result
+            found = public.failed(error)
     else:
         code = [cell.source for cell in nbformat.read(program, as_version=4).cells if cell.cell_type == "code"]
         found = public.run_cells(map(changes.rewrite, code))
     seconds = round(time.perf_counter() - began, 1)
     return found | {"seconds": seconds, "changes": dict(changes.counts), **trained(program.parent)}
-
-
-def ran_script(program: Path) -> public.Row:
-    try:
-        runpy.run_path(str(program), run_name="__main__")
-    except Exception as error:  # noqa: BLE001, whatever a program raises is the result
-        return public.failed(error)
-    return {}
 
 
 def trained(folder: Path) -> public.Row:
@@ -140,27 +126,18 @@ def shown(row: public.Row) -> list[str]:
 
 def agents_table(rows: list[public.Row]) -> list[str]:
     """Return the section of RESULTS.md with the newest row of each program."""
-    last = public.latest(rows, "program")
-    told = f"{sum(map(public.ran, last))} of {len(last)} ran to their end"
-    return ["", "## Public programs of ART with import, backend, model and steps replaced", "",
-            f"{told}. `backend`: statements that copy a run to S3, left out.", "", *markdown(COLUMNS, map(shown, last))]
+    return public.section(rows, "program", "programs of ART with import, backend, model and steps",
+                          "`backend`: statements that copy a run to S3, left out.", COLUMNS, shown)
 
 
 @click.command(help=__doc__)
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--only", default="", help="Only programs whose path contains this.")
-@click.option("--seconds", default=1800.0, show_default=True, help="The most that one program may take.")
-@public.WITHIN
-@options.output("agents")
-@options.AS_JSON
-def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
-    if within is not None:
-        public.end_with(run(folder.resolve(), only, within.resolve()))
-    chosen = {name: [str(folder.resolve()), "--only", name] for name in PROGRAMS
+@public.options_for("agents", "programs", 1800.0)
+def main(folder: Path, only: str, seconds: float, output: Path, as_json: bool) -> None:
+    chosen = {name: {"examples": folder.resolve(), "file": name} for name in PROGRAMS
               if only in name and (folder / name).exists()}
     if not chosen:
         raise click.UsageError(f"{folder} has none of {', '.join(PROGRAMS)}" + (f" with {only!r}" if only else ""))
-    public.run_each("program", "bench.agents", chosen, seconds, output, as_json, shown, steps=0)
+    public.run_each("program", "bench.agents:run", chosen, seconds, output, as_json, shown, steps=0)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,6 @@ MODEL = str(files("lowmem_grpo") / "assets" / "tiny")
 AGREE = 1e-3  # limit of the mean squared difference of log-probabilities, which recipes print as 0 here
 STARTS = 400.0  # seconds within which the server must be up
 Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A program, and a check of the rows that it logs: `wrong` returns what is wrong with them, or ""."""
-
-    name: str
-    words: Callable[[str, Path], list[str]]
-    wrong: Callable[[Rows], str]
 
 
 def loss_falls(rows: Rows) -> str:
@@ -61,13 +51,12 @@ def of_module(module: str, *settings: str) -> Callable[[str, Path], list[str]]:
 
 
 SCRIPT = Path(__file__).with_name("cookbook_supervised.py")
-RECIPES = (
-    Recipe("supervised", lambda url, folder: [str(SCRIPT), MODEL, url, str(folder)], loss_falls),
-    Recipe("math_rl", of_module("math_rl.train", "env=arithmetic", "group_size=4", "groups_per_batch=8"),
-           sampler_agrees),
-    Recipe("preference.shorter", of_module("preference.shorter.train", "batch_size=4", "group_size=4", "max_tokens=24"),
-           sampler_agrees),
-)
+RECIPES = {  # name: the command for a url and a folder, and a check of the rows that it logs, "" if they are right
+    "supervised": (lambda url, folder: [str(SCRIPT), MODEL, url, str(folder)], loss_falls),
+    "math_rl": (of_module("math_rl.train", "env=arithmetic", "group_size=4", "groups_per_batch=8"), sampler_agrees),
+    "preference.shorter": (of_module("preference.shorter.train", "batch_size=4", "group_size=4", "max_tokens=24"),
+                           sampler_agrees),
+}
 
 
 def environment(folder: Path) -> Path:
@@ -99,17 +88,18 @@ def served(folder: Path) -> Iterator[Address]:
         server.wait()
 
 
-def tried(recipe: Recipe, python: Path, address: Address, folder: Path) -> str:
+def tried(name: str, python: Path, address: Address, folder: Path) -> str:
     """Run a recipe; return what went wrong, "" if nothing did."""
+    words, wrong = RECIPES[name]
     given = {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": address.key, "HF_HUB_OFFLINE": "1"}
     shutil.rmtree(folder, ignore_errors=True)
-    done = subprocess.run([str(python), *recipe.words(address.url, folder)], env=os.environ | given, text=True,
+    done = subprocess.run([str(python), *words(address.url, folder)], env=os.environ | given, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         return f"it ended with {done.returncode}: {done.stdout[-1500:]}"
     if "tinker://" not in (folder / "checkpoints.jsonl").read_text():
         return "it saved no weights"
-    return recipe.wrong([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    return wrong([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
 
 
 @click.command(help=__doc__)
@@ -119,11 +109,11 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     python, failed = environment(folder / "venv"), False
     with served(folder / "server") as address:
-        for recipe in RECIPES:
+        for name in RECIPES:
             began = time.monotonic()
-            problem = tried(recipe, python, address, folder / recipe.name)
+            problem = tried(name, python, address, folder / name)
             failed |= bool(problem)
-            click.echo(f"{recipe.name}: {problem or 'came to its end'} ({time.monotonic() - began:.0f} s)")
+            click.echo(f"{name}: {problem or 'came to its end'} ({time.monotonic() - began:.0f} s)")
     sys.exit(failed)
 
 

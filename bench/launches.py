@@ -50,11 +50,7 @@ LAYERS = {  # linear layers of a decoder layer: output size of each matrix, inpu
     "qkv": ([QUERIES, KEYS, KEYS], HIDDEN, True), "o": ([HIDDEN], QUERIES, False),
     "gate_up": ([INNER, INNER], HIDDEN, False), "down": ([HIDDEN], INNER, False),
 }
-FORMS = ("4bit", "fp8", "16bit")  # forms of weights; "16bit" ones are dequantized while sampling
-VLLM_OWN = {  # launches of one layer and token on its FlashAttention path; split keys add one
-    "input norm, with the residual": 1, "rope of q and k": 1, "keys and values into the cache": 1, "attention": 1,
-    "sum of the parts of attention": 1, "second norm, with the residual": 1, "silu and product": 1,
-}
+VLLM_OWN = 7  # of a layer and token: two norms, rope, cache, FlashAttention, the sum of its parts, silu and product
 FREE = {  # operations that only view or allocate memory
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "device", "empty", "empty_like", "empty_strided",
     "expand", "is_same_size", "new_empty", "new_empty_strided", "permute", "promote_types", "select", "slice", "split",
@@ -132,8 +128,8 @@ def no_body(out: Tensor, values: Tensor, number: int) -> None:
 
 
 def breakdown(form: str = "4bit") -> dict[str, int]:
-    """Return launches by their purpose, with weights in one of FORMS."""
-    return {name: counts.total() for name, counts in counted(form).items()} | VLLM_OWN
+    """Return launches by linear layer, and vLLM's own, with weights in "4bit", "fp8", or "16bit" (dequantized)."""
+    return {name: counts.total() for name, counts in counted(form).items()} | {"vLLM's own": VLLM_OWN}
 
 
 def counted(form: str = "4bit") -> dict[str, Counter[str]]:

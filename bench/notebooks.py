@@ -31,9 +31,7 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
-from bench.common import options
 from bench.common import public_code as public
-from bench.common.tables import markdown
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.trainer.loop import Trainer
 
@@ -271,14 +269,14 @@ def load_dataset(name: str, config: str | None = None, *, split: Any = None, **k
 # One notebook, all of them, and their table
 
 
-def run(notebook: Path, folder: Path) -> public.Row:
+def run(notebook: str, folder: str) -> public.Row:
     """Run the cells in `folder` until one fails; return the steps of each trainer and how far the notebook got."""
     sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
-    for beside in notebook.parent.iterdir():  # files that a shell line would have downloaded
+    for beside in Path(notebook).parent.iterdir():  # files that a shell line would have downloaded
         if beside.is_file() and beside.suffix != ".ipynb":
             shutil.copy(beside, folder)
-    changes = NotebookChanges(small_model(folder / "tiny"), torch.cuda.is_available())
+    changes = NotebookChanges(small_model(Path(folder, "tiny")), torch.cuda.is_available())
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
     Path("notebook.py").write_text(script, encoding="utf-8")  # shows what was changed
@@ -307,34 +305,21 @@ def shown(row: public.Row) -> list[str]:
     return public.cells(row, "notebook", " + ".join(map(str, row["steps"])) or "-", str(row.get("cells", "")))
 
 
-def told(last: list[public.Row]) -> str:
-    """Return how many notebooks ran, in words."""
-    return f"{sum(map(public.ran, last))} of {len(last)} ran to their end"
-
-
 def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the section of RESULTS.md with the newest row of each notebook."""
-    last = public.latest(rows, "notebook")
-    return ["", "## Public notebooks with imports, model, dataset and steps replaced", "",
-            f"{told(last)}. `device`: the CPU in place of a card. "
-            "`login`: no login to the hub. `length`: a context four times as long, for a token a byte.", "",
-            *markdown(COLUMNS, map(shown, last))]
+    return public.section(
+        rows, "notebook", "notebooks with imports, model, dataset and steps",
+        "`device`: the CPU in place of a card. `login`: no login to the hub. "
+        "`length`: a context four times as long, for a token a byte.", COLUMNS, shown)
 
 
 @click.command(help=__doc__)
-@click.argument("folder", type=click.Path(exists=True, path_type=Path))
-@click.option("--only", default="", help="Only notebooks whose name contains this.")
-@click.option("--seconds", default=600.0, show_default=True, help="The most that one notebook may take.")
-@public.WITHIN
-@options.output("notebooks")
-@options.AS_JSON
-def main(folder: Path, only: str, seconds: float, within: Path | None, output: Path, as_json: bool) -> None:
-    if within is not None:
-        public.end_with(run(folder.resolve(), within.resolve()))
-    chosen = {path.stem: [str(path)] for path in sorted(folder.glob("*.ipynb")) if only in path.name}
+@public.options_for("notebooks", "notebooks", 600.0)
+def main(folder: Path, only: str, seconds: float, output: Path, as_json: bool) -> None:
+    chosen = {path.stem: {"notebook": path.resolve()} for path in sorted(folder.glob("*.ipynb")) if only in path.name}
     if not chosen:
         raise click.UsageError(f"{folder} has no .ipynb file" + (f" with {only!r} in its name" if only else ""))
-    public.run_each("notebook", "bench.notebooks", chosen, seconds, output, as_json, shown, steps=[])
+    public.run_each("notebook", "bench.notebooks:run", chosen, seconds, output, as_json, shown, steps=[])
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any
 import click
 import torch
 
-from bench.common import child, options, rounds, tables
-from bench.common.rows import append_row, machine
+from bench.common import child, options, tables
+from bench.common.rows import append_row, in_turn, machine
 from lowmem_grpo.trainer.distributed import ranks
 from tests.attacks.ranked_run import Ranked, train, trainer
 
@@ -70,7 +70,7 @@ def scaling(count: int, output: Path) -> None:
     """Compare steps of one process with steps of two with twice the prompts."""
     where = machine()
     taken: dict[int, list[float]] = {1: [], 2: []}
-    for processes, _ in rounds.in_turn(list(taken), count):
+    for processes, _ in in_turn(list(taken), count):
         taken[processes].append(median_step(processes))
     times = [2 * one / two for one, two in zip(*taken.values(), strict=True)]
     row = {"prompts_per_rank": PROMPTS, "generations": GENERATIONS, "tokens": LENGTH, "rounds": count, "ranks": 2,

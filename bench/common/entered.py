@@ -22,7 +22,6 @@ LOADING: dict[str, Any] = {"load_in_4bit": False, "max_seq_length": 128}
 ADAPTER: dict[str, Any] = {"r": 4, "use_gradient_checkpointing": False}
 SETTINGS: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8,
                             "max_steps": 2, "save_strategy": "no"}
-CALLS = ("first rollout()", "second rollout()", "update()", "chat call", "train(groups)")
 
 
 class Trace:
@@ -62,12 +61,12 @@ def trace_trainer(trace: Trace, folder: Path) -> None:
     model = FastLanguageModel.get_peft_model(bare, **ADAPTER)
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} + 2?"}]} for number in range(4)]
     trainer = GRPOTrainer(model, place, GRPOConfig(output_dir=str(folder), **SETTINGS), rows)
-    with trace.call(CALLS[0]):
+    with trace.call("first rollout()"):
         groups = trainer.rollout()
-    with trace.call(CALLS[2]):
+    with trace.call("update()"):
         trainer.update(groups)
     trainer.state.global_step = 1  # as the loop does: only the first step's samples are compared with the trainer
-    with trace.call(CALLS[1]):
+    with trace.call("second rollout()"):
         trainer.rollout()
 
 
@@ -86,14 +85,14 @@ async def trace_agent(trace: Trace, folder: Path) -> None:
     async with agents.LocalBackend(path=folder, fast_inference=False, **LOADING, **ADAPTER) as backend:
         await model.register(backend)
         first = await ask(0)
-        with trace.call(CALLS[3]):
+        with trace.call("chat call"):
             second = await ask(1)
-        with trace.call(CALLS[4]):
+        with trace.call("train(groups)"):
             await model.train([agents.TrajectoryGroup([first, second])], learning_rate=1e-3)
 
 
 def count() -> dict[str, int]:
-    """Return the number of files that each of CALLS enters."""
+    """Return the number of files that each call enters."""
     trace = Trace()
     with tempfile.TemporaryDirectory() as folder:
         trace_trainer(trace, Path(folder) / "trainer")

@@ -16,10 +16,10 @@ from bench.common.tables import on_card, place
 from bench.common.targets import judged, section
 from bench.gate.pretend import is_pretend
 from bench.kernels.goals import GOALS
-from bench.loop.section import loop_table
+from bench.loop.bench import loop_table
 from bench.memory.section import longest_table, memory_table
 from bench.notebooks import notebooks_table
-from bench.rollout.section import rollout_table
+from bench.rollout.bench import rollout_table
 from lowmem_grpo.utils import MIB
 
 HERE = Path(__file__).resolve().parents[1]

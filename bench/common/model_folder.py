@@ -25,22 +25,15 @@ def model_folder(weights: Path | None, shape: str, device: str) -> Iterator[Path
         folder = Path(name)
         if (folder / MADE).exists():
             check(folder, shape)
-        else:
-            make(folder, shape, device)
+        elif (made := child.call("bench.rollout.provider:make",
+                                 {"folder": folder, "shape": shape, "device": device})).get("failed"):
+            raise click.ClickException(f"the weights could not be made:\n{made['log']}\n{made['missing']}")
         yield folder
-
-
-def make(folder: Path, shape: str, device: str) -> None:
-    """Write the weights, in a separate process."""
-    found = child.run("bench.rollout.provider", "make", "--folder", str(folder), "--shape", shape, "--device", device)
-    if found.get("failed"):
-        raise click.ClickException(f"the weights could not be made:\n{found['log']}\n{found['missing']}")
 
 
 def check(folder: Path, shape: str) -> None:
     """Raise ClickException if the folder holds another model."""
-    config = folder / "config.json"
-    found = json.loads(config.read_text()) if config.exists() else {}
+    found = json.loads((folder / "config.json").read_text())
     other = [f"{name} {found.get(name)}, wanted {size}" for name, size in SHAPES[shape].config.items()
              if found.get(name) != size]
     if other:

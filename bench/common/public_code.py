@@ -5,13 +5,12 @@
 
 import ast
 import json
-import os
 import re
 import shutil
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import click
 from IPython.core.interactiveshell import InteractiveShell
 from rich.console import Console
 
-from bench.common import child, tables
+from bench.common import child, options, tables
 from bench.common.rows import leave, machine, newest, run_now
 
 CONTEXT = 32768  # tokens; programs and notebooks ask for more than an embedded model's own 2,048
@@ -95,22 +94,15 @@ def failed(error: BaseException) -> Row:
     return {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]}
 
 
-def end_with(result: Row) -> None:
-    """Print a result as the last line, and end this process: an engine's threads may outlive a program."""
-    sys.stdout.flush()
-    print("\n" + json.dumps(result), flush=True)
-    os._exit(0)
-
-
-def run_each(key: str, module: str, programs: dict[str, list[str]], seconds: float, output: Path, as_json: bool,
+def run_each(key: str, function: str, programs: dict[str, dict[str, Any]], seconds: float, output: Path, as_json: bool,
              shown: Callable[[Row], list[str]], **empty: Any) -> None:
-    """Run each program, `module` with its words and a temporary folder, in a separate process; record a row of each
-    with its name as `key`. A program that fails without a result gets the fields of `empty`."""
+    """Run each program, `function` with what is given and a temporary `folder`, in a separate process; record a row of
+    each with its name as `key`. A program that fails without a result gets the fields of `empty`."""
     rows: list[Row] = []
     console, about = Console(width=150), {"run": run_now(), **machine()}
-    for name, words in programs.items():
+    for name, given in programs.items():
         with tempfile.TemporaryDirectory(prefix=f"{key}-", ignore_cleanup_errors=True) as folder:
-            found = child.run(module, *words, "--within", folder, seconds=seconds)
+            found = child.call(function, given | {"folder": folder}, seconds=seconds)
         rows.append({key: name} | (empty | {"error": found["missing"]} if found.get("failed") else found))
         leave(rows[-1] | about, output, as_json)
         if not as_json:
@@ -119,7 +111,21 @@ def run_each(key: str, module: str, programs: dict[str, list[str]], seconds: flo
         console.print(f"{sum(map(ran, rows))} of {len(rows)} {key}s ran to their end")
 
 
-WITHIN = click.option("--within", type=click.Path(path_type=Path), hidden=True, help="Run one program in this folder.")
+def options_for(name: str, what: str, seconds: float) -> Callable[[Any], Any]:
+    """Return a decorator that adds the options of such a bench, whose rows go to NAME.jsonl."""
+    shared = (click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path)),
+              click.option("--only", default="", help=f"Only {what} whose path contains this."),
+              click.option("--seconds", default=seconds, show_default=True, help="The most that one may take."),
+              options.output(name), options.AS_JSON)
+    return lambda command: reduce(lambda inner, option: option(inner), reversed(shared), command)
+
+
+def section(rows: list[Row], key: str, title: str, note: str, columns: Sequence[str],
+            shown: Callable[[Row], list[str]]) -> list[str]:
+    """Return a section of RESULTS.md with the newest row of each program, by name."""
+    last = latest(rows, key)
+    return ["", f"## Public {title} replaced", "", f"{sum(map(ran, last))} of {len(last)} ran to their end. {note}", "",
+            *tables.markdown(columns, map(shown, last))]
 
 
 def latest(rows: list[Row], key: str) -> list[Row]:

@@ -6,14 +6,15 @@ import platform
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import quantiles
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 OWN = "lowmem-grpo"
 RESULTS = Path(__file__).resolve().parents[1] / "results"  # a file of rows for each bench
 PACKAGES = (OWN, "torch", "transformers", "peft")
@@ -105,3 +106,16 @@ def percentiles(values: list[float]) -> dict[str, float]:
     """Return the 20th, 50th and 80th percentile."""
     cuts = quantiles(values, n=10, method="inclusive")
     return {"p20": round(cuts[1], 4), "p50": round(cuts[4], 4), "p80": round(cuts[7], 4)}
+
+
+def in_turn(cases: Sequence[T], rounds: int, warm_up: int = 0) -> Iterator[tuple[T, bool]]:
+    """Yield (case, whether it counts): every case once per round, in reversed order in every second round; the first
+    `warm_up` rounds do not count."""
+    for number in range(rounds + warm_up):
+        for case in reversed(cases) if number % 2 else cases:
+            yield case, number >= warm_up
+
+
+def median_ratio(own: Sequence[float], base: Sequence[float]) -> float:
+    """Return the median over rounds of a case's seconds divided by those of the baseline."""
+    return round(median(mine / theirs for mine, theirs in zip(own, base, strict=True)), 4)

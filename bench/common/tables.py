@@ -1,10 +1,14 @@
 """Tables for a terminal and for a page in Markdown, from the same columns and rows."""
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.table import Table
+
+from bench.common.rows import leave
 
 Rows = Iterable[Sequence[str]]
 Row = dict[str, Any]
@@ -31,11 +35,6 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def missing(reason: str, cells: int) -> list[str]:
-    """Return the cells of a row without figures: the first says why."""
-    return [f"missing: {reason.replace('|', '/')[:80]}", *[""] * (cells - 1)]
-
-
 def number(row: dict[str, Any], name: str, form: str, divisor: int = 1) -> str:
     """Return a measure of a row, divided by `divisor`; "" if the row lacks it."""
     value = row.get(name)
@@ -53,7 +52,7 @@ def cells(row: Row, columns: Columns) -> list[str]:
     """Return the cells of a row. If the row has no figures, the first of their cells says why."""
     if not row.get("missing"):
         return [cell(row, figure) for figure in columns.values()]
-    figures = iter(missing(row["missing"], len(columns)))
+    figures = iter([f"missing: {row['missing'].replace('|', '/')[:80]}", *[""] * len(columns)])
     return [cell(row, figure) if name in ALWAYS else next(figures) for name, figure in columns.items()]
 
 
@@ -72,14 +71,31 @@ def place(row: Row) -> str:
     return str(row["gpu"]) if on_card(row) else f"{row['cpu']}, {row['cores']} cores"
 
 
-def print_measured(rows: list[Row], columns: Columns, console: Console) -> None:
-    """Print a table of the rows with figures, and below it why other providers have none."""
-    measured = (cells(row, columns) for row in rows if not row.get("missing"))
-    console.print(terminal(None, list(columns), measured))
+def measure_each(names: Iterable[str], run: Callable[[str], Row], row_of: Callable[[str, Row], Row], columns: Columns,
+                 output: Path, as_json: bool = False) -> None:
+    """Measure one provider after the other, leave a row of each at once, and print the rows with figures and why others
+    have none. Raises ClickException in the end if one of ours failed; a peer's failure is a reason."""
+    rows, failed, console = list[Row](), list[str](), Console(width=180, stderr=as_json)
+    for name in names:
+        click.echo(f"{name} ...", err=True)
+        found = run(name)
+        rows.append(row_of(name, found))
+        leave(rows[-1], output, as_json)
+        if found.get("failed") and not is_peer(name):
+            failed.append(name)
+            click.echo(found.get("log") or found["missing"], err=True)
+    console.print(terminal(None, list(columns), (cells(row, columns) for row in rows if not row.get("missing"))))
     for row in rows:
         if row.get("missing"):
-            line = f"  {row['provider']} is missing: {row['missing']}"
-            console.print(line, style="dim", highlight=False, markup=False)
+            why = f"  {row['provider']} is missing: {row['missing']}"
+            console.print(why, style="dim", highlight=False, markup=False)
+    if failed:
+        raise click.ClickException(f"{', '.join(failed)} failed; see above")
+
+
+def is_peer(provider: str) -> bool:
+    """Return whether a provider is not one of our engines, so that it need not run here."""
+    return not provider.startswith(("lowmem_grpo", "transformers"))
 
 
 def print_rows(rows: Iterable[dict[str, Any]], columns: Columns, *words: str, **options: Any) -> None:

@@ -74,11 +74,6 @@ class Standing:
     status: str = NOT_RUN
     measured: str = ""
 
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        """Case, demand and measure for a table."""
-        return self.goal.where, self.goal.demand, self.measured
-
 
 def judged(goals: Iterable[Goal], rows: list[Row], device: str | None = None) -> list[Standing]:
     """Return the standing of each goal by these rows; only of goals for `device`, unless that is None."""
@@ -87,7 +82,7 @@ def judged(goals: Iterable[Goal], rows: list[Row], device: str | None = None) ->
 
 def lines(found: list[Standing]) -> list[str]:
     """Return the standings as a table in Markdown."""
-    return tables.markdown(COLUMNS, ([*one.cells, one.status] for one in found))
+    return tables.markdown(COLUMNS, ([one.goal.where, one.goal.demand, one.measured, one.status] for one in found))
 
 
 def section(title: str, found: list[Standing]) -> list[str]:

@@ -10,25 +10,43 @@ still run. The last page (gate.md) says what passed, which targets were missed, 
 import subprocess
 import sys
 import time
-from dataclasses import replace
-from datetime import datetime
+from collections.abc import Iterable
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from bench.common.rows import append_row, commit, read_rows
+from bench.common.rows import append_row, commit, read_rows, run_now
 from bench.gate import last_page
-from bench.gate.order import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, ordered
 from bench.gate.pretend import is_pretend
-from bench.gate.runner import CUT_OFF, FAILED, OLDER, OWN, PASSED, Outcome, attempt
+from bench.gate.runner import CUT_OFF, FAILED, PASSED, Outcome, attempt
 from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
 
 BENCH = Path(__file__).resolve().parents[1]
 RESULTS, RUNS = BENCH / "results", BENCH.parent / "runs"
 DEVICE = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
 console = Console(width=150)
+# The order of pieces, by their names or the beginnings of their names. The first one is what most others depend on: an
+# engine of vLLM that samples, sleeps and wakes. Measurements come next, long lists of tests last. Calls 1, 2 and 3 are
+# for a machine that is lent for ten minutes at a time. A piece that does not fit into the rest of a call is not begun,
+# but shorter ones after it are.
+ENGINE = "tests/smoke vllm"
+SECONDS_OF_A_CALL = 500.0  # out of ten minutes; the rest is for unpacking and for bringing results back
+CALLS: dict[int, tuple[str, ...]] = {
+    1: (ENGINE, "tests/smoke 4-bit", "kernels/linear_logprobs", "kernels/nf4_linear", "memory/step-16",
+        "tests/kernels logprob", "tests/kernels nf4", "tests/kernels"),
+    2: ("rollout/lowmem_grpo", "rollout/vllm_bf16_lora", "loop/lowmem_grpo", "profile/decode"),
+    3: ("learner/arithmetic", "rollout/vllm_bnb_lora", "profile/train", "tests/vllm on_card", "tests/vllm",
+        "tests/smoke vllm wakes", "tests"),
+}
+NUMBERS = ("kernels", "memory", "rollout", "loop", "switches", "profile", "learner", "peers")  # stages that leave rows
+TESTS = "tests"  # the stage that leaves none
+DEFAULT = (
+    ENGINE, "tests/smoke 4-bit", *(name for call in CALLS.values() for name in call if not name.startswith(TESTS)),
+    *NUMBERS, TESTS,
+)
 
 
 def card_name() -> str:
@@ -59,6 +77,15 @@ def asked_for(stages: str | None, call: int | None) -> tuple[str, ...]:
     return asked
 
 
+def ordered(pieces: Iterable[Piece], asked: Iterable[str]) -> list[Piece]:
+    """Return the pieces that were asked for, in that order, each once. The name of a piece means only that piece; any
+    other name means all pieces whose names begin with it."""
+    held = {piece.name: piece for piece in pieces}
+    names = [name for wanted in asked
+             for name in ([wanted] if wanted in held else [name for name in held if name.startswith(wanted)])]
+    return [held[name] for name in dict.fromkeys(names)]
+
+
 def earlier(out: Path, form: str, code: str) -> list[dict[str, Any]]:
     """Return the outcomes of earlier calls on this commit; none if the code has uncommitted changes."""
     if "+changes" in code or code == "unknown":
@@ -70,11 +97,9 @@ class Gate:
     """One call of the gate: the pieces that passed earlier, the time that is left, and the outcome of each piece."""
 
     def __init__(self, setup: Setup, limit: float, before: list[dict[str, Any]], code: str) -> None:
-        self.code, self.until = code, time.monotonic() + limit
-        self.done = {row["name"]: Outcome(**row) for row in before
+        self.setup, self.code, self.until = setup, code, time.monotonic() + limit
+        self.done = {row["name"]: Outcome(**{name.name: row[name.name] for name in fields(Outcome)}) for row in before
                      if row["status"] == PASSED and row["name"] != "environment"}  # the machine may be another one
-        known = self.done[ENGINE].vllm_runner if ENGINE in self.done else OLDER if setup.form == PRETEND else ""
-        self.setup = replace(setup, vllm_runner=known)
         self.outcomes: list[Outcome] = []
 
     def run(self, asked: tuple[str, ...]) -> None:
@@ -89,44 +114,17 @@ class Gate:
 
     def settle(self, piece: Piece) -> None:
         """Take a piece's outcome from an earlier call, or run it."""
-        found = self.done.get(piece.name)
-        if found is None:
-            found = self.first_engine(piece) if piece.name == ENGINE else self.attempt(piece)
-        self.outcomes.append(found)
+        self.outcomes.append(self.done.get(piece.name) or self.attempt(piece))
         last_page.write(self.setup, self.outcomes)  # at once, in case this process is killed
 
     def attempt(self, piece: Piece) -> Outcome:
         """Run a piece, print how it ended, and record it."""
         console.print(f"{piece.name} ...", style="dim")
         found = attempt(piece, self.setup, self.until - time.monotonic(), self.code)
-        append_row(self.setup.out / "gate.jsonl", found.row())
+        append_row(self.setup.out / "gate.jsonl", asdict(found))
         console.print(f"{piece.name}: {found.status} in {found.seconds:.0f} s {found.reason}",
                       highlight=False, markup=False)
         return found
-
-    def first_engine(self, piece: Piece) -> Outcome:
-        """Run the first piece with vLLM. If it fails with the model runner that vLLM chooses, try the older one. The
-        runner that works is recorded and used from now on. If neither works, later pieces keep vLLM's choice."""
-        if self.setup.vllm_runner:
-            return self.attempt(piece)
-        before = self.setup
-        for runner in (OWN, OLDER):
-            self.setup = replace(before, vllm_runner=runner)
-            found = self.attempt(piece if runner == OWN else replace(piece, log=f"{piece.name}, older runner"))
-            if found.status == PASSED:
-                self.note_runner()
-                return found
-            if found.status != FAILED:
-                break
-        self.setup = before
-        return found
-
-    def note_runner(self) -> None:
-        """Append a row of the machine's facts that names the model runner, as the rows of later calls do."""
-        if self.setup.facts:
-            facts = self.setup.facts | {"vllm_runner": self.setup.vllm_runner}
-            self.setup = replace(self.setup, facts=facts)
-            append_row(self.setup.results / "environment.jsonl", facts)
 
 
 @click.command()
@@ -155,12 +153,11 @@ def main(
     out = (output or RUNS / ("gpu-gate" if form == CARD else "gpu-gate-dry")).resolve()
     rows = (results or (RESULTS if form == CARD else out / "results")).resolve()
     before = [] if again else earlier(out, form, code)
-    run = before[-1]["run"] if before else datetime.now().isoformat(timespec="seconds")
+    run = before[-1]["run"] if before else run_now()
     out.mkdir(parents=True, exist_ok=True)
     gate = Gate(Setup(form, out, rows, (weights or out / "weights").resolve(), run), limit, before, code)
     gate.run(asked)
-    last_page.show(gate.setup, gate.outcomes, console)
-    console.print(f"last page: {last_page.write(gate.setup, gate.outcomes)}", soft_wrap=True)
+    click.echo(f"\n{last_page.document(gate.setup, gate.outcomes)}\nlast page: {out / 'gate.md'}")
     if any(outcome.status in (FAILED, CUT_OFF) for outcome in gate.outcomes):
         sys.exit(1)
 

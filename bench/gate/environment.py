@@ -84,13 +84,9 @@ def card() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {"capability": None, "bf16": True}
-    properties = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "capability": list(torch.cuda.get_device_capability()), "card_gib": round(total / GIB, 2),
-        "card_free_gib": round(free / GIB, 2), "multiprocessors": properties.multi_processor_count,
-        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
-    }
+    return {"capability": list(torch.cuda.get_device_capability()),
+            "card_gib": round(torch.cuda.mem_get_info()[1] / GIB, 2),
+            "bf16": torch.cuda.is_bf16_supported(including_emulation=False)}
 
 
 def speeds(device: str, small: bool) -> dict[str, float]:
@@ -124,11 +120,10 @@ def environment(device: str, small: bool) -> dict[str, Any]:
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), required=True)
 @click.option("--small", is_flag=True, help="Measure speeds with small tensors; they mean nothing.")
-@click.option("--vllm-runner", help="The model runner with which vLLM worked here before, to be recorded.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A row is added here.")
-def main(device: str, small: bool, vllm_runner: str | None, output: Path | None) -> None:
+def main(device: str, small: bool, output: Path | None) -> None:
     """Print the facts, and append them to --output."""
-    found = environment(device, small) | ({"vllm_runner": vllm_runner} if vllm_runner else {})
+    found = environment(device, small)
     if output is not None:
         append_row(output, found)
     click.echo(json.dumps(found))

@@ -3,20 +3,17 @@
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
 from bench.common import tables
 from bench.common.rows import read_rows
-from bench.common.targets import COLUMNS, MISSED, Standing, judged, lines
+from bench.common.targets import Standing, judged, lines
 from bench.gate.runner import CUT_OFF, FAILED, NOT_RUN, PASSED, SKIPPED, Outcome
 from bench.gate.stages import CARD, CPU, PRETEND, Setup
 from bench.kernels.goals import GOALS as KERNELS
-from bench.loop.section import GOALS as LOOP
+from bench.loop.bench import GOALS as LOOP
 from bench.memory.section import GOALS as MEMORY
-from bench.rollout.section import GOALS as ROLLOUTS
+from bench.rollout.bench import GOALS as ROLLOUTS
 
-COLORS = {PASSED: "green", FAILED: "red", SKIPPED: "yellow", NOT_RUN: "dim", CUT_OFF: "red"}
+STATUSES = (PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF)
 PIECES = ("piece", "", "seconds", "why")
 MEANS = {
     CARD: "measured on this card",
@@ -40,14 +37,13 @@ def machine_lines(setup: Setup) -> list[str]:
     where = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
     card = f", {facts['card_gib']} GiB, driver {facts.get('driver')}" if facts.get("card_gib") else ""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    runner = f"; vLLM's model runner: {facts['vllm_runner']}" if facts.get("vllm_runner") else ""
-    return [f"{where}{card}; {MEANS[setup.form]}.", f"commit {facts['commit']}, {facts['date']}; {versions}{runner}"]
+    return [f"{where}{card}; {MEANS[setup.form]}.", f"commit {facts['commit']}, {facts['date']}; {versions}"]
 
 
 def counts(outcomes: list[Outcome]) -> str:
     """Return a text such as "12 passed, 1 failed"."""
     found = Counter(outcome.status for outcome in outcomes)
-    return ", ".join(f"{found[status]} {status}" for status in COLORS if found[status])
+    return ", ".join(f"{found[status]} {status}" for status in STATUSES if found[status])
 
 
 def document(setup: Setup, outcomes: list[Outcome]) -> str:
@@ -57,18 +53,6 @@ def document(setup: Setup, outcomes: list[Outcome]) -> str:
     if setup.form == CARD:
         page += ["", *lines(targets(setup))]
     return "\n".join(page) + "\n"
-
-
-def show(setup: Setup, outcomes: list[Outcome], console: Console) -> None:
-    """Print the page; of the targets only the missed ones, and the number with each status."""
-    console.print(tables.terminal("GPU gate", PIECES, (
-        [o.name, f"[{COLORS[o.status]}]{o.status}[/]", f"{o.seconds:.0f}", escape(o.reason[:240])] for o in outcomes)))
-    if setup.form == CARD:
-        found = targets(setup)
-        missed = [one.cells for one in found if one.status == MISSED]
-        console.print(tables.terminal("targets missed", COLUMNS[:3], missed))
-        console.print(", ".join(f"{n} {status}" for status, n in Counter(one.status for one in found).items()))
-    console.print("\n".join(machine_lines(setup)), f"\n{counts(outcomes)}", highlight=False)
 
 
 def write(setup: Setup, outcomes: list[Outcome]) -> Path:

@@ -6,13 +6,13 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.common.rows import read_rows
-from bench.gate.pretend import CACHED, UNCACHED
+from bench.gate.pretend import ALWAYS, CACHED, UNCACHED
 from bench.gate.stages import BENCH, CARD, CPU, LONGEST, PRETEND, Piece, Setup
 
 PASSED, FAILED, SKIPPED, NOT_RUN, CUT_OFF = "passed", "failed", "skipped", "not run", "cut off"
@@ -26,9 +26,6 @@ UNITS = {"card_gib": "the card has {have:.1f} GiB, {want} are needed",
          "host_gib": "{have:.1f} GiB of host memory are free, {want} are needed",
          "disk_gib": "{have:.1f} GiB of disk are free, {want} are needed"}
 SLACK = 0.92  # a card sold as 16 GiB shows a little less
-# vLLM has two model runners; unless told, it chooses one by the model
-OWN, OLDER = "vLLM's own choice", "VLLM_USE_V2_MODEL_RUNNER=0"
-RUNNERS = {OWN: {}, OLDER: {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
 
 
 @dataclass(frozen=True)
@@ -42,23 +39,18 @@ class Outcome:
     run: str = ""
     commit: str = ""
     form: str = ""
-    vllm_runner: str = ""
-
-    def row(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
     """Run a piece, unless something it needs is missing or too little time is left; return its outcome."""
     def outcome(status: str, seconds: float = 0.0, reason: str = "") -> Outcome:
-        return Outcome(piece.name, status, round(seconds, 1), reason, setup.run, commit, setup.form,
-                       setup.vllm_runner)
+        return Outcome(piece.name, status, round(seconds, 1), reason, setup.run, commit, setup.form)
 
     if reason := why_not(piece.needs, setup.facts):
         return outcome(SKIPPED, reason=reason)
     if left < (needed := piece.least if setup.form == CARD else SHORTEST):
         return outcome(NOT_RUN, reason=f"{max(left, 0):.0f} s were left, it takes about {needed}")
-    log = setup.out / "logs" / f"{(piece.log or piece.name).replace('/', '-')}.log"
+    log = setup.out / "logs" / f"{piece.name.replace('/', '-')}.log"
     before = len(rows_of(piece))
     begin, allowed = time.monotonic(), min(left, piece.seconds, LONGEST)
     code = run(piece.command, log, allowed, environment(piece, setup))
@@ -100,15 +92,12 @@ def rows_of(piece: Piece) -> list[dict[str, Any]]:
 
 
 def environment(piece: Piece, setup: Setup) -> dict[str, str]:
-    """Return variables for a piece's process: the model runner of vLLM that works here; on the CPU one thread and no
-    card; on a pretend card zeros instead of garbage, except where allocations are measured."""
-    settings = ENVIRONMENT | RUNNERS[setup.vllm_runner or OWN]
+    """Return variables for a piece's process: on the CPU one thread and no card; on a pretend card zeros instead of
+    garbage, except where allocations are measured."""
     if setup.form == PRETEND:
-        zeros = {} if piece.weighs else CACHED if piece.sleeps else UNCACHED
-        settings |= RUNNERS[OLDER] | zeros
-    if setup.form == CPU:
-        settings |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return settings
+        return ENVIRONMENT | (ALWAYS if piece.weighs else CACHED if piece.sleeps else UNCACHED)
+    alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return ENVIRONMENT | (alone if setup.form == CPU else {})
 
 
 def run(command: tuple[str, ...], log: Path, seconds: float, settings: dict[str, str]) -> int | None:

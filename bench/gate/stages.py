@@ -1,4 +1,4 @@
-"""The stages of the gate and their commands; order.py holds the order in which they run.
+"""The stages of the gate and their commands; bench.py holds the order in which they run.
 
 The `least` of a piece is an estimate for an H200, made from the bytes and operations that it needs and the time that
 libraries take to start. It has not been measured yet.
@@ -40,7 +40,6 @@ class Piece:
     junit: bool = False  # pytest writes a report that decides whether it passed
     weighs: bool = False  # it measures the allocator's peaks
     sleeps: bool = False  # it measures the memory that vLLM frees when it sleeps
-    log: str = ""  # name of the log, if it is not the piece's
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class Setup:
     weights: Path  # made once, used by several stages
     run: str  # the same in all rows of one gate
     facts: dict[str, Any] = field(default_factory=dict)  # what environment.py found; empty before it has run
-    vllm_runner: str = ""  # the entry of runner.py's RUNNERS that worked here; empty before one did
 
     @property
     def device(self) -> str:
@@ -79,8 +77,7 @@ def script(name: str, *arguments: str) -> tuple[str, ...]:
 def environment(setup: Setup) -> list[Piece]:
     """Return the piece that reports what this machine has, what works, and how fast it copies and multiplies."""
     small = ("--small",) if setup.form != CARD else ()
-    known = ("--vllm-runner", setup.vllm_runner) if setup.vllm_runner else ()
-    return [Piece("environment", script("gate.environment", "--device", setup.device, *small, *known,
+    return [Piece("environment", script("gate.environment", "--device", setup.device, *small,
                                         *setup.rows("environment")), 180)]
 
 

@@ -145,14 +145,6 @@ def prepare(provider: Provider, problem: Problem, truth: dict[str, torch.Tensor]
     return run, found
 
 
-def cases(ops: list[str], shapes: str, dtypes: list[str], device: str) -> list[Case]:
-    """Return all cases of a run, in the order of measuring."""
-    return [
-        Case(op, passes, shape, dtype, device)
-        for op in ops for each, shape in SHAPES[shapes][op] for dtype in dtypes for passes in each
-    ]
-
-
 ALL_PROVIDERS = list(dict.fromkeys(provider.name for _, providers in PROBLEMS.values() for provider in providers))
 
 
@@ -180,7 +172,8 @@ def main(
     bench = Bench(clock, providers, output, common, failures)
     default = ["bfloat16"] if device == "cuda" else ["float32", "bfloat16"]
     shapes = shapes or ("full" if device == "cuda" else "small")
-    for case in cases(ops or list(PROBLEMS), shapes, dtypes or default, device):
+    for case in (Case(op, passes, shape, dtype, device) for op in ops or PROBLEMS for each, shape in SHAPES[shapes][op]
+                 for dtype in dtypes or default for passes in each):
         bench.measure(case)
         gc.collect()
         if device == "cuda":

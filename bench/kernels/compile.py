@@ -6,8 +6,6 @@ The exit code is 1, with a list, if a kernel does not compile, spills more than 
 memory than its chip has, or is in no `variants()`.
 """
 
-import importlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -18,16 +16,18 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import click
 import torch
+import triton
 from rich.console import Console
 from rich.table import Column, Table
 
 import lowmem_grpo.kernels
+from bench.common import options
 from lowmem_grpo.kernels.triton_utils import SHARED_MEMORY, Variant
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,21 +58,9 @@ class Job:
         return f"{self.module}: {self.variant.name}, sm_{self.chip}, {self.dtype}, {self.hints}"
 
 
-def kernel_modules() -> list[ModuleType]:
-    """Return all modules of lowmem_grpo.kernels."""
-    names = [info.name for info in pkgutil.iter_modules(lowmem_grpo.kernels.__path__, "lowmem_grpo.kernels.")]
-    return [importlib.import_module(name) for name in names]
-
-
-def load_file(path: Path) -> ModuleType:
-    """Import a module from a file, for kernels that are not in the package."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise click.BadParameter(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+def kernel_modules() -> list[str]:
+    """Return the names of all modules of lowmem_grpo.kernels."""
+    return [info.name for info in pkgutil.iter_modules(lowmem_grpo.kernels.__path__, "lowmem_grpo.kernels.")]
 
 
 def list_jobs(modules: list[ModuleType], chips: list[int], hints: list[str], one_dtype: bool = False) -> list[Job]:
@@ -98,19 +86,16 @@ def unlisted(modules: list[ModuleType], jobs: list[Job]) -> list[str]:
     ]
 
 
-def weigh_job(job: Job) -> Any:
-    """Return the weight of one job; runs in a worker, which imports the compiler."""
-    from bench.kernels.aot import weigh
-
-    warnings.filterwarnings("ignore", message=FUSION_WARNING)
-    return weigh(job.variant, job.chip, job.hints)
-
-
 QUEUE: list[Job] = []  # distinct jobs: kernels cannot be sent to forked workers, which look them up by number
 
 
 def weigh_number(number: int) -> Any:
-    return weigh_job(QUEUE[number])
+    """Return the weight of one job; runs in a worker, which imports the compiler."""
+    from bench.kernels.aot import weigh
+
+    warnings.filterwarnings("ignore", message=FUSION_WARNING)
+    job = QUEUE[number]
+    return weigh(job.variant, job.chip, job.hints)
 
 
 def weigh_all(jobs: list[Job], workers: int) -> dict[tuple[Any, ...], Any]:
@@ -119,7 +104,7 @@ def weigh_all(jobs: list[Job], workers: int) -> dict[tuple[Any, ...], Any]:
 
     QUEUE[:] = {job.key: job for job in jobs}.values()
     if workers == 1:
-        return {job.key: weigh_job(job) for job in QUEUE}
+        return {job.key: weigh_number(number) for number, job in enumerate(QUEUE)}
     weights = {}
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         waiting = [(job.key, pool.submit(weigh_number, number)) for number, job in enumerate(QUEUE)]
@@ -167,58 +152,41 @@ def cell(weights: list[Any], chip: int) -> str:
     return f"[red]{text}[/]" if any(weight.complaints(chip) for weight in weights) else text
 
 
-def chosen_chips(_context: Any, _option: Any, value: str | None) -> list[int]:
-    """Return the chips in --chips; all by default."""
-    chips = [part.strip().removeprefix("sm_") for part in value.split(",")] if value else list(map(str, SHARED_MEMORY))
-    if wrong := [chip for chip in chips if chip not in map(str, SHARED_MEMORY)]:
-        raise click.BadParameter(f"{', '.join(wrong)}; choose from {', '.join(map(str, SHARED_MEMORY))}")
-    return [int(chip) for chip in chips]
-
-
-def require_compiler() -> str:
-    """Return Triton's version. Raises ClickException if Triton is missing, or would interpret kernels."""
-    try:
-        import triton
-    except ImportError as error:
-        raise click.ClickException("triton is not installed: pip install triton (Linux has wheels)") from error
+def require_compiler() -> None:
+    """Raise ClickException if Triton would interpret kernels."""
     if triton.knobs.runtime.interpret:
-        raise click.ClickException(
-            "TRITON_INTERPRET is set, so kernels would be interpreted and nothing compiled: "
-            "env -u TRITON_INTERPRET python -m bench.kernels.compile"
-        )
-    return triton.__version__
+        raise click.ClickException("TRITON_INTERPRET is set, so kernels would be interpreted and nothing compiled: "
+                                   "env -u TRITON_INTERPRET python -m bench.kernels.compile")
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
 @click.option("--all", "every_variant", is_flag=True, help="A line of the table for each variant.")
-@click.option("--chips", callback=chosen_chips, help="Compute capabilities, such as 75,90; all by default.")
+@click.option("--chips", callback=options.names([*map(str, SHARED_MEMORY)]), help="Such as 75,90; all by default.")
 @click.option("--hints", type=click.Choice(["aligned", "odd", "both"]), default="aligned", show_default=True,
               help="Sizes and strides known to be multiples of 16 (as they mostly are), or not.")
 @click.option("--one-dtype", is_flag=True, help="fp16 only for chips without bf16: half of the time.")
-@click.option("--file", "files", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Python files with variants(), in place of lowmem_grpo.kernels.")
+@click.option("--module", "names", multiple=True, help="Modules with variants(), in place of lowmem_grpo.kernels.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(min=1), help="Processes.")
 def main(
-    as_json: bool, every_variant: bool, chips: list[int], hints: str, one_dtype: bool, files: tuple[Path, ...],
+    as_json: bool, every_variant: bool, chips: list[str], hints: str, one_dtype: bool, names: tuple[str, ...],
     jobs: int,
 ) -> None:
     """Compile every kernel for every chip and weigh it."""
-    version, start = require_compiler(), time.perf_counter()
-    modules = [load_file(path) for path in files] or kernel_modules()
-    wanted = list_jobs(modules, chips, ["aligned", "odd"] if hints == "both" else [hints], one_dtype)
-    if not wanted:
-        raise click.ClickException("nothing to compile: no module has variants()")
+    require_compiler()
+    start, numbers = time.perf_counter(), [int(chip) for chip in chips or SHARED_MEMORY]
+    modules = [import_module(name) for name in names or kernel_modules()]
+    wanted = list_jobs(modules, numbers, ["aligned", "odd"] if hints == "both" else [hints], one_dtype)
     weights = weigh_all(wanted, jobs)
     problems = [f"{job.label}: {text}" for job in wanted for text in weights[job.key].complaints(job.chip)]
     problems += unlisted(modules, wanted)
     seconds = round(time.perf_counter() - start, 1)
     if as_json:
-        click.echo(json.dumps({"triton": version, "seconds": seconds, "compilations": len(weights),
+        click.echo(json.dumps({"triton": triton.__version__, "seconds": seconds, "compilations": len(weights),
                                "problems": problems, "rows": rows(wanted, weights)}))
     else:
-        Console(width=None if sys.stdout.isatty() else 180).print(table(wanted, weights, chips, every_variant))
-        click.echo(f"{len(wanted)} variants, {len(weights)} compilations, Triton {version}, {seconds} s")
+        Console(width=None if sys.stdout.isatty() else 180).print(table(wanted, weights, numbers, every_variant))
+        click.echo(f"{len(wanted)} variants, {len(weights)} compilations, Triton {triton.__version__}, {seconds} s")
     if problems:
         click.echo("\n".join([f"{len(problems)} problems:", *problems]), err=True)
         sys.exit(1)

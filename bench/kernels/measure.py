@@ -79,13 +79,11 @@ class Clock:
 
 
 def peak_bytes(run: Run, device: str) -> int:
-    """Return the most bytes alive during a call beyond those alive before it, results included."""
+    """Return the most bytes alive during a call beyond those alive before it, results included: on a card by the
+    counters of the caching allocator."""
     run.reset()
-    return cuda_peak(run) if device == "cuda" else cpu_peak(run)
-
-
-def cuda_peak(run: Run) -> int:
-    """Return the peak by the counters of the caching allocator."""
+    if device == "cpu":
+        return cpu_peak(run)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

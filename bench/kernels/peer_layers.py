@@ -11,20 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.problems import (
-    FWD,
-    FWD_BWD,
-    OURS,
-    REFERENCE,
-    Case,
-    Forward,
-    Problem,
-    Provider,
-    Results,
-    compiled,
-    plain,
-    truth_of,
-)
+from bench.kernels.problems import FWD, FWD_BWD, Case, Forward, Problem, Provider, Results, compiled, pair, truth_of
 from lowmem_grpo.kernels.glu import geglu, geglu_ref, swiglu, swiglu_ref
 from lowmem_grpo.kernels.rms_norm import rms_norm, rms_norm_ref
 from lowmem_grpo.kernels.rope import rope, rope_ref
@@ -111,7 +98,7 @@ def liger(name: str, as_forward: Callable[[Callable[..., Any]], Forward], note: 
 
 def four(ours: Forward, reference: Forward, theirs: Provider) -> list[Provider]:
     """Return our provider, the reference, torch.compile of the reference, and Liger's provider."""
-    return [plain(OURS, ours), plain(REFERENCE, reference), compiled(reference, "of the reference"), theirs]
+    return [*pair(ours, reference), compiled(reference, "of the reference"), theirs]
 
 
 def norm(as_forward: Callable[[Callable[..., Any]], Forward], inputs: str, outputs: str, moved: tuple[int, int],

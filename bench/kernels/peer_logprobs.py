@@ -13,8 +13,6 @@ from torch import Tensor
 from bench.kernels.problems import (
     FWD,
     FWD_BWD,
-    OURS,
-    REFERENCE,
     Case,
     Forward,
     Problem,
@@ -22,7 +20,7 @@ from bench.kernels.problems import (
     Results,
     Run,
     compiled,
-    plain,
+    pair,
     truth_of,
 )
 from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
@@ -135,8 +133,7 @@ def cut_cross_entropy(problem: Problem) -> Forward:
 
 
 PROBLEMS = {"linear_logprobs": (logprob_problem, [
-    plain(OURS, ours),
-    plain(REFERENCE, reference, note="whole logits in float32, and so are the products"),
+    *pair(ours, reference, "whole logits in float32, and so are the products"),
     compiled(by_hand, "of log_softmax, gather and entropy over whole logits"),
     Provider("trl_chunked", trl_chunked, "trl", "its GRPO's default: add_fused_lm_head's function and tiles"),
     Provider("trl_full_logits", trl_logits, "trl", "TRL's log-probability and entropy of whole float32 logits"),

@@ -12,18 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.problems import (
-    FWD,
-    FWD_BWD,
-    OURS,
-    REFERENCE,
-    Case,
-    Forward,
-    Problem,
-    Provider,
-    plain,
-    truth_of,
-)
+from bench.kernels.problems import FWD, FWD_BWD, Case, Forward, Problem, Provider, pair, plain, truth_of
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_dequantize_ref, fp8_quantize
 from lowmem_grpo.kernels.frozen import QuantizedWeight, frozen_linear
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
@@ -94,13 +83,12 @@ class Form:
     def problems(self, name: str, linear: list[Provider], values: list[Provider]) -> dict[str, Any]:
         """Return both problems with our providers, and with these providers of others."""
         return {f"{name}_linear": (self.linear_problem, [
-            plain(OURS, lambda x, weight, **_: {"out": self.linear(x, weight)}),
-            plain(REFERENCE, lambda x, weight, **_: {"out": x @ self.reference(weight).T},
-                  note="dequantize all, then a product"),
+            *pair(lambda x, weight, **_: {"out": self.linear(x, weight)},
+                  lambda x, weight, **_: {"out": x @ self.reference(weight).T}, "dequantize all, then a product"),
             plain("dense", dense, "torch", "the product with a weight that was never quantized (cuBLAS)"), *linear,
         ]), f"{name}_dequantize": (self.dequantize_problem, [
-            plain(OURS, lambda weight: {"values": self.values(weight)}),
-            plain(REFERENCE, lambda weight: {"values": self.reference(weight)}), *values,
+            *pair(lambda weight: {"values": self.values(weight)}, lambda weight: {"values": self.reference(weight)}),
+            *values,
         ])}
 
 

@@ -13,7 +13,7 @@ FWD, FWD_BWD = "fwd", "fwd+bwd"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Results = dict[str, Tensor]
 Forward = Callable[..., Results]
-OURS, REFERENCE = "lowmem_grpo", "reference"
+OURS = "lowmem_grpo"
 
 
 class UnsupportedError(Exception):
@@ -106,6 +106,11 @@ class Provider:
 def plain(name: str, forward: Forward, package: str = OURS, note: str = "", **options: Any) -> Provider:
     """Return the provider of a plain function."""
     return Provider(name, lambda problem: forward, package, note, **options)
+
+
+def pair(ours: Forward, reference: Forward, note: str = "") -> list[Provider]:
+    """Return our provider and the plain reference's, which has a note."""
+    return [plain(OURS, ours), plain("reference", reference, note=note)]
 
 
 def compiled(forward: Forward, note: str) -> Provider:

@@ -27,8 +27,8 @@ QUICK = Path("runs") / "learning-quick"
 def one(name: str, seed: int, steps: int) -> dict[str, Any]:
     """Run one setting with one seed, in a separate process with one thread; return its row, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        found = child.run("bench.learning.provider", name, str(seed), str(steps), folder,
-                          settings={"OMP_NUM_THREADS": "1"})
+        given = {"name": name, "seed": seed, "steps": steps, "folder": folder}
+        found = child.call("bench.learning.provider:run", given, settings={"OMP_NUM_THREADS": "1"})
     kept = {"missing": found["missing"]} if found.get("failed") else found
     return {"setting": name, "seed": seed, "steps": steps, **kept}
 

@@ -1,26 +1,24 @@
-"""Run one setting with one seed through the visible loop; print its rewards step by step as JSON."""
+"""Run one setting with one seed through the visible loop, in a process of its own."""
 
-import json
-import sys
 import time
 from collections import defaultdict, deque
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from bench.learning.settings import BY_NAME, COMMON, Setting
+from bench.learning.settings import BY_NAME, COMMON
 from lowmem_grpo.recipes.arithmetic import PRESETS, ArithmeticOptions, make_lesson
 from lowmem_grpo.recipes.lesson import load
 from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.types import RolloutGroup
 
 
-def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Return mean reward, share of right answers and mean length of each step's samples, and the share of completions
-    that were trained before all were sampled, if there were any."""
-    config = {**COMMON, **setting.config, "seed": seed, "max_steps": steps, "output_dir": str(folder)}
+def run(name: str, seed: int, steps: int, folder: str) -> dict[str, Any]:
+    """Return mean reward, share of right answers and mean length of each step's samples, the share of completions that
+    were trained before all were sampled, if there were any, and the seconds of the whole run."""
+    started, setting = time.perf_counter(), BY_NAME[name]
+    config = {**COMMON, **setting.config, "seed": seed, "max_steps": steps, "output_dir": folder}
     options = ArithmeticOptions(engine=setting.engine, load_in_4bit=setting.four_bit, config=config)
     _, trainer = load(prepare(options, {}, PRESETS), make_lesson(options, seed))
     torch.manual_seed(seed)
@@ -38,11 +36,4 @@ def run(setting: Setting, seed: int, steps: int, folder: Path) -> dict[str, Any]
             metrics |= trainer.update(waiting.popleft())
         if (early := metrics.get("train_while_sampling/share")) is not None:
             curves["trained_early"].append(early)
-    return dict(curves)
-
-
-if __name__ == "__main__":
-    name, seed, steps, folder = sys.argv[1:]
-    started = time.perf_counter()
-    found = run(BY_NAME[name], int(seed), int(steps), Path(folder))
-    print(json.dumps(found | {"seconds": time.perf_counter() - started}))
+    return curves | {"seconds": time.perf_counter() - started}

@@ -7,26 +7,23 @@ Each provider runs in a separate process, and in its own environment if there is
 named with the reason.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
-from rich.console import Console
 
 from bench.common import child, options, tables
 from bench.common.model_folder import model_folder
-from bench.common.rows import append_row, machine, run_now
-from bench.common.targets import OURS
+from bench.common.rows import machine, newest, run_now
+from bench.common.targets import BELOW_ONE, OURS, ByProvider, Goal, Row, judged, section
 from bench.gate import pretend
 from bench.loop.inputs import loop_shape
-from bench.loop.section import COLUMNS
+from lowmem_grpo.utils import GIB
 
-KEPT = ("planned", "planned_seconds", "offload_bytes", "trained", "config")  # fields of a result that the row copies
+KEPT = ("planned", "trained", "config")  # fields of a result that the row copies
 PEAKS = ("allocated_bytes", "used_bytes", "host_bytes")
-console = Console(width=180)
 PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
 
@@ -34,10 +31,10 @@ def run(provider: str, folder: Path, given: dict[str, Any]) -> dict[str, Any]:
     """Run a provider in a separate process; return its measures, or why there are none (`missing`). `given` are the
     options that all providers of one call share, and the card's name (`gpu`)."""
     passed = {name: given[name] for name in ("shape", "device", "prompts", "steps", "gib", "time_limit")}
-    words = child.words(folder=folder, batch=None if provider.startswith(OURS) else given["peer_batch"], **passed)
-    return child.run("bench.loop.provider", provider, *words, seconds=given["time_limit"],
-                     python=given.get(f"{provider.partition('_')[0]}_python") or sys.executable,
-                     settings=pretend.environment(given["gpu"]) | {"OMP_NUM_THREADS": str(given["threads"])})
+    peer = {"batch": given["peer_batch"]} if tables.is_peer(provider) else {}
+    return child.call("bench.loop.provider:run", {"provider": provider, "folder": folder, **passed, **peer}, bool(peer),
+                      seconds=given["time_limit"], python=given.get(f"{provider.partition('_')[0]}_python"),
+                      settings=pretend.environment(given["gpu"]) | {"OMP_NUM_THREADS": str(given["threads"])})
 
 
 def combined(steps: list[dict[str, dict[str, float]]], measure: str, combine: Callable[..., float]) -> dict[str, float]:
@@ -69,6 +66,70 @@ def row_of(provider: str, found: dict[str, Any], common: dict[str, Any]) -> dict
     }
 
 
+# The targets against peers, and the section of bench/RESULTS.md
+
+
+PEERS = ("trl", "trl_nf4", "unsloth")  # whose loops have vLLM too
+PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # in the order of the table
+CASE = ("shape", "prompts", "gib", "provider", "device", "gpu", "cpu", "cores", "threads")
+
+
+def beside(peer: str, ours: str = OURS, memory: bool = False) -> Goal:
+    """Return the goal for our figure divided by a peer's: seconds of a step, or the peak in use on the card."""
+    def measure(row: Row) -> float:
+        return float(max(row["used_bytes"].values()) if memory else row["seconds"])
+
+    def ratio(run: ByProvider) -> float:
+        return measure(run[ours]) / measure(run[peer])
+
+    demand = "memory in use: at most" if memory else "seconds of a step: below"
+    return Goal(f"loop, full, {ours}", f"{demand} 1 x {peer}", 1.0 if memory else BELOW_ONE, ratio,
+                lambda value, run: f"{value:.3g} x", {"device": "cuda", "shape": "full"})
+
+
+GOALS = [beside(peer, memory=memory) for peer in PEERS for memory in (False, True)]
+GOALS.append(beside("trl_transformers", ours=f"{OURS}_transformers"))  # without vLLM only the time is compared
+
+
+def case_of(row: Row) -> str:
+    """Return the sequences and their lengths, and the limit of the card's memory."""
+    cap = f", {row['gib']:g} GiB" if row["gib"] else ""
+    return (f"{row['shape']}: {row['prompts']} x {row['generations']} x {row['completion_tokens']:,} tokens after "
+            f"{row['prompt_tokens']:,}{cap}")
+
+
+def peak(name: str, *phases: str) -> tables.Figure:
+    """Return the figure of a row's most bytes, of all phases or of these, in GiB."""
+    def most(row: Row) -> str:
+        sizes = [size for phase, size in (row.get(name) or {}).items() if not phases or phase in phases]
+        return f"{max(sizes) / GIB:.2f}" if sizes else ""
+
+    return most
+
+
+COLUMNS: tables.Columns = {
+    "case": case_of, "provider": "provider", "s / step": ("seconds", ".2f"),
+    **{phase: lambda row, phase=phase: f"{row['shares'].get(phase, 0):.1%}" for phase in PHASES},
+    **{name: lambda row, kind=kind: tables.number(row["tokens_per_second"], kind, ".0f")
+       for name, kind in (("tokens/s", "step"), ("sampling", "generate"), ("training", "train"))},
+    "peak on the card, GiB": peak("used_bytes"), "on the host, GiB": peak("host_bytes"),
+    "planned, GiB": peak("planned", "rollout_bytes", "train_bytes"),  # the larger of both phases
+    "machine": lambda row: row["gpu"] if row["device"] == "cuda" else f"{row['cpu']}, {row['threads']} threads",
+    "commit": "commit",
+}
+
+
+def loop_table(rows: list[Row]) -> list[str]:
+    """Return the section with the newest row of each provider, case and machine, then the targets."""
+    lines = [
+        "", "## A step of the whole loop: time by phase, and peaks", "",
+        "Llama-3.1-8B's shape with random weights. `switch` is sleeping, waking, and updating the sampler's weights. "
+        "The peak on the card is all memory in use there; a CPU has none.", "",
+        *tables.page(newest(rows, *CASE).values(), COLUMNS),
+    ]
+    return lines + section("The whole loop: the targets", judged(GOALS, rows))
+
+
 @click.command()
 @options.DEVICE
 @options.SHAPE
@@ -91,22 +152,13 @@ def main(names: tuple[str, ...], weights: Path | None, run_name: str | None, out
     where = machine()  # first, so that the commit is the one at the start of the run
     given["gpu"] = where["gpu"]
     given["device"], given["shape"] = options.place(given["device"], given["shape"], where["gpu"])
-    size, rows, failed = loop_shape(given["shape"], given["prompts"]), list[dict[str, Any]](), list[str]()
+    size = loop_shape(given["shape"], given["prompts"])
     common = where | {name: given[name] for name in ("device", "shape", "gib", "prompts", "steps", "threads")} | {
         "run": run_name or run_now(), "generations": size.n, "sequences": size.sequences,
         "prompt_tokens": size.prompt_tokens, "completion_tokens": size.completion_tokens}
     with model_folder(weights, given["shape"], given["device"]) as folder:
-        for name in names or PROVIDERS:
-            click.echo(f"{name} ...", err=True)
-            found = run(name, folder, given)
-            rows.append(row_of(name, found, common))
-            append_row(output, rows[-1])  # at once
-            if found.get("failed") and name.startswith(OURS):
-                failed.append(name)
-                click.echo(found.get("log") or found["missing"], err=True)
-    tables.print_measured(rows, COLUMNS, console)
-    if failed:
-        raise click.ClickException(f"{', '.join(failed)} failed; see above")
+        tables.measure_each(names or PROVIDERS, lambda name: run(name, folder, given),
+                            lambda name, found: row_of(name, found, common), COLUMNS, output)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,14 @@ class RandomModel:
         self.size, self.reward = size, ByPlace(size.n)
 
     def rows(self, tokenizer: Any, steps: int) -> list[dict[str, Any]]:
-        return prompt_rows(tokenizer, self.size, steps)
+        """Return the prompts of all steps: random digits, all with exactly `size.prompt_tokens` tokens."""
+        source, rows, wanted = random.Random(0), [], self.size.prompt_tokens
+        for _ in range(steps * self.size.prompts):
+            text = "".join(f"{source.randrange(10)} " for _ in range(wanted))[:wanted]
+            if (tokens := len(tokenizer(text)["input_ids"])) != wanted:
+                raise ValueError(f"a prompt has {tokens} tokens, wanted {wanted}: this is another tokenizer")
+            rows.append({"prompt": text})
+        return rows
 
 
 class PackageModel:
@@ -58,18 +65,6 @@ class PackageModel:
         if len(rows) < steps * self.size.prompts:
             raise ValueError(f"{self.problems} holds {len(rows)} prompts; {steps} steps need more")
         return rows[: steps * self.size.prompts]
-
-
-def prompt_rows(tokenizer: Any, size: Shape, steps: int) -> list[dict[str, Any]]:
-    """Return the prompts of all steps: random digits, all with exactly `size.prompt_tokens` tokens."""
-    source, rows = random.Random(0), []
-    for _ in range(steps * size.prompts):
-        text = "".join(f"{source.randrange(10)} " for _ in range(size.prompt_tokens))[: size.prompt_tokens]
-        tokens = len(tokenizer(text)["input_ids"])
-        if tokens != size.prompt_tokens:
-            raise ValueError(f"a prompt has {tokens} tokens, wanted {size.prompt_tokens}: this is another tokenizer")
-        rows.append({"prompt": text})
-    return rows
 
 
 class ByPlace:

@@ -9,10 +9,8 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingPara
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.memory.cards import Device, card_of
-from lowmem_grpo.memory.offload.activations import ActivationOffload
+from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.memory.time_plan import calibration
 from lowmem_grpo.trainer.run_memory import follow_plan, settings_of
 
 ENDLESS = 1024 * GIB  # bytes of a card on which everything fits
@@ -89,17 +87,6 @@ def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
             "allocated_bytes": found.train_allocated}
 
 
-def planned_seconds(trainer: GRPOTrainer) -> dict[str, float]:
-    """Return the planned seconds of the last step by phase, before calibration; {} on the CPU."""
-    groups = trainer.collector.sampled
-    planned = trainer.parts.planned_time
-    if planned is None or planned.plan is None:
-        return {}
-    found, card = planned.metrics(groups, groups), card_of(planned.plan.device.name)
-    return {phase: found[f"time/planned_{phase}_s"] / calibration(card, phase)
-            for phase in ("generate", "train") if found and card is not None}
-
-
 def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str, Any]:
     """Make all steps; return what is known of them beside the watch's measures."""
     work, args = options.work, settings(options, outputs)
@@ -113,12 +100,9 @@ def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str,
     trained = [step(trainer, watch)["completions/trained"]]
     while len(trained) < options.all_steps and options.patience.another(watch.steps):
         trained.append(step(trainer, watch)["completions/trained"])
-    offload = trainer.learner.offload
     found = {"tokens": work.reward.tokens, "trained": trained, "config": {
         "weights": "nf4" if work.four_bit else work.dtype, "engine": trainer.engine.name, "optim": args.optim,
         "loss_type": args.loss_type, "per_device_train_batch_size": args.per_device_train_batch_size,
         "parity_steps": args.parity_steps, "kv_cache_bytes": trainer.engine.kv_bytes,
         "max_tokens_per_micro_batch": trainer.memory.train.planned, "out_of_memory": trainer.memory.metrics()}}
-    return found if not isinstance(work, RandomModel) else found | {
-        "planned": planned(trainer, options.gib), "planned_seconds": planned_seconds(trainer),
-        "offload_bytes": offload.host_bytes_peak if isinstance(offload, ActivationOffload) else 0}
+    return found | ({"planned": planned(trainer, options.gib)} if isinstance(work, RandomModel) else {})

@@ -20,8 +20,8 @@ from typing import Any
 import click
 import torch
 
-from bench.common import options, rounds, tables
-from bench.common.rows import append_row, machine
+from bench.common import options, tables
+from bench.common.rows import append_row, in_turn, machine, median_ratio
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
@@ -58,7 +58,7 @@ class Case:
     def row(self, off: "Case", settings: dict[str, Any]) -> dict[str, Any]:
         """Return the row to record, compared with the case without the switch."""
         return {"case": self.name, "step": round(median(self.steps), 4), "share": round(fmean(self.shares), 3),
-                "ratio": rounds.ratio(self.steps, off.steps), "mean_length": round(fmean(self.lengths), 1),
+                "ratio": median_ratio(self.steps, off.steps), "mean_length": round(fmean(self.lengths), 1),
                 "longest": max(self.lengths), **settings}
 
 
@@ -124,7 +124,7 @@ def main(engine: str, mixture: str, prompts: int, tokens: int, count: int, warm:
                 "rounds": count, "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as folder:
         cases = make_cases(mixture, engine, prompts, tokens, Path(folder))
-        for case, counts in rounds.in_turn(cases, count, warm):
+        for case, counts in in_turn(cases, count, warm):
             case.step(counts)
     rows = [case.row(cases[0], settings) for case in cases]
     for found in rows:

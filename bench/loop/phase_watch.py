@@ -29,7 +29,6 @@ class PhaseWatch:
         self.card: Any = cuda() if device != "cpu" else None
         self.steps: list[Step] = []
         self.stack: list[str] = []  # the phases that are open; none between steps
-        self.loaded = 0  # resident before the first step
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self.look_again, daemon=True)
         self.thread.start()
@@ -37,7 +36,6 @@ class PhaseWatch:
     def begin_step(self) -> None:
         """Begin to count the phases of a new step."""
         self.now: Step = {name: defaultdict(int) for name in (SECONDS, CPU, ALLOCATED, USED, HOST)}
-        self.loaded = self.loaded or resident_bytes("VmRSS")
         if self.card:
             self.card.synchronize()
             self.card.reset_peak_memory_stats()
@@ -98,8 +96,7 @@ class PhaseWatch:
         """Note what is in use now: on the host, and on the card by the driver's count."""
         self.keep(HOST, name, resident_bytes("VmRSS"))
         if self.card:
-            free, total = self.card.mem_get_info()
-            self.keep(USED, name, total - free)
+            self.keep(USED, name, used_bytes("cuda"))
 
     def look_again(self) -> None:
         while not self.ended.wait(LOOK_EVERY):
@@ -122,6 +119,14 @@ def cuda() -> Any:
     import torch
 
     return torch.cuda
+
+
+def used_bytes(device: str) -> int:
+    """Return all memory in use on the card, the driver's context included; on the CPU the resident set."""
+    if device == "cpu":
+        return resident_bytes("VmRSS")
+    free, total = cuda().mem_get_info()
+    return int(total - free)
 
 
 def resident_bytes(name: str = "VmHWM") -> int:

@@ -11,14 +11,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import click
 from rich.console import Console
 
-from bench.common import child, options, rounds, tables
-from bench.common.rows import RESULTS, leave, machine, percentiles
+from bench.common import child, options, tables
+from bench.common.rows import RESULTS, in_turn, leave, machine, median_ratio, percentiles
 from bench.loop.inputs import PACKAGE
 from lowmem_grpo.models.stored_model import TINY, resolve
 from lowmem_grpo.recipes.arithmetic import make_dataset
@@ -39,10 +39,10 @@ console = Console(width=110)
 
 def run(provider: str, python: str, batch: int, steps: int, given: dict[str, Any]) -> Run:
     """Run a provider in a fresh process; return its measures, with an entry for each step after the warm-up."""
-    words = child.words(folder=resolve(TINY), steps=steps - WARM_UP, warm_up=WARM_UP, batch=batch,
-                        **{name: given[name] for name in ("problems", "loss_type", "device")})
-    found = child.run("bench.loop.provider", PROVIDERS[provider], *words, python=python,
-                      settings={"OMP_NUM_THREADS": str(given["threads"])})
+    asked = {"provider": PROVIDERS[provider], "folder": resolve(TINY), "steps": steps - WARM_UP, "warm_up": WARM_UP,
+             "batch": batch, **{name: given[name] for name in ("problems", "loss_type", "device")}}
+    found = child.call("bench.loop.provider:run", asked, provider == TRL, python=python,
+                       settings={"OMP_NUM_THREADS": str(given["threads"])})
     if "missing" in found:
         raise click.ClickException(f"{found.get('log', '')}\n{provider}: {found['missing']}")
     timed = {name: [sum(step[name].values()) for step in found["steps"]] for name in ("seconds", "cpu_seconds")}
@@ -61,16 +61,14 @@ def row(runs: dict[str, list[Run]], provider: str, where: dict[str, Any]) -> dic
         "cpu_ratio": ratio(runs, "cpu_seconds"), "generate_seconds": percentiles(kept["generate_seconds"]),
         "tokens_per_step": median(kept["tokens"]),
         "tokens_per_second": round(sum(kept["tokens"]) / sum(kept["seconds"]), 1),
-        "mean_completion_length": round(fmean(kept["tokens"]) / PACKAGE.sequences, 2),
         "peak_bytes": int(median(run["peak_bytes"] for run in own)),
-        "loaded_bytes": int(median(run["loaded_bytes"] for run in own)),
         "rounds": len(own), "warm_up": WARM_UP, "config": last["config"],
     }
 
 
 def ratio(runs: dict[str, list[Run]], name: str) -> float:
     """Return TRL's time divided by ours: the median over rounds of the ratio within a round."""
-    return round(rounds.ratio(*([median(run[name]) for run in runs[provider]] for provider in (TRL, OURS))), 3)
+    return round(median_ratio(*([median(run[name]) for run in runs[provider]] for provider in (TRL, OURS))), 3)
 
 
 def trl_environment() -> str:
@@ -107,7 +105,7 @@ def main(
         for loss_type in loss_types:
             runs: dict[str, list[Run]] = {OURS: [], TRL: []}
             given = {"problems": problems, "loss_type": loss_type, "device": device, "threads": threads}
-            for provider, _ in rounds.in_turn(list(runs), count):  # the order is reversed from round to round
+            for provider, _ in in_turn(list(runs), count):  # the order is reversed from round to round
                 runs[provider].append(run(provider, python[provider], batches[provider], steps, given))
                 console.print(f"{loss_type}, {provider}: {median(runs[provider][-1]['seconds']):.2f} s")
             made = [row(runs, name, where) for name in runs]

@@ -115,7 +115,7 @@ class CountedStorages(TorchDispatchMode):
         if self.host:
             self.host_now += size
             self.host_peak = max(self.host_peak, self.host_now)
-            weakref.finalize(storage, self.release_host, key, size)
+            weakref.finalize(storage, self.release, key, size)
             return
         where = place() if size >= WORTH_NAMING else ""
         self.alive[key] = Made(size, operation.removeprefix("aten::"), tuple(tensor.shape), tensor.dtype, where)
@@ -124,15 +124,14 @@ class CountedStorages(TorchDispatchMode):
         if self.now > self.peak:
             self.peak, self.peak_is_new = self.now, True
 
-    def release(self, key: int) -> None:
+    def release(self, key: int, on_host: int = 0) -> None:
+        self.seen.discard(key)
+        self.host_now -= on_host
+        if key not in self.alive:
+            return
         if self.peak_is_new:
             self.at_peak, self.peak_is_new = list(self.alive.values()), False
-        self.seen.discard(key)
         self.now -= self.alive.pop(key).bytes
-
-    def release_host(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.host_now -= size
 
     def breakdown(self, count: int = 25) -> list[tuple[int, int, Made]]:
         """Return (bytes, number, example) of the storages alive at the peak, grouped by equal ones, largest first."""

@@ -3,6 +3,7 @@
 A model is made on the meta device, where modules can be replaced; then its tensors become fake ones.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -32,21 +33,21 @@ def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
                 config, attn_implementation=attention.NAME, trust_remote_code=False
             )
             if nf4:
-                quantize(model, dtype)
+                quantize(model, lambda linear: linear_4bit(linear, dtype))
+                use_routed_blocks(model)
+                for stack in expert_stacks(model):
+                    stack.weight = weight_4bit(*stack.weight.shape, dtype)
     finally:
         torch.set_default_dtype(default)
     return model.requires_grad_(False)
 
 
-def quantize(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace the linears except the head by 4-bit ones with double quantization."""
+def quantize(model: PreTrainedModel, make: Callable[[nn.Linear], Linear4bit]) -> None:
+    """Replace the linears except the head by the 4-bit ones that `make` returns."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:
-            model.set_submodule(name, linear_4bit(module, dtype))
-    use_routed_blocks(model)
-    for stack in expert_stacks(model):
-        stack.weight = weight_4bit(*stack.weight.shape, dtype)
+            model.set_submodule(name, make(module))
     model.is_loaded_in_4bit = model.is_quantized = True
 
 

@@ -3,13 +3,14 @@
     python -m bench.memory.longest_context --gib 16     Llama-3.1-8B, 8 completions; with --device cuda for real
 
 Each trial is the step of `bench/memory/bench.py` with every feature on, without sampling. The first trial has the
-planned length. The length then grows after a fit and shrinks after a failure, until the border is known, the model's
-own longest context fits, or the trials are used up. Each trial leaves a row at once.
+planned length, and each further one is 6% longer after a fit and shorter after a failure, until the border is known,
+the model's own longest context fits, or the trials are used up. Each trial leaves a row at once.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from bench.memory.stages import CASES, Case
 from lowmem_grpo.utils import GIB
 
 STEP = 128  # tokens; lengths are multiples of it, as the planner's are
-CLOSE = 1.06  # the search ends when a length fits and one at most this many times as long does not
-FILLED, NEARLY = 0.93, 0.97  # shares of the limit: planned for the first trial, and aimed at by later ones
+CLOSE = 1.06  # from one trial's length to the next
+FILLED = 0.93  # share of the limit that is planned for the first trial
 SHOWN: dict[str, tables.Figure] = {
     "context": ("context", ","), "fits": "fits", "device GiB": ("device_bytes", ".2f", GIB),
     "host GiB": ("host_bytes", ".2f", GIB), "": "error"}
@@ -43,37 +44,16 @@ def planned_context(case: Case, gib: float, longest: int) -> int:
 
 
 def search(trial: Trial, start: int, most: int, longest: int) -> list[dict[str, Any]]:
-    """Run trials from `start` on, until one fits and a hardly longer one does not, or the model's longest fits."""
+    """Run trials from `start` on, a little longer after a fit and shorter after a failure, until the verdict turns, the
+    model's longest fits, or STEP does not."""
     rows: list[dict[str, Any]] = []
-    context: int | None = min(max(STEP, start), longest)
-    while context is not None and len(rows) < most:
+    context, last = min(max(STEP, start), longest), 0
+    while len(rows) < most and context != last and len({row["fits"] for row in rows}) < 2:
         rows.append(trial(context))
-        context = next_context(rows, longest)
+        last, steps = context, context // STEP
+        steps = max(steps + 1, int(steps * CLOSE)) if rows[-1]["fits"] else min(steps - 1, ceil(steps / CLOSE))
+        context = min(max(STEP, steps * STEP), longest)
     return rows
-
-
-def next_context(rows: list[dict[str, Any]], longest: int) -> int | None:
-    """Return the context to try after these trials; None if another trial would show nothing new."""
-    low = max((row["context"] for row in rows if row["fits"]), default=None)
-    high = min((row["context"] for row in rows if not row["fits"]), default=None)
-    if low is None:
-        return None if rows[-1]["context"] == STEP else max(STEP, int(rows[-1]["context"] / CLOSE // STEP * STEP))
-    if high is None:
-        return None if low >= longest else min(longest, longer([row for row in rows if row["fits"]]))
-    middle = (low + high) // 2 // STEP * STEP
-    return None if high <= CLOSE * low or middle <= low else middle
-
-
-def longer(fitting: list[dict[str, Any]]) -> int:
-    """Return the next length after ones that fit: a little longer; after two, where bytes nearly reach the bound."""
-    last = fitting[-1]
-    next_up = int(CLOSE * last["context"] // STEP + 1) * STEP
-    held = [row.get("reserved_bytes", row["device_bytes"]) for row in fitting]  # on a card, holes between blocks too
-    if len(fitting) == 1 or held[-1] <= held[-2]:
-        return next_up
-    per_token = (held[-1] - held[-2]) / (last["context"] - fitting[-2]["context"])
-    room = NEARLY * last["gib"] * GIB - held[-1]
-    return max(next_up, int((last["context"] + room / per_token) // STEP) * STEP)
 
 
 def tried(case: Case, device: str, gib: float) -> dict[str, Any]:

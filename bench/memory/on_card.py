@@ -8,7 +8,8 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from bench.memory.fake_models import linear_4bit, meta_model
+from bench.loop.phase_watch import used_bytes
+from bench.memory.fake_models import linear_4bit, meta_model, quantize
 from bench.memory.stages import Features
 from bench.memory.weigh import add_lora, groups_of, largest, learner_of, sizes_of, weight_count
 from lowmem_grpo.losses.objective import StepTotals
@@ -33,7 +34,7 @@ def measure(
     if not torch.cuda.is_available():
         raise SystemExit("--device cuda needs a card; leave it out to use fake tensors")
     torch.cuda.empty_cache()
-    total, outside = torch.cuda.mem_get_info()[1], used() - torch.cuda.memory_reserved()
+    total, outside = torch.cuda.mem_get_info()[1], used_bytes(CARD) - torch.cuda.memory_reserved()
     torch.cuda.set_per_process_memory_fraction(min(1.0, (gib * GIB - outside) / total) if gib else 1.0)
     try:
         return step(config, lengths, features, rank)
@@ -66,15 +67,9 @@ def step(config: dict[str, Any], lengths: list[int], features: Features, rank: i
     sizes |= {"gradients_bytes": sizes["adapters_bytes"], "optimizer_bytes": states}
     return sizes | {
         "device_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "used_bytes": used(), "host_bytes": 0 if offload is None else offload.host_bytes_peak,
+        "used_bytes": used_bytes(CARD), "host_bytes": 0 if offload is None else offload.host_bytes_peak,
         "activations_bytes": activations - sum(sizes.values()), "engine_held_bytes": sum(part.nbytes for part in held),
     }
-
-
-def used() -> int:
-    """Return all memory in use on the card, the driver's context included."""
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
 
 
 def engine_weights(policy: Policy) -> list[torch.Tensor]:
@@ -87,10 +82,7 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
     """Return a frozen model of random weights on the card; its linears are quantized to NF4 one at a time."""
     kind = AutoConfig.for_model(**config)
     model = meta_model(kind, torch.bfloat16, nf4=False)
-    head = model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not head:
-            model.set_submodule(name, random_4bit(module))
+    quantize(model, random_4bit)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
@@ -102,7 +94,6 @@ def random_model(config: dict[str, Any], features: Features) -> PreTrainedModel:
     backbone.rotary_emb = type(backbone.rotary_emb)(config=kind).to(CARD)  # its buffers are computed
     if features.host_embedding and movable(model):
         embed_on_host(model)
-    model.is_loaded_in_4bit = model.is_quantized = True
     return model.requires_grad_(False)
 
 

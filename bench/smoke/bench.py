@@ -24,8 +24,8 @@ PACKAGES = ("lowmem-grpo", "torch", "triton", "transformers", "peft", "bitsandby
 
 def run(name: str, device: str, steps: int, limit: float, gpu: str | None) -> dict[str, Any]:
     """Run a variant; return its measures and its status (ok, walked, missing or failed), and why."""
-    found = child.run("bench.smoke.provider", name, device, str(steps), seconds=limit,
-                      settings=environment(gpu, VARIANTS[name].sleeps))
+    found = child.call("bench.smoke.provider:run", {"name": name, "device": device, "steps": steps}, seconds=limit,
+                       settings=environment(gpu, VARIANTS[name].sleeps))
     if found.get("failed"):
         click.echo(found["log"], err=True)
         return {"status": "failed", "why": found["missing"]}

@@ -1,12 +1,6 @@
-"""Run one variant of bench/smoke/bench.py: load, LoRA, a few GRPO steps. It prints one JSON object, which is
-`{"missing": reason}` if the variant cannot run here.
-
-    python -m bench.smoke.provider VARIANT DEVICE STEPS
-"""
+"""Run one variant of bench/smoke/bench.py: load, LoRA, a few GRPO steps, in a process of its own."""
 
 import gc
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +13,6 @@ from bench.gate.pretend import is_pretend
 from bench.smoke.variants import CACHE, CARD, VARIANTS, Variant
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.stored_model import TINY, resolve
@@ -197,16 +190,3 @@ def run(name: str, device: str, steps: int) -> dict[str, Any]:
         found = walk(variant, device, steps, blind)
         left = allocated(device) - left
     return found | {"left_bytes": left, "seconds": round(time.perf_counter() - begin, 2), "pretend": blind}
-
-
-def main() -> None:
-    name, device, steps = sys.argv[1:]
-    try:
-        found = run(name, device, int(steps))
-    except EngineUnavailableError as error:
-        found = {"missing": " ".join(str(error).split())[:300]}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

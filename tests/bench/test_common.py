@@ -1,6 +1,5 @@
 """What the benchmarks share: rows as JSON and nothing else, tables for a terminal and a page."""
 
-import io
 import json
 import subprocess
 from pathlib import Path
@@ -8,13 +7,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from bench.common import child, make_results, tables
 from bench.common.rows import RESULTS, leave, read_rows
 from bench.loop import step_time
-
-COLUMNS, ROWS = ("name", "s"), [["ours", "1.50"], ["theirs", ""]]
 
 
 def test_a_row_is_either_printed_or_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,17 +21,11 @@ def test_a_row_is_either_printed_or_recorded(tmp_path: Path, capsys: pytest.Capt
     assert read_rows(path) == [{"a": 1}] and capsys.readouterr().out == ""
 
 
-def test_a_table_has_the_same_cells_on_the_terminal_and_on_the_page() -> None:
-    assert tables.markdown(COLUMNS, ROWS) == ["| name | s |", "|---|---|", "| ours | 1.50 |", "| theirs |  |"]
-    console = Console(width=60, record=True, file=io.StringIO())
-    console.print(tables.terminal("times", COLUMNS, ROWS))
-    printed = console.export_text()
-    assert all(word in printed for word in ("times", "name", "ours", "1.50", "theirs"))
-
-
 def test_what_a_row_lacks_is_an_empty_cell_and_a_missing_row_says_why() -> None:
     assert [tables.number({"a": 2**21, "b": None}, name, ".1f", 2**20) for name in "abc"] == ["2.0", "", ""]
-    assert tables.missing("no module | at all", 3) == ["missing: no module / at all", "", ""]
+    columns = {"provider": "provider", **{name: (name, ".1f") for name in "abc"}}
+    assert tables.cells({"provider": "x", "missing": "no module | at all"}, columns) == [
+        "x", "missing: no module / at all", "", ""]
 
 
 def test_the_page_of_results_is_what_the_recorded_rows_make() -> None:
@@ -58,7 +48,7 @@ def test_the_step_benchmark_prints_a_json_object_in_every_line_of_standard_outpu
     """Rounds and tables are for people: with --json they go to the other stream."""
     def run(provider: str, python: str, batch: int, steps: int, given: Any) -> dict[str, Any]:
         lists = ("seconds", "cpu_seconds", "generate_seconds", "tokens")
-        return {"peak_bytes": 2**20, "loaded_bytes": 2**20, "threads": 1, "versions": {},
+        return {"peak_bytes": 2**20, "threads": 1, "versions": {},
                 "config": {"loss_type": given["loss_type"]}, **{name: [1.0 + batch] * steps for name in lists}}
 
     monkeypatch.setattr(step_time, "run", run)

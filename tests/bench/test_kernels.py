@@ -69,10 +69,11 @@ def check(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[st
 
 def compile_chosen(folder: Path, chosen: list[tuple[str, int, int]], chips: str) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON of the compiler check on some of the kernels above."""
-    path = folder / "some_kernels.py"
     listed = ", ".join(f"({', '.join(map(str, entry))})" for entry in chosen)
-    path.write_text(f"{KERNELS}\n\nCHOSEN = [{listed}]\n")
-    done = check("--json", "--file", path, "--chips", chips, "--jobs", 1, TRITON_CACHE_DIR=str(folder / "cache"))
+    (folder / "some_kernels.py").write_text(f"{KERNELS}\n\nCHOSEN = [{listed}]\n")
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    done = check("--json", "--module", "some_kernels", "--chips", chips, "--jobs", 1,
+                 TRITON_CACHE_DIR=str(folder / "cache"), PYTHONPATH=path)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

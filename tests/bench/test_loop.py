@@ -1,6 +1,7 @@
 """bench/loop/bench.py: phases that add up, rows and what is missing, real steps on the CPU, the targets, and the
 page."""
 
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,17 +13,15 @@ from programs import providers, ran
 from scripted_chat import until
 from tables import every_row
 
-from bench.common import model_folder
-from bench.common.child import outcome
+from bench.common import child
 from bench.common.rows import read_rows
 from bench.common.targets import OURS, judged
 from bench.loop import bench as loop
-from bench.loop import inputs, peers, phase_watch
+from bench.loop import inputs, phase_watch
 from bench.loop import ours as loop_ours
 from bench.loop import provider as loop_run
-from bench.loop.bench import row_of
+from bench.loop.bench import GOALS, row_of
 from bench.loop.phase_watch import PhaseWatch
-from bench.loop.section import GOALS
 
 
 def called(*arguments: str) -> Any:
@@ -112,37 +111,28 @@ def test_without_time_for_a_second_step_the_first_is_the_timed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(options: Any, watch: Any, outputs: str, engine: str) -> dict[str, Any]:
-        for _ in range(options.done):
+        for _ in range(options.steps):
             with watch.step():
                 pass
         return {"engine": engine}
 
     monkeypatch.setattr(loop_ours, "run", run)
     for done, timed in ((1, 1), (2, 1), (4, 3)):
-        options = SimpleNamespace(provider=OURS, device="cpu", gib=None, done=done, warm_up=1)
-        found = loop_run.measure(options)
+        found = loop_run.run(provider=OURS, folder=str(tmp_path), shape="tiny", device="cpu", steps=done)
         assert (len(found["steps"]), found["warm_up"], found["engine"]) == (timed, done - timed, "vllm")
 
 
-def test_an_error_of_ours_is_raised_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(kind: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            raise type(kind, (Exception,), {})("no\nroom")
+def test_an_error_of_ours_is_a_failure_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def run(kind): raise type(kind, (Exception,), {})('no\\nroom')")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
 
-        return run
+    def missing(kind: str, peer: bool = False) -> tuple[str, bool]:
+        found = child.call("broken:run", {"kind": kind}, peer, settings=path)
+        return found["missing"], "failed" in found
 
-    def measured_with(provider: str) -> dict[str, Any]:
-        return loop_run.measure(SimpleNamespace(provider=provider, device="cpu", gib=None))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(peers, "run_trl", fails("OutOfMemoryError"))
-    assert measured_with("trl") == {"missing": "OutOfMemoryError: no room"}
-    monkeypatch.setattr(loop_ours, "run", fails("EngineUnavailableError"))
-    assert measured_with(OURS) == {"missing": "EngineUnavailableError: no room"}
-    monkeypatch.setattr(loop_ours, "run", fails("OutOfMemoryError"))
-    with pytest.raises(Exception, match="no\nroom"):
-        measured_with(OURS)
+    assert missing("OutOfMemoryError", peer=True) == ("OutOfMemoryError: no room", False)
+    assert missing("EngineUnavailableError") == ("EngineUnavailableError: no room", False)
+    assert missing("OutOfMemoryError") == ("it ended with 1: broken.OutOfMemoryError: no", True)
 
 
 # Rows
@@ -153,10 +143,10 @@ def ended(code: int, out: str = "", err: str = "") -> "subprocess.CompletedProce
 
 
 def test_what_a_process_says_last_is_its_result_or_the_reason_why_there_is_none() -> None:
-    assert outcome(ended(0, '{"train_runtime": 1}\n{"tokens": [1]}\n')) == {"tokens": [1]}
-    found = outcome(ended(-9, "", "loading\nKilled\n"))
+    assert child.outcome(ended(0, '{"train_runtime": 1}\n{"tokens": [1]}\n')) == {"tokens": [1]}
+    found = child.outcome(ended(-9, "", "loading\nKilled\n"))
     assert found["missing"] == "it ended with -9: Killed" and found["failed"]
-    assert outcome(ended(1))["missing"] == "it ended with 1: it said nothing"
+    assert child.outcome(ended(1))["missing"] == "it ended with 1: it said nothing"
 
 
 COMMON = {
@@ -207,7 +197,7 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
         return {"steps": [{"seconds": {"generate": 1.0, "train": 1.0}}], "tokens": [128, 128], "warm_up": 1}
 
     monkeypatch.setattr(loop, "run", run)
-    monkeypatch.setattr(model_folder, "make", lambda folder, shape, device: None)
+    monkeypatch.setattr(child, "call", lambda *_: {})
     done = called("--device", "cpu", "--output", str(output), "--run", "mine", *providers(broken, "unsloth", OURS))
     assert done.exit_code == code, done.output
     assert seen == [0, 1, 2]
@@ -246,7 +236,6 @@ def test_a_step_on_the_cpu_has_phases_that_add_up_and_our_row_says_what_was_plan
         assert min(row["host_bytes"].values()) > 100 * 2**20
     assert row["trained"] == [row["sequences"]] * 2  # the step that warms up too
     assert 0 < row["planned"]["allocated_bytes"] <= row["planned"]["train_bytes"]
-    assert row["planned_seconds"] == {}  # of the CPU there is no data sheet
     assert row["config"]["weights"] == "nf4" and row["config"]["out_of_memory"]["memory/oom_train"] == 0
     assert measured["unsloth"]["missing"] == "ModuleNotFoundError: No module named 'unsloth'"
 

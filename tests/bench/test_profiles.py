@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from programs import ran
 
 from bench import profiles
-from bench.common import model_folder
+from bench.common import child, model_folder
 from bench.common.model_folder import MADE
 from bench.profiles import summarize
 from bench.rollout.shapes import SHAPES
@@ -102,7 +102,7 @@ def test_a_part_that_fails_is_named_and_the_other_one_runs(
             raise type(error, (Exception,), {})("no room")
 
     monkeypatch.setattr(profiles, "profile", profile)
-    monkeypatch.setattr(model_folder, "make", lambda folder, shape, device: None)
+    monkeypatch.setattr(child, "call", lambda *_: {})
     done = called("--device", "cpu", "--shape", "tiny", "--output", str(tmp_path))
     assert looked == ["train", "decode"]
     assert done.exit_code == code, done.output

@@ -18,8 +18,7 @@ REWRITES = {
     "from vllm import": "from lowmem_grpo import", '"Qwen/Qwen2.5-3B-Instruct"': '"tiny"',
     'load_dataset("openai/gsm8k", "main")': 'load_dataset("json", data_files="rows.jsonl")',
 }
-REWARDS = ["xmlcount_reward_func", "soft_format_reward_func", "strict_format_reward_func", "int_reward_func",
-           "correctness_reward_func"]
+REWARDS = ["strict_format_reward_func", "int_reward_func", "correctness_reward_func"]
 SCRIPTS = dict(zip(("unsloth", "trl", "tokens"), re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), strict=True))
 
 

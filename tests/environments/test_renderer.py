@@ -8,7 +8,7 @@ from template_tokenizers import tokenizer_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from bench.tiny_models.from_scratch import CHAT_TEMPLATE as CHATML
+from bench.tiny_model import CHAT_TEMPLATE as CHATML
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError, renderer_for
 from lowmem_grpo.types import Message

@@ -19,7 +19,7 @@ from run_pages import Page
 from tables import not_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.tiny_models import tiny_model
+from bench import tiny_model
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes import arithmetic, gsm8k
 from lowmem_grpo.recipes.arithmetic import ArithmeticOptions, answer_line, correct_answer, make_dataset

@@ -35,22 +35,28 @@ OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32
 MODEL = str(shallow())  # what it says matters to no test
 
 
-@dataclass
-class Serving:
-    """A model, and where it answers."""
+class HeldUp:
+    """A model that is served, whose worker can be held up."""
 
     model: ServedModel
-    url: str
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """Inside, the worker does something else."""
+        """Inside, the worker does something else; then it begins all that was asked for meanwhile, together."""
         gate = threading.Event()
         self.model.worker.run(gate.wait)
         try:
             yield
         finally:
             gate.set()
+
+
+@dataclass
+class Serving(HeldUp):
+    """A model, and where it answers."""
+
+    model: ServedModel
+    url: str
 
     def openai(self, key: str = OWNER) -> openai.OpenAI:
         """OpenAI's own client of it. Close it."""

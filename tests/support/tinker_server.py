@@ -1,36 +1,30 @@
 """A served small model, and a plain client of its routes."""
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from small_models import shallow
+from served import MODEL, OTHER, OWNER, HeldUp
 from starlette.testclient import TestClient
 from torch import Tensor
 
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
+from lowmem_grpo.server.tinker.serving import serve_model
 from lowmem_grpo.server.users import Allowances, User, Users
 from tests.attacks.service_kills import API
 from tests.attacks.service_kills import forward_backward as body
 
-OWNER, OTHER = "tml-" + "k" * 32, "tml-" + "o" * 32
-MODEL = str(shallow())  # what it says matters to no test
 
-
-class Server:
+class Server(HeldUp):
     """A served small model over a folder, and a plain client of it."""
 
     def __init__(self, folder: Path, allowances: Allowances | None = None) -> None:
         self.database = Database(folder / "server.sqlite")
-        self.model: ServedModel = serve_model(MODEL, self.database, folder / "models", allowances, load_in_4bit=False,
-                                              max_seq_length=64)
+        self.model = serve_model(MODEL, self.database, folder / "models", allowances, load_in_4bit=False,
+                                 max_seq_length=64)
         users = Users(OWNER, [(User("other"), OTHER)])
         app = make_server_app({API: self.model.router}, users, Limits())
         self.http = TestClient(app, base_url="http://127.0.0.1")
@@ -49,16 +43,6 @@ class Server:
 
     def wait(self, promise: dict[str, Any], key: str = OWNER) -> Any:
         return self.post("retrieve_future", {"request_id": promise["request_id"]}, key)
-
-    @contextmanager
-    def held_up(self) -> Iterator[None]:
-        """Inside, the worker does something else; then it begins all that was asked for meanwhile, together."""
-        gate = threading.Event()
-        self.model.worker.run(gate.wait)
-        try:
-            yield
-        finally:
-            gate.set()
 
     def forward_backward(self, model: str, seq: int, seed: int, **changes: Any) -> Any:
         return self.post("forward_backward", body(model, seq, seed, **changes)).json()

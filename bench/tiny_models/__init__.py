@@ -1,1 +1,0 @@
-"""Make the models in the package from scratch."""
