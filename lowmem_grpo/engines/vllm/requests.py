@@ -124,7 +124,7 @@ class Steps:
 
     def was_read(self, tokens: int) -> None:
         """Count the prompt tokens that vLLM computed for a finished request."""
-        self.pace.spent["prefill"].tokens += tokens
+        self.pace.tokens["prefill"] += tokens
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of running and of waiting sequences."""
