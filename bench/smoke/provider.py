@@ -145,13 +145,12 @@ def wrong_sleep(engine: Any) -> list[str]:
     return wrong
 
 
-def wrong_after_filling(trainer: GRPOTrainer, variant: Variant, lines: list[dict[str, Any]]) -> list[str]:
+def wrong_after_filling(trainer: Any, variant: Variant, lines: list[dict[str, Any]]) -> list[str]:
     """Return what is wrong with waking: torch's full cache must not matter, a full card must shrink the KV cache."""
     shortages = max((line["memory/oom_generate"] for line in lines), default=0)
-    engine: Any = trainer.engine
-    engine.wake()
-    asked, had = variant.load["kv_cache_bytes"], engine.kv_bytes
-    engine.sleep()
+    trainer.engine.wake()
+    asked, had = variant.load["kv_cache_bytes"], trainer.engine.kv_bytes
+    trainer.engine.sleep()
     if variant.fills == CACHE and (shortages or had != asked):
         return [f"waking ran out of memory {shortages} times beside torch's cache, and the key-value cache has {had:,} "
                 f"of {asked:,} bytes: the cache was not given back first"]
