@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem_grpo.data.prompt_inputs import calls_of, encoded
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper, VLLMEngineHandle
+from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.request_output import OutputProcessor, RequestOutput
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
@@ -108,9 +108,9 @@ class FastGeneration(Saving):
         return self.loaded.keeper.engine(policy or Policy(self.inner), tokenizer or self.loaded.tokenizer)
 
     @property
-    def vllm_engine(self) -> VLLMEngineHandle:
-        """A handle, under Unsloth's name, that puts the engine to sleep and wakes it."""
-        return VLLMEngineHandle(self.loaded.keeper)
+    def vllm_engine(self) -> EngineKeeper:
+        """The engine's keeper under Unsloth's name, which puts it to sleep and wakes it."""
+        return self.loaded.keeper
 
     def close_engine(self) -> None:
         """Free the memory that the engine holds besides the weights. The next sampling creates a new engine."""

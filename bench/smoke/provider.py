@@ -138,7 +138,7 @@ def wrong_sleep(engine: Any) -> list[str]:
     return wrong
 
 
-def wrong_after_filling(trainer: GRPOTrainer, variant: Variant, lines: list[dict[str, Any]]) -> list[str]:
+def wrong_after_filling(trainer: Any, variant: Variant, lines: list[dict[str, Any]]) -> list[str]:
     """Return what is wrong with waking: torch's full cache must not matter, a full card must shrink the KV cache."""
     shortages = max((line["memory/oom_generate"] for line in lines), default=0)
     trainer.engine.wake()

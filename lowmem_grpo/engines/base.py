@@ -74,24 +74,17 @@ class Engine(Protocol):
         """Free everything but the weights, before training."""
         ...
 
-    def wake(self) -> None:
-        """Get ready to generate; `generate` does this itself if needed."""
-        ...
-
     # An engine may have an attribute `pace` (`engines/progress.py`), whose timings go into the step's log.
 
     @property
     def slots(self) -> int | None:
-        """The most sequences decoded together; None for no limit."""
+        """The most sequences decoded together; None for no limit, as for a user-supplied engine without the attribute.
+        """
         ...
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV cache: those held now, or the peak of the last call."""
-        ...
-
-    def close(self) -> None:
-        """Free everything that the engine owns."""
         ...
 
 
@@ -106,9 +99,3 @@ def check_own_engine(engine: Any) -> None:
 def capabilities_of(engine: Any) -> frozenset[str]:
     """Return the engine's declared capabilities; none for a user-supplied engine that declares nothing."""
     return frozenset(getattr(engine, "capabilities", ()))
-
-
-def slots_of(engine: Any) -> int | None:
-    """Return the engine's `slots`; None (no limit) for a user-supplied engine without that attribute."""
-    slots: int | None = getattr(engine, "slots", None)
-    return slots

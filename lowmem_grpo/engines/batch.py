@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lowmem_grpo.engines.decoding import StopCriteria, draw
 from lowmem_grpo.engines.generation_state import GenerationState, KeptPrefix
@@ -22,6 +21,7 @@ from lowmem_grpo.models.policy import Policy, evaluating
 
 AHEAD = 64  # upcoming positions of each row whose random numbers are looked up at once
 FED = 256  # tokens per forward pass when a prompt is continued or an interrupted row is recomputed
+ENTER_TOGETHER = 8  # waiting rows enter once 1/8 of the rows that may run are free
 
 
 @dataclass
@@ -74,29 +74,37 @@ class DecodeState:
 
     def select(self, keep: Tensor) -> None:
         """Reduce the state to these rows (R,), which may repeat."""
-        self.cache.batch_select_indices(keep)
+        self.cache.select(keep)
         self.rows, self.counts, self.tokens = self.rows[keep], self.counts[keep], self.tokens[keep]
         self.alive, self.positions = self.alive[keep], self.positions[keep]
 
 
 class Batch:
-    """The rows of a call that are being decoded, with their state on the device (`state`)."""
+    """The rows of a call that are decoded together, at most `size`, with their state on the device (`state`)."""
 
     state: DecodeState
 
-    def __init__(self, generation: GenerationState, stops: StopCriteria) -> None:
-        self.generation, self.stops = generation, stops
+    def __init__(self, generation: GenerationState, stops: StopCriteria, waiting: deque[int], size: int) -> None:
+        """`waiting` holds the rows that are still to enter."""
+        self.generation, self.stops, self.waiting, self.size = generation, stops, waiting, size
         self.rows: list[int] = []  # the unfinished rows; after an error, the rows to resume
         self.since = 0  # tokens that each row has drawn since `find_done` last asked the device
         self.uniforms = torch.empty(0, 0)  # (B, A) fp64: random numbers of the next A positions
 
-    def take_rows(self, waiting: deque[int], room: int) -> list[int]:
-        """Move at most `room` waiting rows, which have drawn equally many tokens, into the batch and return them; the
-        caller passes their state to `enter`."""
-        rows, drawn = [waiting.popleft()], self.generation.drawn
+    @property
+    def has_room(self) -> bool:
+        """True if rows wait and at least 1/ENTER_TOGETHER of `size` rows are free."""
+        return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
+
+    def take_rows(self) -> list[int]:
+        """Move waiting rows, which have drawn equally many tokens, into the batch and return them; the caller passes
+        their state to `enter`."""
+        waiting, generation, room = self.waiting, self.generation, self.size - len(self.rows)
+        rows, drawn = [waiting.popleft()], generation.drawn
         while waiting and len(rows) < room and drawn[waiting[0]] == drawn[rows[0]]:
             rows.append(waiting.popleft())
-        self.generation.reopen_rows(rows)
+        at = torch.tensor(rows, device=generation.ids.device)  # an interrupted step may have written what is reset here
+        generation.lengths[at], generation.stopped[at] = generation.budgets[at], False
         self.rows += rows
         return rows
 
@@ -145,16 +153,19 @@ class Batch:
         return max(self.generation.drawn[row] for row in self.rows) + self.since >= self.generation.ids.shape[1]
 
     def find_done(self) -> tuple[int, list[int]]:
-        """Ask the device which rows are done; returns the tokens that all rows drew since the last call, and the rows
-        that are done since. After an error the tokens drawn since are drawn again, with the same result."""
-        state, drawn, done, total = self.state, self.generation.drawn, list[int](), 0
+        """Ask the device which rows are done; returns the tokens that all rows drew since the last call, and the
+        prompts whose last row is done since. After an error the tokens drawn since are drawn again, with the same
+        result."""
+        state, generation, done, total = self.state, self.generation, list[int](), 0
         rows = torch.stack([state.rows, state.counts, state.alive.long()], 1).tolist()
         for row, count, alive in rows:
-            if count > drawn[row]:
-                total, drawn[row] = total + count - drawn[row], count
-                done += [] if alive else [row]
+            if count > generation.drawn[row]:
+                total, generation.drawn[row] = total + count - generation.drawn[row], count
+                prompt = row // generation.params.n
+                generation.unfinished[prompt] -= not alive
+                done += [] if generation.unfinished[prompt] else [prompt]
         self.rows, self.since = [row for row, _, alive in rows if alive], 0
-        return total, done
+        return total, sorted(done)
 
     def drop_finished(self) -> None:
         """Drop the finished rows; the KV cache of turns is kept for the next turns of their episodes."""
@@ -172,11 +183,11 @@ class Batch:
         done = [place for place, alive in enumerate(state.alive.tolist()) if not alive]
         cache = state.cache.copied(torch.tensor(done, device=state.rows.device)) if self.rows else state.cache
         for index, place in enumerate(done):
-            rollout = generation.finished.rollouts[rows[place]][0]
-            ids = generation.prompts[rows[place]] + rollout.completion_ids[:-1]
-            end = state.width - (held[place] - len(ids))
-            prefix = KeptPrefix(ids, cache, index if self.rows else place, end, rollout.routes)
-            generation.kept.rows[generation.requests[rows[place]].key] = prefix
+            row, at, start = rows[place], index if self.rows else place, state.width - held[place]
+            rollout = generation.finished.rollouts[row][0]
+            ids = generation.prompts[row] + rollout.completion_ids[:-1]
+            places = CacheSlice(cache, slice(at, at + 1), start, start + len(ids))
+            generation.kept.rows[generation.requests[row].key] = KeptPrefix(ids, places, rollout.routes)
         generation.kept.trim(generation.room - len(self.rows))
 
 
@@ -188,16 +199,16 @@ class Passes:
         self.wide: WideWeights | None = None  # quantized weights, dequantized to 16 bits
 
     def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
-        """Feed tokens (B, S), `at_once` per pass, and return the next tokens' logits (B, V). `real` (B, S) is False for
-        padding."""
+        """Feed tokens (B, S), `at_once` per pass, and return the next tokens' logits (B, V) in fp32. `real` (B, S) is
+        False for padding."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
         routes, width = list[Tensor](), state.width + tokens.shape[1]
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
-            hidden = self.feed_piece(state, ids, true)[:, -1:]
+            hidden = self.feed_piece(state, ids, true)[:, -1]
             routes += [] if state.routes is None else [state.routes]
             state.cache.reserve(width)  # so that later pieces do not each grow the storage by half
         state.routes = torch.cat(routes, 1) if routes else None
-        return self.logits(hidden).squeeze(1)
+        return self.policy.head.logits(hidden)
 
     def feed_piece(self, state: DecodeState, ids: Tensor, real: Tensor) -> Tensor:
         """Feed tokens (B, S) in one pass; returns their hidden states (B, S, D) after the last layer."""
@@ -236,15 +247,3 @@ class Passes:
         state.routes = None if recorder is None else recorder.taken(len(input_ids))
         hidden: Tensor = out.last_hidden_state
         return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits (B, Q, V) of hidden states (B, Q, D)."""
-        return self.policy.head.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-
-
-def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return left-padded token ids (P, L) and a mask (P, L) that is True for real tokens."""
-    rows = [torch.tensor(prompt) for prompt in prompts]
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
-    real = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True, padding_side="left")
-    return input_ids.to(device), real.to(device)

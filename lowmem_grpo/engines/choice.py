@@ -107,7 +107,11 @@ def check_cache_dtype(settings: EngineSettings, choice: EngineChoice, device: st
 
 @dataclass(eq=False)
 class EngineKeeper:
-    """The provider of one loaded model's engine. A vLLM engine is made once and kept: a process can have only one."""
+    """The provider of one loaded model's engine. A vLLM engine is made once and kept: a process can have only one.
+
+    It is also `model.vllm_engine`, whose `sleep` and `wake_up` programs for Unsloth call. Training and sampling do both
+    by themselves; with the transformers engine they do nothing.
+    """
 
     max_seq_length: int
     choice: EngineChoice = field(default_factory=lambda: choose_engine(False, "cpu"))
@@ -124,8 +128,10 @@ class EngineKeeper:
         if self.choice.name != VLLM:
             return TransformersEngine(policy, tokenizer, self.max_seq_length, self.settings.enforce_eager,
                                       self.settings.sampling_weights)
-        if self.kept is not None and self.fits(self.kept, policy, tokenizer):
-            return self.kept
+        kept = self.kept
+        if (kept is not None and living() is kept and kept.policy.model is policy.model
+                and kept.tokenizer is tokenizer):
+            return kept
         self.make_room()
         try:
             return self.start(policy, tokenizer)
@@ -141,10 +147,6 @@ class EngineKeeper:
         self.sampled = sampled
         if self.kept is not None:
             self.kept.expect(sampled)
-
-    def fits(self, kept: VLLMEngine, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Return True if the kept engine is open and was made for this (wrapped) model and this tokenizer."""
-        return living() is kept and kept.policy.model is policy.model and kept.tokenizer is tokenizer
 
     def make_room(self) -> None:
         """Close the process's open vLLM engine; EngineUnavailableError if no keeper made it, as only the user may."""
@@ -177,23 +179,15 @@ class EngineKeeper:
             self.bound = self.kept.bound
         self.kept = None
 
-
-class VLLMEngineHandle:
-    """`model.vllm_engine`, as programs written for Unsloth use it, to free and remake vLLM's KV cache. Training and
-    sampling do both by themselves, so no call is needed. With the transformers engine both do nothing."""
-
-    def __init__(self, keeper: EngineKeeper) -> None:
-        self.keeper = keeper
-
     def sleep(self, level: int = 1) -> None:
         """Free vLLM's KV cache. `level` is ignored, as the weights are the trainer's."""
-        if self.keeper.kept is not None:
-            self.keeper.kept.sleep()
+        if self.kept is not None:
+            self.kept.sleep()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Make the KV cache again, unless `tags` names only the weights, which never sleep."""
-        if self.keeper.kept is not None and (tags is None or "kv_cache" in tags):
-            self.keeper.kept.wake()
+        if self.kept is not None and (tags is None or "kv_cache" in tags):
+            self.kept.wake()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"model.vllm_engine has no {name!r} here, but sleep and wake_up; sample with "

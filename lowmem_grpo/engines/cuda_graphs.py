@@ -12,7 +12,6 @@ from lowmem_grpo.config.loading import VLLM
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.memory.families import family_of, has_experts
 from lowmem_grpo.memory.offload.embedding import on_host
-from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -76,8 +75,7 @@ def not_recorded(policy: Policy) -> str:
 
 def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:
     """Raise EngineUnavailableError if `enforce_eager=False` asks for CUDA graphs that this model cannot have. Loads no
-    weights; tries the card with a graph of one addition. vLLM checks for itself, except for mixtures of experts on a
-    card, which are refused here."""
+    weights. vLLM checks for itself, except for mixtures of experts on a card, which are refused here."""
     if asked is not False:
         return
     if engine == VLLM:
@@ -86,7 +84,7 @@ def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offl
         return
     refuse_graphs("" if device.startswith("cuda") else f"the model is on the {device}", FIX)
     refuse_graphs(HOST if offloaded else "", "leave enforce_eager or offload_embedding out")
-    refuse_graphs(not_of_model(config) or not_on_card(torch.device(device)), FIX)
+    refuse_graphs(not_of_model(config), FIX)
 
 
 def refuse_graphs(why: str, fix: str = FIX) -> None:
@@ -94,18 +92,6 @@ def refuse_graphs(why: str, fix: str = FIX) -> None:
     if why:
         raise EngineUnavailableError(f"enforce_eager is False, which asks for token steps as CUDA graphs, and {why}; "
                                      f"{fix}")
-
-
-def not_on_card(device: torch.device) -> str:
-    """Return why a card or its driver cannot record a CUDA graph, by recording one addition; "" if it can."""
-    numbers = torch.zeros(8, device=device)
-    try:
-        with torch.cuda.device(device):
-            CudaGraph(lambda: numbers.add_(1))()
-            torch.cuda.synchronize()
-    except RuntimeError as error:
-        return f"{card_text(device)} records no graph ({first_line(error)})"
-    return ""
 
 
 def card_text(device: torch.device) -> str:

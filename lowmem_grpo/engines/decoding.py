@@ -5,7 +5,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STEPS = 256  # positions per block of random numbers
-HELD = 4  # blocks held; a dropped block is regenerated with the same numbers
+HELD = 4  # blocks (R, STEPS) held; a dropped block is regenerated with the same numbers
 
 Uniforms = Callable[[Tensor, Tensor], Tensor]  # (rows (B,), positions (B, S)) -> (B, S) fp64 from [0, 1)
 
@@ -74,35 +74,26 @@ class StopCriteria:
         return ended | torch.tensor(matches, device=ended.device)
 
 
-class RandomNumbers:
-    """Numbers from [0, 1) that depend only on a seed, the row and the position, so that a completion is the same
-    however its row was batched or interrupted."""
+def shared_numbers(seed: int, count: int, device: torch.device, part: tuple[int, int] | None = None) -> Uniforms:
+    """Return random numbers of `count` rows that depend only on the seed, the row and the position, so that a
+    completion is the same however its row was batched or interrupted. `part` (F, N) means that these are the rows from
+    F on out of N: they get the numbers that a call with all N rows would give them."""
+    first, whole = part or (0, count)
 
-    def __init__(self, seed: int, rows: int, device: torch.device, part: tuple[int, int] | None = None) -> None:
-        """`part` (F, N) means that these are the rows from F on out of N: they get the numbers that a call with all N
-        rows would give them."""
-        self.seed, self.rows, self.device = seed, rows, device
-        self.first, self.whole = part or (0, rows)
-        self.blocks: dict[int, Tensor] = {}  # (R, STEPS) each: all rows at the positions of a block
+    @lru_cache(HELD)
+    def block(index: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(random.Random(f"{seed}-{index}").getrandbits(62))
+        made = torch.rand(whole, STEPS, dtype=torch.float64, device=device, generator=generator)
+        return made[first : first + count]
 
-    def at(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Return the numbers of rows (B,) at positions (B, S): (B, S) fp64."""
-        numbers = torch.zeros(places.shape, dtype=torch.float64, device=self.device)
+    def numbers(rows: Tensor, places: Tensor) -> Tensor:
+        drawn = torch.zeros(places.shape, dtype=torch.float64, device=device)
         for index in (places // STEPS).unique().tolist():
-            here = self.block(index)[rows[:, None], places % STEPS]
-            numbers = torch.where(places // STEPS == index, here, numbers)
-        return numbers
+            here = block(index)[rows[:, None], places % STEPS]
+            drawn = torch.where(places // STEPS == index, here, drawn)
+        return drawn
 
-    def block(self, index: int) -> Tensor:
-        """Return a block (R, STEPS), regenerating it if it was dropped."""
-        if index not in self.blocks:
-            seed = random.Random(f"{self.seed}-{index}").getrandbits(62)
-            generator = torch.Generator(self.device).manual_seed(seed)
-            made = torch.rand(self.whole, STEPS, dtype=torch.float64, device=self.device, generator=generator)
-            self.blocks[index] = made[self.first : self.first + self.rows]
-        if len(self.blocks) > HELD:
-            del self.blocks[next(iter(self.blocks))]
-        return self.blocks[index]
+    return numbers
 
 
 def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:

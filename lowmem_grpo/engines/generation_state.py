@@ -7,7 +7,6 @@ so that each row is contiguous in the cache; a row with fewer new tokens recompu
 States of gated delta nets cannot be cut back, so a prompt that departs before the end of the turn is computed whole.
 """
 
-import time
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, Request
-from lowmem_grpo.engines.decoding import RandomNumbers, Uniforms, own_numbers
+from lowmem_grpo.engines.decoding import Uniforms, own_numbers
 from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, right_aligned
 from lowmem_grpo.engines.progress import FinishedPrompts
 from lowmem_grpo.models.routes import Routes
@@ -27,27 +26,20 @@ TWICE, FEW = 0.1, 16  # the most tokens recomputed in a pass: this share of its 
 
 @dataclass(frozen=True)
 class KeptPrefix:
-    """The cached prefix of one episode: the `len(ids)` places of row `row` of a cache that end at `end`."""
+    """The cached prefix of one episode."""
 
     ids: list[int]  # the cached tokens
-    cache: GrowingCache
-    row: int
-    end: int
+    held: CacheSlice  # their places, in one row of a cache
     routes: Routes | None = None  # None if the model has no experts
 
     def shared(self, ids: list[int]) -> int:
         """Return the number of leading prompt tokens that are cached, at most all but the last, which must be fed."""
         most = min(len(self.ids), len(ids) - 1)
-        if self.cache.whole_only:
+        if self.held.cache.whole_only:
             return most if self.ids == ids[:most] else 0
         if self.ids[:most] == ids[:most]:
             return most
         return next(place for place in range(most) if self.ids[place] != ids[place])
-
-    def piece(self, length: int) -> CacheSlice:
-        """Return the cache slice of the first `length` tokens."""
-        start = self.end - len(self.ids)
-        return CacheSlice(self.cache, slice(self.row, self.row + 1), start, start + length)
 
 
 @dataclass(frozen=True)
@@ -64,10 +56,20 @@ class Prefill:
         """(P,) tokens taken from the cache."""
         return [max(0, len(ids) - self.fed) for ids in self.prompts]
 
+    def inputs(self, pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the tokens to feed (P, fed), left-padded, and a mask (P, fed) that is True for real tokens."""
+        rows = [ids[-self.fed :] for ids in self.prompts]
+        ids = torch.tensor([[pad_id] * (self.fed - len(row)) + row for row in rows])
+        real = torch.arange(-self.fed, 0) >= -torch.tensor([*map(len, rows)])[:, None]
+        return ids.to(device), real.to(device)
+
     def held_cache(self) -> GrowingCache | None:
         """Return a cache of these tokens, with room for those to feed; None if no prompt extends a cached turn."""
-        pieces = [kept.piece(held) for kept, held in zip(self.kept, self.held, strict=True)] if self.kept else []
-        return right_aligned(pieces, max(self.held), room=self.fed) if pieces else None
+        if not self.kept:
+            return None
+        pieces = [replace(kept.held, end=kept.held.start + held)
+                  for kept, held in zip(self.kept, self.held, strict=True)]
+        return right_aligned(pieces, max(self.held), room=self.fed)
 
 
 @dataclass
@@ -94,7 +96,7 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Bytes held. Rows that left a batch together share one cache, which is freed with the last of them."""
-        return sum(cache.nbytes for cache in {id(kept.cache): kept.cache for kept in self.rows.values()}.values())
+        return sum(cache.nbytes for cache in {kept.held.cache for kept in self.rows.values()})
 
 
 def fed_together(new: dict[int, int], exactly: bool = False) -> list[list[int]]:
@@ -139,19 +141,6 @@ class GenerationState:
         self.drawn = [0] * rows  # tokens of each row that are known to be drawn, from which it can resume
         self.cached = [0] * rows  # prompt tokens of each row that came from a cache
 
-    @property
-    def widest(self) -> int:
-        return max(map(len, self.prompts)) + self.ids.shape[1]
-
-    @classmethod
-    def from_prompts(cls, prompts: list[list[int]], params: SamplingParams, budgets: list[int], device: torch.device,
-                     finished: FinishedPrompts) -> "GenerationState":
-        """Return the state of `params.n` rows per prompt, before the first token."""
-        seed = time.time_ns() % 2**63 if params.seed is None else params.seed
-        part = None if params.part is None else (params.part[0] * params.n, params.part[1] * params.n)
-        numbers = RandomNumbers(seed, len(budgets), device, part).at
-        return cls(prompts, params, numbers, torch.tensor(budgets, device=device), finished)
-
     @classmethod
     def from_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
                    conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
@@ -180,7 +169,7 @@ class GenerationState:
         self.kept.trim(self.room - running - len(rows))
         new = {row: len(self.prompts[row]) - shared for row, kept in prefixes.items()
                if (shared := kept.shared(self.prompts[row]))}
-        groups = fed_together(new, any(kept.cache.whole_only for kept in prefixes.values()))
+        groups = fed_together(new, any(kept.held.cache.whole_only for kept in prefixes.values()))
         made = [Prefill([[row] for row in group], [self.prompts[row] for row in group],
                         [prefixes[row] for row in group], new[group[0]]) for group in groups]
         if fresh := [row for row in rows if row not in new]:
@@ -210,13 +199,13 @@ class GenerationState:
             for row in prefill.rows[place]:
                 self.prompt_routes.setdefault(row, routes)  # resumed rows keep the routes of their first pass
 
-    def keep_routes(self, rows: Tensor, places: int | Tensor, fed: Tensor | None) -> None:
-        """Record the routes of the tokens drawn at `places`: the last position of `fed` (B, S, layers, k)."""
+    def keep_routes(self, rows: Tensor, counts: Tensor, fed: Tensor | None) -> None:
+        """Record the routes of the last of the `counts` tokens that rows drew: the last of `fed` (B, S, layers, k)."""
         if fed is None:
             return
         if self.routes is None:
             self.routes = fed.new_zeros(*self.ids.shape, *fed.shape[2:])
-        self.routes[rows, places] = fed[:, -1]
+        self.routes[rows, counts - 1] = fed[:, -1]
 
     def give_routes(self, rows: list[int], rollouts: list[Rollout]) -> None:
         """Attach routes to these rows' rollouts: of the prompt and of all tokens but the last, which was not fed."""
@@ -227,17 +216,3 @@ class GenerationState:
             own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
             rollout.routes = Routes((*self.prompt_routes[row].parts, *own))
 
-    # Finished rows
-
-    def finish_rows(self, rows: list[int]) -> list[int]:
-        """Count rows as finished; returns the prompts all of whose rows are now finished."""
-        finished: list[int] = []
-        for prompt in sorted(row // self.params.n for row in rows):
-            self.unfinished[prompt] -= 1
-            finished += [] if self.unfinished[prompt] else [prompt]
-        return finished
-
-    def reopen_rows(self, rows: list[int]) -> None:
-        """Reset the length and stop flag of unfinished rows, which an interrupted step may have written."""
-        at = torch.tensor(rows, device=self.ids.device)
-        self.lengths[at], self.stopped[at] = self.budgets[at], False

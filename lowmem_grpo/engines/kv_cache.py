@@ -1,6 +1,6 @@
 """KV cache layers that grow in place, and layers with gated delta net states, on transformers' public cache classes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -42,10 +42,11 @@ class GrowingLayer(DynamicLayer):
             storage[:, place - count : place, :, width - piece.end + piece.start : width] = kept
         return cls.holding(storage, width)
 
-    def copied(self, rows: Tensor) -> "GrowingLayer":
-        """Return a copy of these rows (R,), without room to grow."""
+    def copied(self, rows: Tensor, room: bool) -> "GrowingLayer":
+        """Return a copy of these rows (R,), which may repeat; without `room` it cannot grow in place."""
         length = self.get_seq_length()
-        return self.holding(self.storage[:, :, :, :length].index_select(1, rows), length)
+        storage = self.storage if room else self.storage[:, :, :, :length]
+        return self.holding(storage.index_select(1, rows), length)
 
     @property
     def nbytes(self) -> int:
@@ -81,12 +82,6 @@ class GrowingLayer(DynamicLayer):
         self.storage = grown
         self.view(length)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows (R,)."""
-        length = self.get_seq_length()
-        self.storage = self.storage.index_select(1, indices)
-        self.view(length)
-
 
 class StateLayer(LinearAttentionCacheLayerMixin):
     """The states of a gated delta net for B rows: the last inputs (B, C, W - 1) of its convolution, and the recurrent
@@ -113,13 +108,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def nbytes(self) -> int:
         return sum(state.untyped_storage().nbytes() for state in self.states)
 
-    def copied(self, rows: Tensor) -> "StateLayer":
-        """Return a copy of these rows (R,)."""
+    def copied(self, rows: Tensor, room: bool) -> "StateLayer":
+        """Return a copy of these rows (R,), which may repeat."""
         return self.holding(*(state.index_select(0, rows) for state in self.states))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the states of these rows (R,)."""
-        self.conv_states[0], self.recurrent_states[0] = (state.index_select(0, indices) for state in self.states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
         """Do nothing: the states are made by the first update."""
@@ -180,16 +171,11 @@ class GrowingCache(Cache):
     """A cache of one `GrowingLayer` or `StateLayer` per decoder layer, each made at first use."""
 
     layers: list[Any]
-    lasting: LastingStorage | None = None  # holds the cache's rows; None if the layers own their storage
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Iterable[Any] = (), lasting: "LastingStorage | None" = None) -> None:
+        """`lasting` holds the cache's rows; None if the layers own their storage."""
         super().__init__(layer_class_to_replicate=GrowingLayer)
-
-    @classmethod
-    def holding(cls, layers: list[Any]) -> "GrowingCache":
-        cache = cls()
-        cache.layers = layers
-        return cache
+        self.layers, self.lasting = [*layers], lasting
 
     @property
     def nbytes(self) -> int:
@@ -219,14 +205,12 @@ class GrowingCache(Cache):
             if layer.storage.shape[3] < capacity:
                 layer.reserve(capacity)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         """Reduce the cache to these rows (R,), which may repeat."""
         for place, layer in enumerate(self.layers):
+            self.layers[place] = layer.copied(rows, room=self.lasting is None)
             if self.lasting is not None:
-                layer.storage = layer.storage[:, :, :, : layer.get_seq_length()]
-            layer.batch_select_indices(indices)
-            if self.lasting is not None:
-                self.lasting.move(place, layer)
+                self.lasting.move(place, self.layers[place])
 
     def cut(self, length: int) -> None:
         """Show only the first `length` places of every layer; the storage stays."""
@@ -235,7 +219,7 @@ class GrowingCache(Cache):
 
     def copied(self, rows: Tensor) -> "GrowingCache":
         """Return a copy of these rows (R,), without room to grow."""
-        return self.holding([layer.copied(rows) for layer in self.layers])
+        return GrowingCache(layer.copied(rows, room=False) for layer in self.layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Append keys and values to a layer; a new layer is made in the lasting storage, if there is one."""
@@ -274,6 +258,4 @@ def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: boo
             lasting.move(place, made[-1])
         for piece in pieces if give else ():
             piece.cache.layers[place] = None
-    cache = GrowingCache.holding(made)
-    cache.lasting = lasting
-    return cache
+    return GrowingCache(made, lasting)

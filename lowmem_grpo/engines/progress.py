@@ -1,12 +1,10 @@
 """The progress of an engine: the finished prompts of a call, the lengths of completions, and the time per phase."""
 
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from hashlib import blake2b
+from copy import copy
 from statistics import fmean
 from typing import Self
 
@@ -71,12 +69,12 @@ class ExpectedLengths:
     """
 
     def __init__(self) -> None:
-        self.known: OrderedDict[bytes, float] = OrderedDict()
+        self.known: OrderedDict[int, float] = OrderedDict()  # by the hash of a prompt's tokens
 
     def note_groups(self, prompts: list[list[int]], groups: list[list[Rollout]]) -> None:
         """Note the completion lengths of a call."""
         for prompt, rollouts in zip(prompts, groups, strict=True):
-            key = key_of(prompt)
+            key = hash(tuple(prompt))
             self.known[key] = fmean(len(rollout.completion_ids) for rollout in rollouts)
             self.known.move_to_end(key)
             if len(self.known) > MOST_PROMPTS:
@@ -85,22 +83,10 @@ class ExpectedLengths:
     def order(self, prompts: list[list[int]]) -> list[int]:
         """Return the indices of the prompts, longest expected first. An unknown prompt counts as the mean of the known
         ones; ties keep the given order, as do all prompts if none is known."""
-        means = [self.known.get(key_of(prompt)) for prompt in prompts]
+        means = [self.known.get(hash(tuple(prompt))) for prompt in prompts]
         usual = fmean([length for length in means if length is not None] or [0.0])
         lengths = [usual if length is None else length for length in means]
         return sorted(range(len(prompts)), key=lambda place: -lengths[place])
-
-
-def key_of(prompt: list[int]) -> bytes:
-    return blake2b(array("i", prompt).tobytes(), digest_size=16).digest()
-
-
-@dataclass
-class Spent:
-    """The time spent in a phase, and the tokens processed in it."""
-
-    seconds: float = 0.0
-    tokens: int = 0  # prompt tokens computed in prefill, else tokens drawn
 
 
 class Pace:
@@ -108,7 +94,8 @@ class Pace:
     anyway."""
 
     def __init__(self) -> None:
-        self.spent = {name: Spent() for name in PHASES}
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.tokens = dict.fromkeys(PHASES, 0)  # prompt tokens computed in prefill, else tokens drawn
         self.preemptions = 0  # sequences evicted for lack of KV cache, which are recomputed
         self.most = 0  # the most sequences that ran together
         self.start_call()
@@ -134,40 +121,40 @@ class Pace:
     def read(self, tokens: int) -> None:
         """Note that the next `step` also computes `tokens` prompt tokens, so that its time counts as prefill."""
         self.reading = True
-        self.spent["prefill"].tokens += tokens
+        self.tokens["prefill"] += tokens
 
     def step(self, running: int, drawn: int | None = None) -> None:
         """Note the end of a decode step of `running` sequences, which drew `drawn` tokens (None: one each)."""
         now = time.perf_counter()
         self.widest = max(self.widest, running)
         self.most = max(self.most, running)
-        spent = self.spent["prefill" if self.reading else "tail" if running < TAIL * self.widest else "full"]
-        spent.seconds += now - self.mark
+        phase = "prefill" if self.reading else "tail" if running < TAIL * self.widest else "full"
+        self.seconds[phase] += now - self.mark
         if not self.reading:
-            spent.tokens += running if drawn is None else drawn
+            self.tokens[phase] += running if drawn is None else drawn
         self.mark, self.reading = now, False
 
     def add(self, other: "Pace") -> None:
-        for name, spent in other.spent.items():
-            self.spent[name].seconds += spent.seconds
-            self.spent[name].tokens += spent.tokens
+        for phase in PHASES:
+            self.seconds[phase] += other.seconds[phase]
+            self.tokens[phase] += other.tokens[phase]
         self.preemptions += other.preemptions
         self.most = max(self.most, other.most)
 
     def pop_measured(self) -> Self:
         """Return the measurements and reset them."""
-        taken = type(self)()
-        taken.add(self)
-        self.spent, self.preemptions, self.most = {name: Spent() for name in PHASES}, 0, 0
+        taken = copy(self)
+        self.seconds, self.tokens = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0)
+        self.preemptions = self.most = 0
         return taken
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds per phase, the tail's share of the time, and tokens per second; empty if nothing ran."""
         if not self.most:
             return {}
-        seconds = {f"time/sampling/{name}_s": spent.seconds for name, spent in self.spent.items()}
-        total = max(sum(seconds.values()), 1e-9)
-        speeds = {f"tokens_per_second/{name}": spent.tokens / spent.seconds
-                  for name, spent in self.spent.items() if spent.seconds}
-        return {**seconds, "time/sampling/tail_share": self.spent["tail"].seconds / total, **speeds,
+        seconds = {f"time/sampling/{name}_s": spent for name, spent in self.seconds.items()}
+        speeds = {f"tokens_per_second/{name}": self.tokens[name] / spent
+                  for name, spent in self.seconds.items() if spent}
+        share = self.seconds["tail"] / max(sum(self.seconds.values()), 1e-9)
+        return {**seconds, "time/sampling/tail_share": share, **speeds,
                 "sampling/most_together": self.most, "sampling/preemptions": self.preemptions}

@@ -60,21 +60,6 @@ class StepBuffers:
         self.steps = 0  # eager steps so far
         LIVING.add(self)
 
-    def hold(self, state: DecodeState, rows: int) -> None:
-        """Copy the inputs of B rows into the buffers, and fix their cache and positions there. Rows from B up to `rows`
-        are computed too, but their results are ignored."""
-        real, positions = state.real, state.positions.clone()  # may be a view of the buffer cleared below
-        count, width = real.shape
-        state.cache.fix(self.at, rows, self.capacity)
-        self.at.fill_(width)
-        self.positions.zero_()
-        self.alive.zero_()
-        self.tokens[:count], self.positions[:count] = state.tokens, positions
-        if self.mask is None:
-            self.mask = state.cache.growing[0].storage.new_empty(self.rows, self.capacity)
-        self.mask.fill_(-torch.inf)[:count, :width].masked_fill_(real, 0.0)
-        state.positions = self.positions[:count]
-
     def forget_graphs(self) -> None:
         self.graphs.clear()
         self.factors.clear()
@@ -146,22 +131,31 @@ class TokenStep:
         return logits
 
     def hold(self, state: DecodeState) -> int:
-        """Move rows' cache, mask and inputs to fixed addresses; returns the cache width after the next token."""
+        """Move B rows' cache, mask and inputs to fixed addresses; returns the cache width after the next token. In
+        lasting buffers rows from B up to those of the next graph are computed too, but their results are ignored."""
         self.release()
-        count, lasting = len(state.rows), self.lasting
-        if lasting is not None and state.cache.lasting is lasting.storage:
-            if state.width >= lasting.capacity:
+        count, buffers = len(state.rows), self.lasting
+        if buffers is not None and state.cache.lasting is buffers.storage:
+            if state.width >= buffers.capacity:
                 state.trim()
-            self.rows, self.buffers = min(graph_rows(count), lasting.rows), lasting
+            self.rows = min(graph_rows(count), buffers.rows)
         else:
-            capacity = up_to_multiple(state.width + 1)
-            self.rows, self.buffers = count, StepBuffers(count, capacity, state.rows.device)
-        self.buffers.hold(state, self.rows)
-        self.state, self.positions = state, state.positions
+            buffers, self.rows = StepBuffers(count, up_to_multiple(state.width + 1), state.rows.device), count
+        real, width, positions = state.real, state.width, state.positions.clone()  # may be a view of what is cleared
+        state.cache.fix(buffers.at, self.rows, buffers.capacity)
+        buffers.at.fill_(width)
+        buffers.positions.zero_()
+        buffers.alive.zero_()
+        buffers.tokens[:count], buffers.positions[:count] = state.tokens, positions
+        if buffers.mask is None:
+            buffers.mask = state.cache.growing[0].storage.new_empty(buffers.rows, buffers.capacity)
+        buffers.mask.fill_(-torch.inf)[:count, :width].masked_fill_(real, 0.0)
+        state.positions = self.positions = buffers.positions[:count]
+        self.state, self.buffers = state, buffers
         # packed weights, whose addresses take most of the time to ask for, are compared once a call, by `factors`
         self.weights: list[Tensor] = [weight for weight in self.passes.policy.model.parameters()
                                       if weight.is_floating_point()] if self.record else []
-        return state.width + 1
+        return width + 1
 
     def release(self) -> None:
         """Let go of the current rows; the lasting buffers stay."""
@@ -184,7 +178,7 @@ class TokenStep:
         # finished rows are still fed, but `alive` keeps their recurrent states from changing
         hidden = self.passes.hidden(buffers.tokens[rows, None], positions[:, None], seen, buffers.alive[rows, None],
                                     self.state, **named)
-        logits = self.passes.logits(hidden).squeeze(1)
+        logits = self.passes.policy.head.logits(hidden[:, 0])
         buffers.at.add_(1)
         return logits
 

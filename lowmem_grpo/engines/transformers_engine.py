@@ -6,7 +6,9 @@ they have, because redrawing them would favour short completions. The sampled to
 row has its own random numbers. Turns are decoded in rounds, all that are ready together, for the same reason.
 """
 
+import time
 from collections import deque
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.loading import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile
-from lowmem_grpo.engines.batch import FED, Batch, DecodeState, Passes, left_padded
-from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of
+from lowmem_grpo.engines.batch import FED, Batch, DecodeState, Passes
+from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of, shared_numbers
 from lowmem_grpo.engines.generation_state import GenerationState, Prefill, PrefixCache
 from lowmem_grpo.engines.progress import ExpectedLengths, FinishedPrompts, Pace
 from lowmem_grpo.engines.token_step import TokenStep
@@ -30,7 +32,6 @@ from lowmem_grpo.types import OnGroup, Rollout
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
 RARELY = 0.5  # the same share with CUDA graphs, which are lost when the number of rows changes
 LOOK = 8  # with CUDA graphs, decode steps between two checks of which rows are done
-ENTER_TOGETHER = 8  # waiting rows enter once 1/8 of the rows that may run are free
 
 
 class TransformersEngine:
@@ -91,13 +92,6 @@ class TransformersEngine:
         if not self.decoding:
             self.sleep()
 
-    def wake(self) -> None:
-        """Do nothing: each call allocates what it needs."""
-
-    def close(self) -> None:
-        self.forget()
-        self.free_weights()
-
     def forget(self) -> None:
         """Drop the cached turns and the buffers of the current rows."""
         self.kept.rows.clear()
@@ -108,13 +102,16 @@ class TransformersEngine:
                  meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         if not prompts:
             return []
-        finished = FinishedPrompts(len(prompts), on_group, meanwhile)
+        finished, device, n = FinishedPrompts(len(prompts), on_group, meanwhile), self.policy.device, params.n
         self.forget()
         budgets = [budget for prompt in prompts
-                   for budget in [budget_of(prompt, params.max_tokens, self.max_seq_length)] * params.n]
+                   for budget in [budget_of(prompt, params.max_tokens, self.max_seq_length)] * n]
+        seed = time.time_ns() % 2**63 if params.seed is None else params.seed
+        part = None if params.part is None else (params.part[0] * n, params.part[1] * n)
         self.kv_bytes = 0
         self.pace.start_call()
-        self.decode(GenerationState.from_prompts(prompts, params, budgets, self.policy.device, finished))
+        self.decode(GenerationState(prompts, params, shared_numbers(seed, len(budgets), device, part),
+                                    torch.tensor(budgets, device=device), finished))
         groups = finished.result()
         self.expected.note_groups(prompts, groups)
         return groups
@@ -135,27 +132,32 @@ class TransformersEngine:
                 self.decode(GenerationState.from_turns(requests, params, budgets, self.policy.device, conversation,
                                                        self.kept, room))
         except BaseException:
-            self.forget()
+            goes_on = False
             raise
-        if not goes_on:
-            self.forget()
+        finally:
+            if not goes_on:
+                self.forget()
 
     # One call: all rows
 
     def decode(self, generation: GenerationState) -> None:
         """Draw every row to its end, as many at a time as memory has room for."""
-        waiting, most = deque(self.order(generation)), len(generation.budgets)
-        device = self.policy.device
+        most, n, device = len(generation.budgets), generation.params.n, self.policy.device
+        waiting = deque(range(most))
+        if (self.bound.under(None) or most) < most:  # not all have room: the longest expected start first
+            order = self.expected.order(generation.prompts)
+            waiting = deque(prompt * n + row for prompt in order for row in range(n))
         while waiting:
             size = min(self.bound.under(None) or most, most)
-            batch = Batch(generation, StopCriteria(self.tokenizer, generation.params, self.eos_ids, device))
+            stops = StopCriteria(self.tokenizer, generation.params, self.eos_ids, device)
+            batch = Batch(generation, stops, waiting, size)
             if not generation.requests:
-                self.step.prepare(size, min(generation.widest, self.max_seq_length))
+                longest = max(map(len, generation.prompts)) + generation.ids.shape[1]
+                self.step.prepare(size, min(longest, self.max_seq_length))
             self.decoding = True
             try:
                 with self.passes.evaluating(self.step.factors()):
-                    failed = catch_oom(lambda now=batch, most=size: self.decode_together(now, waiting, most),  # type: ignore[misc]
-                                       device, self.step.drop)
+                    failed = catch_oom(partial(self.decode_together, batch), device, self.step.drop)
             except BaseException:
                 self.step.drop()  # its buffers may hold NaN
                 raise
@@ -165,13 +167,6 @@ class TransformersEngine:
             if isinstance(failed, OutOfMemory):
                 waiting.extendleft(reversed(batch.rows))
                 most = self.smaller(generation, size, len(batch.rows), failed)
-
-    def order(self, generation: GenerationState) -> list[int]:
-        """Return the rows in the order in which to start them: if not all have room, the longest expected first."""
-        rows, n = len(generation.budgets), generation.params.n
-        if (self.bound.under(None) or rows) >= rows:
-            return list(range(rows))
-        return [prompt * n + row for prompt in self.expected.order(generation.prompts) for row in range(n)]
 
     def smaller(self, generation: GenerationState, size: int, left: int, shortage: OutOfMemory) -> int:
         """Return how many rows to decode at once after memory ran out with `left` of `size` rows unfinished: as many as
@@ -192,39 +187,35 @@ class TransformersEngine:
 
     # One batch: rows that are decoded together
 
-    def decode_together(self, batch: Batch, waiting: deque[int], size: int) -> None:
-        """Draw rows to their ends, `size` at a time, until none wait. After an error, `batch.rows` holds the
-        unfinished rows that had entered."""
+    def decode_together(self, batch: Batch) -> None:
+        """Draw rows to their ends, until none wait. After an error, `batch.rows` holds the unfinished rows that had
+        entered."""
         logits = torch.empty(0)
         self.pace.resume()
-        while batch.rows or waiting:
-            if self.have_room(batch, waiting, size):
-                logits = self.enter(batch, waiting, size, logits)
+        while batch.rows or batch.waiting:
+            if batch.has_room:
+                logits = self.enter(batch, logits)
             batch.draw(logits)
             if batch.is_time_to_look(LOOK if self.step.record else 1) or self.pace.reading:
-                self.check_rows(batch, waiting, size)
+                self.check_rows(batch)
             if batch.rows:
-                logits = self.step.extend(batch.state)
                 state = batch.state
-                batch.generation.keep_routes(state.rows, state.counts - 1, state.routes)
+                logits = self.step.extend(state)
+                batch.generation.keep_routes(state.rows, state.counts, state.routes)
                 self.note_bytes(batch)
 
-    def have_room(self, batch: Batch, waiting: deque[int], size: int) -> bool:
-        """Return True if rows wait and at least 1/ENTER_TOGETHER of `size` rows are free."""
-        return bool(waiting) and size - len(batch.rows) >= max(1, size // ENTER_TOGETHER)
-
-    def check_rows(self, batch: Batch, waiting: deque[int], size: int) -> None:
+    def check_rows(self, batch: Batch) -> None:
         """Find the finished rows, report the prompts that are complete, and drop finished rows if that pays off."""
-        steps, running, generation = batch.since, len(batch.rows), batch.generation
-        drawn, done = batch.find_done()
+        steps, running = batch.since, len(batch.rows)
+        drawn, prompts = batch.find_done()
         self.pace.step(running, drawn)
-        self.report(generation, generation.finish_rows(done))
-        if len(batch.rows) < len(batch.state.rows) and (self.have_room(batch, waiting, size) or self.pays(batch)):
+        self.report(batch.generation, prompts)
+        if len(batch.rows) < len(batch.state.rows) and (batch.has_room or self.pays(batch)):
             batch.drop_finished()
-        if batch.rows or waiting:
+        if left := len(batch.rows) + len(batch.waiting):
             with self.pace.paused():
                 for _ in range(steps):  # one call per decode step, as the caller may count them
-                    generation.finished.between(len(batch.rows) + len(waiting))
+                    batch.generation.finished.between(left)
 
     def pays(self, batch: Batch) -> bool:
         """Return True if dropping the finished rows now makes decode steps cheaper."""
@@ -255,11 +246,11 @@ class TransformersEngine:
 
     # Rows that enter
 
-    def enter(self, batch: Batch, waiting: deque[int], size: int, logits: Tensor) -> Tensor:
-        """Let waiting rows enter until `size` run; returns `logits` of the running rows and the new ones, (B, V)."""
+    def enter(self, batch: Batch, logits: Tensor) -> Tensor:
+        """Let waiting rows enter while there is room; returns `logits` of the running and the new rows, (B, V)."""
         self.step.release()
-        while waiting and (running := len(batch.rows)) < size:
-            state, new = self.start_rows(batch.generation, batch.take_rows(waiting, size - running), running)
+        while batch.waiting and (running := len(batch.rows)) < batch.size:
+            state, new = self.start_rows(batch.generation, batch.take_rows(), running)
             batch.enter(state)
             logits = torch.cat([logits, new]) if running else new
             self.note_bytes(batch)
@@ -274,8 +265,8 @@ class TransformersEngine:
         if start:
             self.pace.read(start * len(rows))
             logits = self.passes.feed(state, generation.ids[state.rows, :start])
-            generation.keep_routes(state.rows, start - 1, state.routes)  # earlier ones were recorded when drawn
             state.counts = torch.full_like(state.rows, start)
+            generation.keep_routes(state.rows, state.counts, state.routes)  # earlier ones were recorded when drawn
         return state, logits
 
     def prefill(self, generation: GenerationState, prefill: Prefill, running: int, start: int
@@ -284,7 +275,7 @@ class TransformersEngine:
         logits (B, V). The cache of `generate` is placed in the lasting storage, behind `running` rows, if that has room
         for `start` more tokens."""
         device, cache, held = self.policy.device, prefill.held_cache(), prefill.held
-        input_ids, real = left_padded([ids[-prefill.fed :] for ids in prefill.prompts], self.pad_id, device)
+        input_ids, real = prefill.inputs(self.pad_id, device)
         state = DecodeState.holding(torch.arange(len(held), device=device), cache, torch.tensor(held, device=device))
         if not generation.requests:
             state.cache.lasting = self.step.storage_for(prefill.fed + start, running)

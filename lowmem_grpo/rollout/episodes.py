@@ -19,7 +19,7 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.engines.base import Engine, Request, slots_of
+from lowmem_grpo.engines.base import Engine, Request
 from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.environments.env_spec import EnvSpecs, messages_of
 from lowmem_grpo.environments.episode import Episode, EpisodeBounds
@@ -59,7 +59,7 @@ class Episodes:
     ) -> list[list[Rollout]]:
         """Play `params.n` episodes of each prompt's row. Sets each prompt's ids to those that the policy read.
         EnvironmentFailedError if all episodes fail: of the first batch, or of three batches in a row."""
-        slots = slots_of(engine)
+        slots = getattr(engine, "slots", None)
         live = None if slots is None else math.ceil(BESIDE * slots)
         batch = EpisodeBatch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
         try:

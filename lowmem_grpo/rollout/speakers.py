@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import CONVERSE, Conversation, Request, slots_of
+from lowmem_grpo.engines.base import CONVERSE, Conversation, Request
 from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.environments.protocol import AskBase
 from lowmem_grpo.runs.trajectory import content_text, speaker
@@ -102,7 +102,7 @@ class Watched:
         self.engine, self.tell, self.who = engine, tell, who
         self.base = base or (lambda: engine)
         self.asked: Any = None  # the engine that samples the base model; None outside `base_model`
-        self.name, self.slots = engine.name, slots_of(engine)
+        self.name, self.slots = engine.name, getattr(engine, "slots", None)
 
     def converse(self, conversation: Any, params: SamplingParams) -> None:
         """Decode as `Engine.converse` does, and report it. The base model's replies are not reported."""

@@ -27,18 +27,10 @@ def expected(small_policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[l
 
 
 def bounded(engine: TransformersEngine, rows: int) -> TransformersEngine:
-    """The same with room for so many rows."""
+    """The same with room for so many rows, by a plan."""
     other = TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
-    other.bound.lowered = rows
+    other.bound.planned = rows
     return other
-
-
-def widths(engine: TransformersEngine) -> list[int]:
-    """The rows of each pass to come."""
-    seen: list[int] = []
-    engine.policy.backbone.register_forward_pre_hook(
-        lambda module, args, named: seen.append(len(named["input_ids"])), with_kwargs=True)
-    return seen
 
 
 @pytest.mark.every(2)
@@ -66,12 +58,14 @@ def test_rows_enter_before_the_last_one_of_the_batch_is_done(
     small_policy: Policy, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     engine = bounded(TransformersEngine(small_policy, tokenizer, CONTEXT), 4)
-    seen = widths(engine)
+    seen: list[int] = []  # the rows of each pass
+    engine.policy.backbone.register_forward_pre_hook(
+        lambda module, args, named: seen.append(len(named["input_ids"])), with_kwargs=True)
     engine.generate(PROMPTS, PARAMS)
     longest = [min(34, CONTEXT - len(prompt)) for prompt in PROMPTS]
     in_turn = sum(max(longest[first : first + 2]) for first in (0, 2, 4))  # two prompts a round
     assert sum(longest) * 2 / 4 < len(seen) < 0.85 * in_turn
-    assert max(seen) == 4
+    assert max(seen) == 4 and engine.bound.failures == 0
 
 
 def test_prompts_whose_earlier_answers_were_longest_are_begun_first(

@@ -3,6 +3,7 @@ completion ends; and turns of episodes by a caller's own engine, which only has 
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import decoding
 from lowmem_grpo.engines.base import check_own_engine
-from lowmem_grpo.engines.decoding import HELD, STEPS, RandomNumbers, StopCriteria, cut_at_stop, draw
+from lowmem_grpo.engines.decoding import HELD, STEPS, StopCriteria, cut_at_stop, draw, shared_numbers
 from lowmem_grpo.types import Rollout
 
 PROBS = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05, 0.0])
@@ -79,12 +80,6 @@ def test_greedy_takes_the_most_likely_token_and_its_logprob_at_temperature_one()
     torch.testing.assert_close(logprobs, LOGITS[:1].expand(3))
 
 
-def test_rows_are_drawn_independently() -> None:
-    tokens, _ = draws(20000)
-    first, second = tokens[::2], tokens[1::2]
-    assert abs(torch.corrcoef(torch.stack([first, second]).double())[0, 1]) < 0.04
-
-
 @pytest.mark.parametrize("stop", ["END", "\n\n", "日本語の終わり", "🙂🙂🙂"])
 def test_a_stop_string_is_seen_however_many_tokens_it_takes(tokenizer: PreTrainedTokenizerBase, stop: str) -> None:
     completion = tokenizer("Some text before. " + stop)["input_ids"]
@@ -100,65 +95,45 @@ def test_end_tokens_and_stop_tokens_end_a_row_unless_they_are_ignored(tokenizer:
         assert criteria.ends(torch.tensor([2, 9, 7]), lambda count: []).tolist() == expected
 
 
-def test_a_number_depends_on_its_row_and_its_place_only() -> None:
-    rows = torch.tensor([0, 3, 4])
-    places = torch.tensor([[0, STEPS], [5, 6], [STEPS - 1, 2 * STEPS]])
-    numbers = RandomNumbers(7, 5, torch.device("cpu"))
-    found = numbers.at(rows, places)
-    for place in range(0, (HELD + 3) * STEPS, STEPS):  # the first blocks are dropped
-        numbers.at(rows, torch.full((3, 1), place))
-    for row in range(3):
-        for step in range(2):
-            again = numbers.at(rows[row : row + 1], places[row : row + 1, step : step + 1])
-            assert found[row, step] == again
-    assert len(numbers.blocks) <= HELD
-
-
-def test_numbers_differ_between_seeds_rows_and_places() -> None:
-    rows = torch.arange(8)
-    drawn = torch.cat([RandomNumbers(seed, 8, torch.device("cpu")).at(rows, torch.tensor([[0, 1, STEPS]]).expand(8, 3))
-                       for seed in (1, 2)])
-    assert len(drawn.unique()) == drawn.numel()
-    assert float(drawn.min()) >= 0 and float(drawn.max()) < 1
+def test_a_number_depends_on_its_seed_row_and_place_and_on_nothing_else() -> None:
+    places = torch.tensor([[0, 1, (HELD + 3) * STEPS]]).expand(8, 3)  # the first block is dropped by the last place
+    numbers, other = (shared_numbers(seed, 8, torch.device("cpu")) for seed in (1, 2))
+    drawn = torch.cat([numbers(torch.arange(8), places), other(torch.arange(8), places)])
+    assert len(drawn.unique()) == drawn.numel() and float(drawn.min()) >= 0 and float(drawn.max()) < 1
+    for place in range(0, (HELD + 3) * STEPS, STEPS):
+        numbers(torch.arange(8), torch.full((8, 1), place))
+    assert torch.equal(numbers(torch.tensor([7, 3]), places[:2, [2, 0]]), drawn[[7, 3]][:, [2, 0]])
 
 
 # A caller's own engine
 
 
 class Plain:
-    """Repeats the last token of a prompt, as often as a call allows."""
+    """Repeats the last token of a prompt, as often as a call allows. With `on_group` the last prompt is finished first.
+    """
 
     name = "plain"
 
-    def __init__(self) -> None:
+    def __init__(self, *capabilities: str) -> None:
         self.calls: list[tuple[int, SamplingParams]] = []
-
-    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
-        self.calls.append((len(prompts), params))
-        return [[self.rollout(prompt, params)] for prompt in prompts]
-
-    def rollout(self, prompt: list[int], params: SamplingParams) -> Rollout:
-        return Rollout(prompt[-1:] * params.max_tokens, [-1.0] * params.max_tokens, "stop", "all of it")
-
-
-class Telling(Plain):
-    """The same, with `on_group`: the last prompt is finished first."""
-
-    capabilities = frozenset({"on_group"})
+        self.capabilities = capabilities
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: Any = None) -> list[list[Rollout]]:
-        found = super().generate(prompts, params)
-        for index in reversed(range(len(prompts))):
+        self.calls.append((len(prompts), params))
+        most = params.max_tokens
+        found = [[Rollout(prompt[-1:] * most, [-1.0] * most, "stop", "all of it")] for prompt in prompts]
+        for index in reversed(range(len(prompts) if on_group else 0)):
             on_group(index, found[index])
         return found
 
 
-@pytest.mark.parametrize(("kind", "order"), [(Plain, [0, 1, 2]), (Telling, [2, 1, 0])])
+@pytest.mark.parametrize(("capabilities", "order"), [((), [0, 1, 2]), (("on_group",), [2, 1, 0])])
 def test_an_engine_without_converse_decodes_rounds_and_one_warning_says_so(
-    kind: type[Plain], order: list[int], tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+    capabilities: tuple[str, ...], order: list[int], tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     decoding.warn_of_rounds.cache_clear()
-    engine = kind()
+    engine = Plain(*capabilities)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             played = Talk([[5], [6, 7], [8]], 2, max_tokens=lambda key, turn: 2 + key + turn)
@@ -178,15 +153,9 @@ def test_an_engine_without_converse_decodes_rounds_and_one_warning_says_so(
 
 def test_an_engine_with_converse_is_asked_itself(tokenizer: PreTrainedTokenizerBase) -> None:
     asked: list[Any] = []
-
-    class Own(Plain):
-        capabilities = frozenset({"converse"})
-
-        def converse(self, conversation: Any, params: SamplingParams) -> None:
-            asked.append((conversation, params))
-
+    own = SimpleNamespace(capabilities={"converse"}, converse=lambda *given: asked.append(given))
     played, params = Talk([[5]]), SamplingParams()
-    decoding.converse(Own(), played, params, tokenizer)
+    decoding.converse(own, played, params, tokenizer)
     assert asked == [(played, params)] and not played.takes
 
 

@@ -12,7 +12,7 @@ def test_a_growing_cache_holds_what_a_concatenating_one_holds() -> None:
         held, values = cache.update(keys[:, :, begin:end], -keys[:, :, begin:end], 0)
         assert torch.equal(held, keys[:, :, :end]) and torch.equal(values, -keys[:, :, :end])
     assert cache.get_seq_length() == 40 and cache.nbytes >= 2 * keys.nbytes
-    cache.batch_select_indices(torch.tensor([1]))
+    cache.select(torch.tensor([1]))
     assert torch.equal(cache.layers[0].keys, keys[1:])
 
 

@@ -54,18 +54,6 @@ def test_tokens_drawn_before_a_shortage_are_kept_and_the_rest_follows_the_seed(
     assert remembered[0][0].completion_ids != remembered[1][2].completion_ids
 
 
-def test_a_planned_bound_lets_rows_wait_without_a_shortage_and_changes_no_row(
-    engine: TransformersEngine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params, widths = SamplingParams(n=4, temperature=1.0, max_tokens=20, seed=3), list[int]()
-    expected = engine.generate(prompts, params)
-    extend = engine.step.extend
-    monkeypatch.setattr(engine.step, "extend", lambda state: (widths.append(len(state.rows)), extend(state))[1])
-    engine.bound.planned = 5
-    assert ids_of(engine.generate(prompts, params)) == ids_of(expected)
-    assert max(widths) == 5 and engine.bound.failures == 0 and engine.bound.lowered is None
-
-
 def test_a_single_sequence_without_memory_ends_the_run(
     engine: TransformersEngine, prompts: list[list[int]]
 ) -> None:

@@ -49,7 +49,7 @@ def test_what_lies_between_two_pieces_of_work_is_not_counted(clock: list[float])
     with pace.paused():
         clock[0] += 30
     steps(pace, clock, 4)
-    assert pace.spent["full"] == module.Spent(3.5, 12)
+    assert (pace.seconds["full"], pace.tokens["full"]) == (3.5, 12)
 
 
 def test_the_tail_is_measured_against_the_widest_of_its_own_call(clock: list[float]) -> None:
@@ -58,7 +58,7 @@ def test_the_tail_is_measured_against_the_widest_of_its_own_call(clock: list[flo
     steps(pace, clock, 64)
     pace.start_call()
     steps(pace, clock, 4, 2, 1)
-    assert pace.spent["tail"].tokens == 0 and pace.most == 64
+    assert pace.tokens["tail"] == 0 and pace.most == 64
 
 
 def test_what_is_taken_is_not_measured_again_and_sums_with_others(clock: list[float]) -> None:
@@ -70,7 +70,8 @@ def test_what_is_taken_is_not_measured_again_and_sums_with_others(clock: list[fl
         pace.preemptions += preemptions
         total.add(pace.pop_measured())
         assert pace.metrics() == {}
-    assert total.spent["full"] == module.Spent(2.0, 16) and total.spent["tail"] == module.Spent(2.0, 2)
+    assert total.seconds == {"prefill": 0, "full": 2, "tail": 2}
+    assert total.tokens == {"prefill": 0, "full": 16, "tail": 2}
     assert total.metrics()["sampling/preemptions"] == 3
 
 
@@ -84,10 +85,10 @@ def test_the_transformers_engine_counts_every_token_once(small_policy: Any, toke
     drawn = sum(len(rollout.completion_ids) for rollout in rollouts)
     first = len(rollouts)  # tokens that are drawn from the prompt's own logits
     pace = engine.pace.pop_measured()
-    counted = sum(pace.spent[name].tokens for name in ("full", "tail"))
+    counted = pace.tokens["full"] + pace.tokens["tail"]
     assert counted == drawn - first if rows is None else 0 < counted <= drawn - first  # not those beside new prompts
     assert pace.most == (rows or 8)
-    assert rows or pace.spent["prefill"].tokens == sum(map(len, prompts))
+    assert rows or pace.tokens["prefill"] == sum(map(len, prompts))
 
 
 def drawn(*lengths: int) -> list[Rollout]:

@@ -1,19 +1,17 @@
 """Memory that really runs out on a card: the step is made again in smaller micro-batches, with the same gradient.
 
-On the CPU, where memory does not run out, an error takes its place."""
+tests/trainer/test_out_of_memory.py has the same on the CPU, where an error takes its place."""
 
 import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from card import CARD, DEVICES, gpu, half
+from card import CARD, gpu, half
 from card_runs import SETTINGS, gradients
-from memory import Failing
 from small_models import TINY
 from trainer_runs import Gradients, digit_sum, norm, same
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -22,50 +20,42 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.memory.oom import MemoryExhaustedError
 from lowmem_grpo.types import Rollout, RolloutGroup
 
-# Of a size at which half the tokens are hundreds of MiB less on a card; much smaller on the CPU.
-SHAPES: dict[str, dict[str, Any]] = {
-    "cuda": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "tokens": 16384, "length": 1024},
-    "cpu": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "tokens": 128, "length": 16},
-}
+TOKENS, LENGTH = 16384, 1024  # half of these tokens are hundreds of MiB less
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A random model for each device."""
-    found = {}
-    for name, shape in SHAPES.items():
-        torch.manual_seed(0)
-        sizes = {key: value for key, value in shape.items() if key not in ("tokens", "length")}
-        config = LlamaConfig(
-            vocab_size=384, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096,
-            initializer_range=0.05, pad_token_id=0, bos_token_id=None, eos_token_id=2, **sizes,
-        )
-        found[name] = tmp_path_factory.mktemp(name)
-        LlamaForCausalLM(config).save_pretrained(found[name])
-        AutoTokenizer.from_pretrained(TINY).save_pretrained(found[name])
-    return found
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=384, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096, hidden_size=1024,
+        intermediate_size=4096, num_hidden_layers=4, initializer_range=0.05, pad_token_id=0, bos_token_id=None,
+        eos_token_id=2,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
 
 
-def make(stored: dict[str, Path], folder: Path, device: torch.device, max_tokens: int) -> GRPOTrainer:
-    dtype = half() if device == CARD else torch.float32
+def make(stored: Path, folder: Path, max_tokens: int) -> GRPOTrainer:
     bare, _ = FastLanguageModel.from_pretrained(
-        str(stored[device.type]), max_seq_length=2048, load_in_4bit=False, dtype=dtype, device=str(device)
+        str(stored), max_seq_length=2048, load_in_4bit=False, dtype=half(), device=str(CARD)
     )
     model = FastLanguageModel.get_peft_model(bare, r=8, use_gradient_checkpointing=False)
     settings = SETTINGS | {"max_tokens_per_micro_batch": max_tokens, "per_device_train_batch_size": 64}
     config = GRPOConfig(output_dir=str(folder), **settings)
     trainer = GRPOTrainer(model, digit_sum, config, [{"prompt": "Start with 1."}])
-    trainer.learner.scaler = torch.amp.GradScaler(device.type, init_scale=1.0, enabled=False)
+    trainer.learner.scaler = torch.amp.GradScaler("cuda", init_scale=1.0, enabled=False)
     return trainer
 
 
-def groups_for(device: torch.device) -> list[RolloutGroup]:
-    """Four groups of four random completions of unequal lengths: one micro-batch of all that `tokens` allow."""
+def random_groups() -> list[RolloutGroup]:
+    """Four groups of four random completions of unequal lengths: one micro-batch of all that TOKENS allow."""
     generator = torch.Generator().manual_seed(0)
-    longest = SHAPES[device.type]["length"]
 
     def rollout(number: int) -> Rollout:
-        ids = torch.randint(3, 380, (longest - 3 * (number % 4),), generator=generator).tolist()
+        ids = torch.randint(3, 380, (LENGTH - 3 * (number % 4),), generator=generator).tolist()
         return Rollout(ids, [-6.0] * len(ids), "stop", advantage=float(number % 4) - 1.5)
 
     return [RolloutGroup({}, list(range(5, 12 + number)), [rollout(n) for n in range(4)]) for number in range(4)]
@@ -92,41 +82,22 @@ def reserved_by(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> tuple[Gradi
     return found, torch.cuda.max_memory_reserved()
 
 
-@contextmanager
-def short(trainer: GRPOTrainer, smaller: int, larger: int) -> Iterator[None]:
-    """Inside there is memory for the smaller micro-batches and not for the larger ones (bytes, on a card)."""
-    if trainer.policy.device == CARD:
-        with capped((smaller + larger) // 2):
-            yield
-        return
-    handle = trainer.policy.backbone.norm.register_forward_hook(Failing(1))  # with gradients of a first batch
-    yield
-    handle.remove()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_step_survives_a_shortage_of_memory_with_the_same_gradient(
-    tmp_path: Path, device: torch.device, stored: dict[str, Path]
-) -> None:
-    tokens, groups, needed = SHAPES[device.type]["tokens"], groups_for(device), [0, 0]
-    before = torch.are_deterministic_algorithms_enabled()
+@gpu
+def test_a_step_survives_a_shortage_of_memory_with_the_same_gradient(tmp_path: Path, stored: Path) -> None:
+    groups, before = random_groups(), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        trainer = make(stored, tmp_path, device, tokens // 2)
+        trainer = make(stored, tmp_path, TOKENS // 2)
         gradients(trainer, copy.deepcopy(groups))  # what is made once is made
-        if device == CARD:
-            expected, needed[0] = reserved_by(trainer, groups)
-            trainer.args.max_tokens_per_micro_batch = tokens
-            _, needed[1] = reserved_by(trainer, groups)
-            assert needed[1] - needed[0] > 200 * 2**20
-        else:
-            expected = gradients(trainer, copy.deepcopy(groups))
-        trainer.args.max_tokens_per_micro_batch = tokens
+        expected, smaller = reserved_by(trainer, groups)
+        trainer.args.max_tokens_per_micro_batch = TOKENS
+        _, larger = reserved_by(trainer, groups)
+        assert larger - smaller > 200 * 2**20
         failures = 1 if trainer.memory.train.spare is None else 2  # the first takes what the sampler keeps
-        with short(trainer, *needed):
+        with capped((smaller + larger) // 2):
             found = gradients(trainer, copy.deepcopy(groups))
             assert trainer.memory.train.failures == failures
-            assert trainer.memory.train.lowered == tokens // 2
+            assert trainer.memory.train.lowered == TOKENS // 2
             again = gradients(trainer, copy.deepcopy(groups))
         assert trainer.memory.train.failures == failures
         assert norm(expected) > 0 and same(found, expected) and same(again, expected)
@@ -135,11 +106,9 @@ def test_a_step_survives_a_shortage_of_memory_with_the_same_gradient(
 
 
 @gpu
-def test_a_step_that_cannot_fit_says_so_and_frees_the_card(
-    tmp_path: Path, stored: dict[str, Path]
-) -> None:
-    trainer, groups = make(stored, tmp_path, CARD, 16384), groups_for(CARD)
-    gradients(trainer, groups_for(CARD))
+def test_a_step_that_cannot_fit_says_so_and_frees_the_card(tmp_path: Path, stored: Path) -> None:
+    trainer, groups = make(stored, tmp_path, TOKENS), random_groups()
+    gradients(trainer, random_groups())
     gc.collect()
     torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated()
@@ -147,4 +116,4 @@ def test_a_step_that_cannot_fit_says_so_and_frees_the_card(
         trainer.forward_backward(groups)
     gc.collect()
     assert torch.cuda.memory_allocated() - held <= 2**20
-    assert gradients(trainer, groups_for(CARD))
+    assert gradients(trainer, random_groups())

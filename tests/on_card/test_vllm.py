@@ -149,20 +149,6 @@ def test_an_optimizer_step_is_seen_by_the_next_sample_and_moves_no_tensor(
     assert_borrowed(engine, policy)
 
 
-@pytest.mark.slow  # engines/vllm has the same
-def test_the_base_model_is_sampled_inside_its_block_only(
-    engine: VLLMEngine, device: torch.device, prompts: list[list[int]]
-) -> None:
-    policy, bound = engine.policy, BOUND[own_dtype(device)]
-    for _ in range(2):
-        with engine.base_model():
-            base = engine.generate(prompts, SAMPLED)
-        with policy.base_model():
-            assert distance(policy, prompts, base) <= bound
-        assert distance(policy, prompts, base) > 3 * bound
-        assert distance(policy, prompts, engine.generate(prompts, SAMPLED)) <= bound
-
-
 @pytest.mark.slow
 def test_sleep_frees_the_cache_and_waking_samples_the_same(
     engine: VLLMEngine, device: torch.device, prompts: list[list[int]]

@@ -17,6 +17,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile
 from lowmem_grpo.engines.progress import Calls, ExpectedLengths, Pace
 from lowmem_grpo.engines.vllm import pool as vllm_pool
+from lowmem_grpo.engines.vllm import sampling_weights as wide
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
 from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, explain, random_states_kept
@@ -133,9 +134,11 @@ class VLLMEngine:
             vllm_pool.reset()
         vllm_settings.check_room(self.policy.device, self.capacity.cache)
         PROCESS.clean = not self.on_card  # set True again after a successful start; a failed one leaves the pool dirty
-        room = vllm_pool.room_for(self.sampling_weights, self.eager)
+        # dequantized weights lie in vLLM's pool, whose addresses last as CUDA graphs need, or in plain memory
+        room = wide.new_buffer if self.eager else vllm_pool.SleepingRoom()
         with torch.inference_mode(False):
-            self.loan = WeightSharing(self.policy.base, self.policy.device, self.adapter, room)
+            self.loan = WeightSharing(self.policy.base, self.policy.device, self.adapter,
+                                      None if self.sampling_weights == FOUR else room)
         with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, self.vllm.lending(self.loan):
             vllm_settings.write_config(self.policy, self.tokenizer, self.max_seq_length, Path(folder))
             try:
@@ -239,15 +242,12 @@ class VLLMEngine:
         self.wake()
         self.loan.fill_weights()
         identity = self.loan.use_policy(self.base)
-        self.forget_prefixes(identity if identity == "base" else (identity, self.policy_version))
+        prefixes = identity if identity == "base" else (identity, self.policy_version)
+        if prefixes != self.prefixes and not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not drop its cached prefixes: it holds requests that are not ours")
+        self.prefixes = prefixes
         self.pace.start_call()
         call.run(Steps(self.llm, self.pace), self.policy_version)
-
-    def forget_prefixes(self, identity: Hashable) -> None:
-        """Drop vLLM's cached prefixes unless they were computed with the policy `identity`."""
-        if identity != self.prefixes and not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM could not drop its cached prefixes: it holds requests that are not ours")
-        self.prefixes = identity
 
     @contextmanager
     def base_model(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ then the loader points each remaining parameter (the norms) at the trainer's sto
 not patched. Both registries are public and the same in all versions that `installed.py` allows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from inspect import signature
@@ -94,23 +94,14 @@ class NoWeights:
 
 
 class BorrowedLinearMethod(NoWeights, LinearMethodBase):
-    """The method of a linear layer without weights, which computes with the trainer's, including LoRA and bias."""
+    """The method of a linear layer without weights, which computes with the trainer's, including LoRA and bias; or of
+    an experts layer's router, whose float32 logits vLLM selects the experts from."""
 
-    def __init__(self, linear: BorrowedLinear) -> None:
-        self.name, self.out_features = linear.name, linear.out_features
-
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return borrowed_linear(x, self.out_features, self.name)  # the trainer's bias is included
-
-
-class BorrowedRouterMethod(NoWeights, LinearMethodBase):
-    """The method of an experts layer's router: float32 logits, from which vLLM selects the experts."""
-
-    def __init__(self, experts: BorrowedExperts) -> None:
-        self.experts = experts
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        self.compute = compute
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.experts.logits(x)
+        return self.compute(x)  # the trainer's bias is included
 
 
 class BorrowedExpertsMethod(NoWeights, fused_moe.FusedMoEMethodBase):
@@ -184,11 +175,12 @@ class BorrowedConfig(QuantizationConfig):
             check_experts(experts, layer)
             return BorrowedExpertsMethod(experts, layer.moe_config)
         if isinstance(layer, LinearBase) and loan.is_router(prefix):
-            return BorrowedRouterMethod(loan.routed(prefix))
+            return BorrowedLinearMethod(loan.routed(prefix).logits)
         if isinstance(layer, LinearBase):
             linear = loan.linear(prefix, self.packed_modules_mapping)
             check_width(linear, layer)
-            return BorrowedLinearMethod(linear)
+            width, name = linear.out_features, linear.name  # all that is held of the layer once the engine is closed
+            return BorrowedLinearMethod(lambda x: borrowed_linear(x, width, name))
         return None
 
 

@@ -159,11 +159,3 @@ def choose_for_engine(asked: str | None, policy: Policy, capacity: Capacity, eag
                                      "enforce_eager=True, which needs no fixed addresses")
     logger.warning("sampling with weights in 4 bits, though there is room for 16: %s", why)
     return FOUR, capacity.kv_budget
-
-
-def room_for(form: str, eager: bool) -> wide.Room | None:
-    """Return the allocator of dequantized weights: vLLM's pool, whose addresses last as CUDA graphs need, or plain
-    memory if `eager`; None if nothing is dequantized."""
-    if form == FOUR:
-        return None
-    return wide.new_buffer if eager else SleepingRoom()

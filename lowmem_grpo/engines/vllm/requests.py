@@ -43,7 +43,10 @@ class CallSampling:
         invalid token ids or budgets."""
         if 0 < (temperature := self.params.temperature) < COLDEST:
             raise ValueError(f"temperature is {temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
-        check_vocabulary([request.ids for request in asked], self.vocabulary)
+        for number, request in enumerate(asked):
+            if unknown := [token for token in request.ids if not 0 <= token < self.vocabulary]:
+                raise ValueError(f"prompt {number} has the token {unknown[0]}; the model's tokens are 0 to "
+                                 f"{self.vocabulary - 1}")
         return [self.settings_of(request) for request in asked]
 
     def settings_of(self, request: Request) -> Any:
@@ -86,7 +89,7 @@ class CallSampling:
 
 
 class Steps:
-    """The vLLM interface of a call: enqueue requests, run steps, abort."""
+    """The vLLM interface of a call: enqueue requests, and run steps."""
 
     def __init__(self, llm: Any, pace: Pace) -> None:
         self.llm, self.pace = llm, pace
@@ -96,18 +99,6 @@ class Steps:
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         names: list[str] = self.llm.enqueue(requests, settings, use_tqdm=False)
         return names
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self.llm.llm_engine.has_unfinished_requests())
-
-    @property
-    def open(self) -> int:
-        return int(self.llm.llm_engine.get_num_unfinished_requests())
-
-    def abort(self, numbers: list[str]) -> None:
-        if numbers:
-            self.llm.llm_engine.abort_request(numbers)
 
     def step(self) -> list[Any]:
         """Run a step; returns the outputs of the requests that it finishes. A step that admits waiting sequences also
@@ -121,10 +112,6 @@ class Steps:
         self.pace.preemptions += max(0, -entered)
         self.pace.step(running + entered)
         return [output for output in outputs if output.finished]
-
-    def was_read(self, tokens: int) -> None:
-        """Count the prompt tokens that vLLM computed for a finished request."""
-        self.pace.spent["prefill"].tokens += tokens
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of running and of waiting sequences."""
@@ -151,7 +138,7 @@ class Prompts(FinishedPrompts):
         for prompt, output in self.outputs(steps, self.in_order()):
             with self.outside_the_engine():
                 ids = self.asked[prompt].ids
-                steps.was_read(len(ids))
+                steps.pace.tokens["prefill"] += len(ids)
                 rollouts = [self.sampling.rollout(completion, ids, version) for completion in output.outputs]
                 self.add(prompt, one_prompt(rollouts, ids))
 
@@ -166,11 +153,12 @@ class Prompts(FinishedPrompts):
         names = steps.enqueue([self.asked[prompt].ids for prompt in missing],
                               [self.settings[prompt] for prompt in missing])
         prompts = {number_of(name): prompt for name, prompt in zip(names, missing, strict=True)}
-        while steps.unfinished:
+        engine = steps.llm.llm_engine
+        while engine.has_unfinished_requests():
             for output in steps.step():
                 yield prompts[number_of(output.request_id)], output
             if self.meanwhile is not None:
-                self.between(steps.open)
+                self.between(int(engine.get_num_unfinished_requests()))
 
 
 class OpenTurns(Calls):
@@ -192,10 +180,10 @@ class OpenTurns(Calls):
                 with torch_states_kept(self.device):  # around the step only: environments may draw random numbers
                     outputs = steps.step()
                 for output in outputs:
-                    steps.was_read(self.give_turn(output, version))
+                    steps.pace.tokens["prefill"] += self.give_turn(output, version)
         except Exception:
-            if self.failed_outside is not None:
-                steps.abort(list(self.keys))
+            if self.failed_outside is not None and self.keys:
+                steps.llm.llm_engine.abort_request(list(self.keys))
             raise
 
     def more(self, steps: Steps) -> bool:
@@ -245,11 +233,3 @@ def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) 
 def number_of(name: str) -> str:
     """Return the number in a request id, to which vLLM appends a random suffix."""
     return name.partition("-")[0]
-
-
-def check_vocabulary(prompts: list[list[int]], size: int) -> None:
-    """Raise ValueError for a token id outside the model's vocabulary."""
-    for number, prompt in enumerate(prompts):
-        unknown = [token for token in prompt if not 0 <= token < size]
-        if unknown:
-            raise ValueError(f"prompt {number} has the token {unknown[0]}; the model's tokens are 0 to {size - 1}")

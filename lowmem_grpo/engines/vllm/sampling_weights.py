@@ -94,8 +94,8 @@ def choose(asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, seq
 
     `FOUR` is the form in which weights are held (4 bits or FP8), and `kv_bytes` the cache's size with it; dequantized
     weights take their room from the cache, unless the user set its size. If no form is `asked`, weights are dequantized
-    only on a card, if its data sheet says that this decodes faster and the cache of `sequences` sequences of `tokens`
-    tokens still fits. ValueError if a form is `asked` of a model that is not quantized.
+    only on a card, if its data sheet does not say that this decodes slower and the cache of `sequences` sequences of
+    `tokens` tokens still fits. ValueError if a form is `asked` of a model that is not quantized.
     """
     size = wide_bytes(policy)
     check_four_bit(asked, size > 0)
@@ -104,7 +104,8 @@ def choose(asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, seq
     left = kv_bytes if kv_given or policy.device.type != "cuda" else kv_bytes - size
     if asked == SIXTEEN:
         return SIXTEEN, left
-    if not pays(policy, sequences, tokens):
+    known = known_of(policy.base, policy.device)
+    if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):
         return FOUR, kv_bytes
     wanted = kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK, cache_dtype=cache_dtype) * sequences
     fits = size + kv_bytes <= free_share(policy.device) if kv_given else left >= wanted
@@ -118,12 +119,6 @@ def check_four_bit(asked: str | None, quantized: bool) -> None:
     if asked is not None and not quantized:
         raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits or FP8, so there is nothing to "
                          "dequantize. Leave it out, or load with load_in_4bit=True or load_in_fp8=True")
-
-
-def pays(policy: Policy, sequences: int, tokens: int) -> bool:
-    """Return True if the card is estimated to decode faster with dequantized weights, or no estimate is possible."""
-    known = known_of(policy.base, policy.device)
-    return known is None or faster_in_16_bit(*known[:2], sequences, tokens, known[2])
 
 
 def few_rows(base: Any, device: torch.device) -> int:

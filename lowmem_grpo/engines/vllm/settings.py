@@ -93,18 +93,16 @@ class Capacity:
 
 def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Return the cache bytes of one sequence of `tokens` tokens, without sliding windows."""
-    return ModelShape.from_config(policy.base.config).paged_bytes(tokens, block, itemsize_of(policy, cache_dtype))
+    itemsize = cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
+    return ModelShape.from_config(policy.base.config).paged_bytes(tokens, block, itemsize)
 
 
 def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Return the bytes of the smallest cache: one sequence of `max_seq_length`, and the block that vLLM never uses."""
-    whole = ModelShape.from_config(policy.base.config).paged_block(block, itemsize_of(policy, cache_dtype))
+    itemsize = cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
+    whole = ModelShape.from_config(policy.base.config).paged_block(block, itemsize)
     blocks = -(-max_seq_length // whole) + 1
     return kv_bytes_of(policy, blocks * whole, block, cache_dtype)
-
-
-def itemsize_of(policy: Policy, cache_dtype: str) -> int:
-    return cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
 
 
 def default_kv_bytes(policy: Policy, utilization: float) -> int:

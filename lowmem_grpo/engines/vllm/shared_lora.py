@@ -5,7 +5,6 @@ are filled before each call: with the active adapter, another one, or zeros for 
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +16,9 @@ from lowmem_grpo.kernels.lora import LoRA
 Loras = Mapping[str, Sequence[LoRA | None]]  # by engine layer, one per trainer module behind it
 
 
-@dataclass(frozen=True)
-class ActiveAdapter:
-    """The adapter that the trainer's model currently uses."""
-
-    name: str | None  # None if no layer has one
-    off: bool  # True while peft has disabled it
-
-
-def active_in(modules: Mapping[str, Any]) -> ActiveAdapter:
-    """Return the active adapter of modules, given by path. BorrowError if several are active, or it is disabled in only
-    some layers."""
+def active_in(modules: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Return the name of the active adapter of modules, given by path (None if no layer has one), and whether peft has
+    disabled it. BorrowError if several are active, or it is disabled in only some layers."""
     names = {name for module in modules.values() for name in active_names(module)}
     if len(names) > 1:
         raise BorrowError(f"adapters {sorted(names)} are active at once; an engine samples with one. Choose it with "
@@ -37,7 +28,7 @@ def active_in(modules: Mapping[str, Any]) -> ActiveAdapter:
         layer = next(path for path, value in off.items() if value)
         raise BorrowError(f"the adapter is turned off in some layers ({layer}) and not in others; an engine samples "
                           "with all of them or with none")
-    return ActiveAdapter(next(iter(names), None), True in off.values())
+    return next(iter(names), None), True in off.values()
 
 
 def active_names(module: Any) -> list[str]:
@@ -94,7 +85,8 @@ def check_fits(targets: Loras, sources: Loras, name: str) -> None:
 
 @torch.no_grad()
 def fill(targets: Loras, sources: Loras) -> None:
-    """Copy the values of `sources` into `targets` in place; smaller ranks are padded with zeros."""
+    """Copy the values of `sources` into `targets` in place; smaller ranks are padded with zeros, other scales are
+    multiplied in, and a target without a source becomes zero."""
     pairs = [(target, source) for _, target, source in pairs_of(targets, sources) if target is not None]
     same = [(target, source) for target, source in pairs if source is not None and form(source) == form(target)]
     if same:  # all in a few launches, which also cast
@@ -102,17 +94,12 @@ def fill(targets: Loras, sources: Loras) -> None:
                              [tensor.detach() for _, source in same for tensor in (source.a, source.b)])
     for target, source in pairs:
         if source is None or form(source) != form(target):
-            fill_other(target, source)
-
-
-def fill_other(target: LoRA, source: LoRA | None) -> None:
-    """Copy a source of smaller rank or another scale, padded and rescaled; None sets the target to zero."""
-    rank = 0 if source is None else source.a.shape[0]
-    target.a[rank:].zero_()
-    target.b[:, rank:].zero_()
-    if source is not None:
-        target.a[:rank].copy_(source.a)
-        target.b[:, :rank].copy_(source.b * (source.scale / target.scale))
+            rank = 0 if source is None else source.a.shape[0]
+            target.a[rank:].zero_()
+            target.b[:, rank:].zero_()
+            if source is not None:
+                target.a[:rank].copy_(source.a)
+                target.b[:, :rank].copy_(source.b * (source.scale / target.scale))
 
 
 def form(lora: LoRA | None) -> tuple[Any, ...] | None:
@@ -162,12 +149,3 @@ class AdapterCopy:
         tensors = [tensor for loras in live.values() for lora in loras if lora is not None
                    for tensor in (lora.a, lora.b)]
         return hash(tuple((tensor.data_ptr(), tensor._version) for tensor in tensors))
-
-    def substitute(self, other: Loras, name: str) -> None:
-        """Sample with another adapter, of at most the same rank, until the next `use_adapter`."""
-        check_fits(self.sampled, other, name)
-        fill(self.sampled, other)
-
-    def clear(self) -> None:
-        """Sample with the base model until the next `use_adapter`, by setting the adapter's values to zero."""
-        self.room.zero_()

@@ -102,7 +102,7 @@ class WeightSharing:
         """Return the trainer's tensor of that name, to replace the engine's `like`; BorrowError if shape, dtype or
         device differ. A vector that the engine wants in float32 (decays of a gated delta net) is copied, which is safe
         as it is frozen."""
-        theirs = next(iter(tensor_at(self.base, name)), None)
+        theirs = tensor_at(self.base, name)
         if theirs is not None and theirs.ndim == 1 and like.dtype == torch.float32:
             self.others[name] = theirs.detach()
             theirs = theirs.detach().float()
@@ -151,7 +151,8 @@ class WeightSharing:
         for experts in self.experts.values():
             experts.check()
         for name, tensor in self.others.items():
-            same_tensors(name, [tensor], tensor_at(self.base, name))
+            now = tensor_at(self.base, name)
+            same_tensors(name, [tensor], [] if now is None else [now])
         adapters.check_same(self.copy.sampled, self.loras(self.adapter), str(self.adapter))
 
     def fill_weights(self) -> None:
@@ -168,13 +169,15 @@ class WeightSharing:
 
     def use_policy(self, base_model: bool) -> Hashable:
         """Make the engine compute with the trainer's current adapter, or the base model; returns its identity."""
-        active = adapters.active_in(self.modules())
-        if base_model or active.off or active.name is None:
-            self.copy.clear()
+        name, off = adapters.active_in(self.modules())
+        if base_model or off or name is None:
+            self.copy.room.zero_()
             return "base"
-        if active.name == self.adapter:
-            return self.copy.use_adapter(self.loras(active.name))
-        self.copy.substitute(self.loras(active.name), active.name)
+        loras = self.loras(name)
+        if name == self.adapter:
+            return self.copy.use_adapter(loras)
+        adapters.check_fits(self.copy.sampled, loras, name)
+        adapters.fill(self.copy.sampled, loras)
         return object()  # equal to no other identity, because these values are not tracked
 
     def modules(self) -> dict[str, nn.Module]:
@@ -201,7 +204,7 @@ def adapted(base: nn.Module) -> dict[str, Any]:
 
 def active_adapter(base: nn.Module) -> str | None:
     """Return the name of a model's active adapter, even while it is disabled; None if there is none."""
-    return adapters.active_in(adapted(base)).name
+    return adapters.active_in(adapted(base))[0]
 
 
 def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
@@ -209,9 +212,9 @@ def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
     return [lora for lora in loras if lora is not None]
 
 
-def tensor_at(base: nn.Module, name: str) -> list[Tensor]:
-    """Return the parameter (possibly tied to another) or buffer of that name, in a list; empty if there is none."""
+def tensor_at(base: nn.Module, name: str) -> Tensor | None:
+    """Return the parameter (possibly tied to another) or buffer of that name; None if there is none."""
     for get in (base.get_parameter, base.get_buffer):
         with suppress(AttributeError):
-            return [get(name)]
-    return []
+            return get(name)
+    return None

@@ -136,24 +136,19 @@ def test_one_buffer_holds_all_weights_of_2_bytes_each_and_is_freed_and_filled_ag
 class FakePool:
     """vLLM's memory pool as far as it is used: segments with tags; sleeping spoils what is in them."""
 
-    def __init__(self, tag: str | None = None) -> None:
-        self.tags: list[str] = []
-        self.forced_tag = tag
-        self.segments: dict[int, Any] = {}
+    def __init__(self, forced: str | None = None) -> None:
+        self.tag, self.forced, self.segments = "", forced, dict[int, Any]()
 
     @contextmanager
     def use_memory_pool(self, tag: str) -> Iterator[None]:
-        self.tags.append(self.forced_tag or tag)
-        try:
-            yield
-        finally:
-            self.tags.pop()
+        self.tag = self.forced or tag
+        yield
+        self.tag = ""
 
     def made(self, size: int, **options: Any) -> Tensor:
         buffer = torch.zeros(size, dtype=torch.uint8)
-        if self.tags:
-            handle = (0, size, buffer.data_ptr(), 0)
-            self.segments[buffer.data_ptr()] = SimpleNamespace(tag=self.tags[-1], handle=handle, buffer=buffer)
+        if self.tag:
+            self.segments[buffer.data_ptr()] = SimpleNamespace(tag=self.tag, handle=(0, size), buffer=buffer)
         return buffer
 
     def sleep(self) -> None:
@@ -199,7 +194,7 @@ def test_addresses_are_the_same_after_sleep_and_each_weight_is_the_dequantized_o
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"tag": "weights"}, "gave no segment .* but 33,554,432 bytes tagged 'weights'"),
+    ({"forced": "weights"}, "gave no segment .* but 33,554,432 bytes tagged 'weights'"),
     ({"available": False}, "has no memory pool that sleep can free"),
 ])
 def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(
@@ -213,7 +208,7 @@ def test_a_pool_that_is_not_as_it_was_read_is_refused_by_name(
 def test_a_pool_that_cannot_be_used_leaves_the_4_bit_kernels_and_says_so(
     policy: Policy, pool: Callable[..., FakePool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool(tag="weights")
+    pool(forced="weights")
     with caplog.at_level(logging.WARNING):
         borrowing = borrow(policy, SleepingRoom())
     assert "sampling with 4-bit weights" in caplog.text
@@ -261,13 +256,11 @@ def test_a_card_that_decodes_few_rows_slower_in_16_bits_does_so_without_being_as
 
 def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
     borrowing = WeightSharing(policy.base, CPU, room=new_buffer)
-    for prefix in {name.rpartition(".")[0].rpartition(".")[0] for name, _ in policy.base.named_modules()
-                   if name.endswith("q_proj")}:
+    for layer in range(policy.base.config.num_hidden_layers):
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
-            borrowing.linear(f"{prefix}.{name}", PARTS)
+            borrowing.linear(f"model.layers.{layer}.{name}", PARTS)
     borrowing.widen()
-    assert borrowing.wide is not None
-    assert borrowing.wide.nbytes == wide_bytes(policy)
+    assert borrowing.wide is not None and borrowing.wide.nbytes == wide_bytes(policy)
 
 
 @pytest.mark.parametrize("fast", [False, True])

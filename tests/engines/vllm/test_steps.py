@@ -28,9 +28,9 @@ def test_every_drawn_token_is_counted_once_and_prompts_once_a_group(engine: VLLM
     lengths = [len(rollout.completion_ids) for group in groups for rollout in group]
     assert len(set(lengths)) > 1
     pace = engine.pace.pop_measured()
-    assert sum(pace.spent[name].tokens for name in ("full", "tail")) == sum(lengths) - len(lengths)
-    assert pace.spent["prefill"].tokens == 7 and pace.most == 8 and pace.preemptions == 0
-    assert pace.spent["prefill"].seconds > 0 and pace.spent["full"].seconds > 0
+    assert pace.tokens["full"] + pace.tokens["tail"] == sum(lengths) - len(lengths)
+    assert pace.tokens["prefill"] == 7 and pace.most == 8 and pace.preemptions == 0
+    assert pace.seconds["prefill"] > 0 and pace.seconds["full"] > 0
 
 
 def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) -> None:
@@ -39,8 +39,8 @@ def test_sequences_that_wait_for_a_place_do_not_count_as_running(alone: None) ->
         groups = engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=12, seed=1, ignore_eos=True))
         pace = engine.pace.pop_measured()
     assert pace.most == 3 and sum(len(group) for group in groups) == 8
-    assert pace.spent["tail"].tokens == 0  # two rows are left in the last steps, of three
-    assert pace.spent["full"].tokens == 8 * 11
+    assert pace.tokens["tail"] == 0  # two rows are left in the last steps, of three
+    assert pace.tokens["full"] == 8 * 11
 
 
 @pytest.mark.slow

@@ -396,9 +396,9 @@ def test_a_run_that_scores_early_is_the_same_run(tmp_path: Path, monkeypatch: py
         add_group(scoring, index, rollouts)
         wait_until_idle(scoring)
 
-    def noted(batch: Batch, waiting: Any, room: int) -> Any:
+    def noted(batch: Batch) -> Any:
         scored.add(len(reward.calls))
-        return begin(batch, waiting, room)
+        return begin(batch)
 
     monkeypatch.setattr(RewardBatch, "add_group", add_group_and_wait)
     monkeypatch.setattr(Batch, "take_rows", noted)

@@ -182,8 +182,8 @@ def test_memory_that_ran_out_once_is_remembered(monkeypatch: pytest.MonkeyPatch)
     rows: list[int] = []
     begin = Batch.take_rows
 
-    def counted(self: Any, waiting: Any, room: int) -> Any:
-        part: list[int] = begin(self, waiting, room)
+    def counted(self: Any) -> Any:
+        part: list[int] = begin(self)
         rows.append(len(part))
         return part
 
