@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.sandbox.rights import CAPSET, MACHINES
+from lowmem_grpo.rewards.sandbox.rights import MACHINES, OURS
 from lowmem_grpo.rewards.sandbox.worker import children_of
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -137,7 +137,7 @@ def outside() -> Iterator[Outside]:
     """Everything, until the end of the block. Signals that come in between are noted, and do nothing else."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attacked-")))
-        capset = CAPSET[MACHINES[os.uname().machine][0]]
+        capset = OURS["capset"][MACHINES[os.uname().machine][0]]
         victim = subprocess.Popen([sys.executable, "-c", VICTIM.format(capset)], stdout=subprocess.PIPE, bufsize=0,
                                   start_new_session=True)
         stack.callback(end, victim)
