@@ -9,7 +9,6 @@ Messages are one JSON object per line, both ways. Nothing here is secret. The pa
 except in the role "test", whose process never runs model-written code. Imports only the standard library.
 """
 
-import array
 import ast
 import builtins
 import json
@@ -61,8 +60,7 @@ def main() -> None:
     except OSError as error:
         channel.send({"refused": str(error)})
         return
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [place]))]
-    channel.socket.sendmsg([b'{"ready": true}\n'], rights)
+    socket.send_fds(channel.socket, [b'{"ready": true}\n'], [place])
     os.close(place)
     {"serve": serve, "program": run_program, "test": run_asserts}[order["role"]](order, channel)
 
@@ -187,29 +185,28 @@ def run_asserts(order: dict[str, Any], channel: Channel) -> None:
     while True:
         test = channel.receive()
         link = Link(channel, of_tests, Subject)
-        code = Code(link)
-        sys.modules.update({"pytest": like_pytest, **dict.fromkeys(test["modules"], code)})
-        outcome, reason = result_of(test, link, code)
+        sys.modules.update({"pytest": like_pytest, **dict.fromkeys(test["modules"], Code(link))})
+        outcome, reason = result_of(test, link)
         unused = not link.calls and not link.raised
         if outcome == "passed" and not link.answers and not link.raised:
             outcome, reason = "undecided", NEVER_CALLED if unused else ONLY_OBJECTS
-        untestable = outcome == "undecided" or (unused and not code.holds_data)  # data may stand for a function
+        untestable = outcome == "undecided" or (unused and not link.holds_data)  # data may stand for a function
         outcome = "error" if outcome == "undecided" else outcome
         channel.send({"outcome": outcome, "reason": reason, "untestable": untestable})
 
 
-def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]:
+def result_of(test: dict[str, Any], link: Link) -> tuple[str, str]:
     try:
         helpers = leetcode.for_tests(set(test["names"]), test["source"])
-        subjects = code.named([name for name in test["names"] if name not in helpers])
+        subjects = objects_of(link, [name for name in test["names"] if name not in helpers])
         like_pytest.run_all(load("tests", compiled_test(test["source"]), subjects | helpers))
         if link.broken is not None:
             raise link.broken
     except Undecided as why:
         return "undecided", str(why)
     except BaseException as error:  # noqa: BLE001, a test that ends in any other way has not passed
-        if isinstance(error, NameError) and error.name in code.missing:
-            link.raised.append((error, code.missing[error.name]))
+        if isinstance(error, NameError) and error.name in link.missing:
+            link.raised.append((error, link.missing[error.name]))
         theirs = [text for other, text in link.raised if error is other]
         if isinstance(error, AssertionError) and not theirs:
             return "failed", failed_line(error, test["source"])
@@ -222,30 +219,32 @@ class Code(ModuleType):
 
     def __init__(self, link: Link) -> None:
         super().__init__("solution")
-        vars(self).update(link=link, missing={}, holds_data=False, __path__=[])
+        vars(self).update(_link=link, __path__=[])
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return decode(self.link.ask("names")["value"])
+            return decode(self._link.ask("names")["value"])
         if name.startswith("__"):
             raise AttributeError(name)
-        if objects := self.named([name]):
+        if objects := objects_of(self._link, [name]):
             return objects[name]
-        self.link.raised.append((error := AttributeError(self.missing[name]), self.missing[name]))
+        text = self._link.missing[name]
+        self._link.raised.append((error := AttributeError(text), text))
         raise error
 
-    def named(self, names: list[str]) -> dict[str, Any]:
-        """Return the code's objects of these names; one that it does not define is `missing`, an error if used."""
-        objects: dict[str, Any] = {}
-        for name in names:
-            reply = self.link.ask("get", name)
-            if "value" not in reply:
-                self.missing[name] = str(reply.get("text"))
-                continue
-            value = objects[name] = decode(reply["value"], self.link.referred)
-            self.holds_data |= not isinstance(value, Subject)
-            self.link.named |= {name} if isinstance(value, Subject) and value._kind == "type" else set()
-        return objects
+
+def objects_of(link: Link, names: list[str]) -> dict[str, Any]:
+    """Return the code's objects of these names; one that it does not define is `missing`, an error if used."""
+    objects: dict[str, Any] = {}
+    for name in names:
+        reply = link.ask("get", name)
+        if "value" not in reply:
+            link.missing[name] = str(reply.get("text"))
+            continue
+        value = objects[name] = decode(reply["value"], link.referred)
+        link.holds_data |= not isinstance(value, Subject)
+        link.named |= {name} if isinstance(value, Subject) and value._kind == "type" else set()
+    return objects
 
 
 def failed_line(error: BaseException, source: str) -> str:
