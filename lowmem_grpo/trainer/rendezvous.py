@@ -3,12 +3,12 @@ sampling for ten minutes from one that is stopped."""
 
 import atexit
 import json
-import os
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -101,20 +101,26 @@ def find_others(place: Place) -> Any:
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=START))
         store.set_timeout(START)
-        # torchrun may keep its store when it starts the processes again, with the keys of the former ones
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        wait_for_all(store, place.rank, place.count, START)
-        return store
+        return part_of_start(store, place.rank, place.count, START)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise RankError(f"rank {place.rank} of {place.count} did not find the others: {error}. Start all of them with "
                         "one torchrun, or with the same MASTER_ADDR and MASTER_PORT") from error
 
 
-def wait_for_all(store: Any, rank: int, count: int, timeout: timedelta) -> None:
-    """Wait until all ranks have come to the store; TimeoutError, with the missing ones, if they do not in time."""
-    store.set(f"here/{rank}", "")
-    until = time.monotonic() + timeout.total_seconds()
-    while missing := [str(other) for other in range(count) if not store.check([f"here/{other}"])]:
-        if time.monotonic() > until:
-            raise TimeoutError(f"rank {', '.join(missing)} did not come within {timeout.total_seconds():.0f} s")
+def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
+    """Return a part of the store that only the processes of this launch use: a launcher that restarts them may keep its
+    store, with the former processes' keys. Each process takes a new name, and all agree on the list of names, the
+    prefix: torchrun's counts of restarts differ from machine to machine. TimeoutError, with the missing ranks, if they
+    do not all join in time."""
+    keys, end = [f"name/{each}" for each in range(count)], time.monotonic() + timeout.total_seconds()
+    store.set(keys[rank], uuid4().hex)
+    while True:
+        names = "-".join(store.get(key).decode() if store.check([key]) else "" for key in keys)
+        agreed = [f"{names}/{each}" for each in range(count)]
+        store.set(agreed[rank], "")
+        if store.check(agreed):
+            return dist.PrefixStore(names, store)
+        if time.monotonic() > end:
+            late = ", ".join(str(each) for each, key in enumerate(agreed) if not store.check([key]))
+            raise TimeoutError(f"rank {late} did not come within {timeout.total_seconds():.0f} s")
         time.sleep(PAUSE)

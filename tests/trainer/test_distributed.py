@@ -18,7 +18,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from lowmem_grpo.config.launcher import Place
 from lowmem_grpo.trainer import distributed
 from lowmem_grpo.trainer.distributed import STEPS, Ranks, check_ranks_agree
-from lowmem_grpo.trainer.rendezvous import RankError, wait_for_all
+from lowmem_grpo.trainer.rendezvous import RankError, part_of_start
 
 
 @contextmanager
@@ -285,10 +285,22 @@ def test_an_error_that_came_from_another_rank_is_not_told_again() -> None:
         assert outcomes([one, other], lambda one: one.meet("a step", one.rank)) == [[0, 1]] * 2
 
 
-def test_the_ranks_that_did_not_come_are_named() -> None:
+# A start over a store in which a former start has left its things
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_all_are_in_one_part_of_the_store_and_each_start_has_its_own(count: int) -> None:
     store = HashStore()
-    store.set("here/2", "")
-    with pytest.raises(TimeoutError, match=r"rank 1, 3 did not come within 0 s"):
-        wait_for_all(store, 0, 4, timedelta(seconds=0.05))
-    store.set("here/1", "")
-    wait_for_all(store, 3, 4, timedelta(seconds=60))
+    for _ in range(3):
+        with ThreadPoolExecutor(count) as pool:
+            parts = list(pool.map(lambda rank: part_of_start(store, rank, count, timedelta(seconds=60)), range(count)))
+        assert not parts[0].check(["said"]), "nothing of a former start is there"
+        parts[0].set("said", "by the first one")
+        assert all(part.check(["said"]) for part in parts)
+
+
+def test_what_a_former_process_wrote_is_not_taken_for_a_rank_that_has_come() -> None:
+    store = HashStore()
+    store.set("name/1", "former")
+    with pytest.raises(TimeoutError, match=r"rank 1, 2 did not come within 0 s"):
+        part_of_start(store, 0, 3, timedelta(seconds=0.05))
