@@ -104,8 +104,7 @@ def forgeries(sandbox: Sandbox) -> Iterator[Verdict]:
     tried = [*((name, code, TESTS) for name, code in FORGERIES.items()),
              *((f"a program that {name}", code, PROGRAM) for name, code in PROGRAMS.items())]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(partial(forgery, sandbox), *zip(*tried, strict=True)))
-    yield from found  # as in `floods`
+        yield from pool.map(partial(forgery, sandbox), *zip(*tried, strict=True))
 
 
 def forgery(sandbox: Sandbox, name: str, code: str, tests: list[Any]) -> Verdict:

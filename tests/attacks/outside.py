@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.rewards.sandbox.rights import MACHINES, OURS
-from lowmem_grpo.rewards.sandbox.worker import children_of
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.shmat.restype = ctypes.c_void_p
@@ -95,7 +94,6 @@ class Outside:
             "the folder": sorted(os.listdir(self.folder)), "times of the folder": self.folder.stat().st_mtime_ns,
             "new files": [str(place) for place in self._marks() if os.path.lexists(place)],
             **{f"the {name} socket": heard(made) for name, made in self.sockets.items()}, **self._shared(),
-            "processes that are left": children_of(os.getpid()),
         }
 
     def damage(self) -> str:
