@@ -11,6 +11,7 @@ except in the role "test", whose process never runs model-written code. Imports 
 
 import ast
 import builtins
+import importlib.machinery
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import resource
 import runpy
 import socket
 import sys
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from lowmem_grpo.rewards.sandbox import leetcode, like_pytest
@@ -96,8 +97,27 @@ def limit(limits: dict[str, float]) -> None:
         resource.setrlimit(kind, (int(value), int(value)))
 
 
-def compiled_test(source: str) -> CodeType:
-    """Compile test code for `like_pytest`: statements that start pytest or unittest are removed, and the body of an
+class TextLoader(importlib.machinery.SourceFileLoader):
+    """A loader of a module from text, or its tree, instead of a file, which could be changed before it is read."""
+
+    def __init__(self, path: str, source: Any) -> None:
+        super().__init__("", path)
+        self.source = source
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.source, self.path)
+
+
+def load(name: str, loader: TextLoader, namespace: dict[str, Any]) -> ModuleType:
+    """Run the code as a module `name`, with `namespace` among its globals, and return it. Its errors propagate."""
+    module = sys.modules[name] = ModuleType(name)
+    vars(module).update(namespace)
+    loader.exec_module(module)
+    return module
+
+
+def tree_of_test(source: str) -> ast.Module:
+    """Return test code for `like_pytest`: statements that start pytest or unittest are removed, and the body of an
     `if __name__ == "__main__"` runs."""
     tree = ast.parse(source)
     kept = [statement for node in tree.body
@@ -106,7 +126,7 @@ def compiled_test(source: str) -> CodeType:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             node.level = 0  # `from .solution import add`
-    return compile(tree, "tests.py", "exec", dont_inherit=True)
+    return tree
 
 
 def is_main_guard(node: ast.If) -> bool:
@@ -116,14 +136,6 @@ def is_main_guard(node: ast.If) -> bool:
 def starts_tests(node: ast.stmt) -> bool:
     return any(isinstance(child, ast.Call) and ast.unparse(child.func) in ("unittest.main", "pytest.main")
                for child in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
-
-
-def load(name: str, code: CodeType, namespace: dict[str, Any]) -> ModuleType:
-    """Run the code as a module `name`, with `namespace` among its globals, and return it. Its errors propagate."""
-    module = sys.modules[name] = ModuleType(name)
-    vars(module).update(namespace)
-    exec(code, vars(module))  # noqa: S102 - it is what the sandbox is for
-    return module
 
 
 def run_program(order: dict[str, Any], channel: Channel) -> None:
@@ -141,8 +153,8 @@ def serve(order: dict[str, Any], channel: Channel) -> None:
     try:
         known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
         # As built-ins, the names are known to the code, but do not count as defined by it.
-        code = compile(order["code"], "<string>", "exec", dont_inherit=True)
-        link.module = load("solution", code, {"__builtins__": {**vars(builtins), **known}})
+        loader = TextLoader("<string>", order["code"])
+        link.module = load("solution", loader, {"__builtins__": {**vars(builtins), **known}})
         channel.send({"loaded": True})
     except BaseException as error:  # noqa: BLE001, also SystemExit: the code must not end this process
         channel.send(described(error))
@@ -199,7 +211,7 @@ def result_of(test: dict[str, Any], link: Link) -> tuple[str, str]:
     try:
         helpers = leetcode.for_tests(set(test["names"]), test["source"])
         subjects = objects_of(link, [name for name in test["names"] if name not in helpers])
-        like_pytest.run_all(load("tests", compiled_test(test["source"]), subjects | helpers))
+        like_pytest.run_all(load("tests", TextLoader("tests.py", tree_of_test(test["source"])), subjects | helpers))
         if link.broken is not None:
             raise link.broken
     except Undecided as why:

@@ -65,11 +65,13 @@ HELPERS = {"list_node": list_node, "is_same_list": is_same_list, "tree_node": tr
 
 def names() -> dict[str, Any]:
     """Return all names that LeetCode provides to code, with their values."""
-    known: dict[str, Any] = {"__builtins__": vars(builtins)}
-    exec("".join(f"from {name} import *\n" for name in STARRED), known)  # noqa: S102 - no text of others
     modules = {name: importlib.import_module(name) for name in MODULES if name not in ("os", "time")}
-    built_in = {name: value for name, value in vars(builtins).items() if name[:1] != "_"}
-    return known | modules | built_in | NODES
+    known: dict[str, Any] = {}
+    for name in STARRED:
+        members = vars(modules[name])
+        public = members.get("__all__", [member for member in members if member[:1] != "_"])
+        known |= {member: members[member] for member in public}
+    return known | modules | {name: value for name, value in vars(builtins).items() if name[:1] != "_"} | NODES
 
 
 def for_tests(wanted: set[str], source: str) -> dict[str, Any]:
