@@ -55,7 +55,7 @@ class approx:  # noqa: N801, pytest's name
         expected = self.expected
         if isinstance(expected, dict | list | tuple):
             many, keys = isinstance(expected, dict), range(len(expected))
-            alike = isinstance(got, dict if many else list | tuple) and len(got) == len(expected)
+            alike = isinstance(got, (dict,) if many else (list, tuple)) and len(got) == len(expected)
             return alike and all((not many or key in got) and approx(expected[key], **self.options) == got[key]
                                  for key in (expected if many else keys))
         if isinstance(expected, bool | str | None) or not isinstance(got, int | float | type(expected)):

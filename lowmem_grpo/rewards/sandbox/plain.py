@@ -34,7 +34,8 @@ FORMS: dict[str, tuple[Any, Function, Function]] = {  # by name: the class, its 
     "date": (date, date.isoformat, date.fromisoformat), "time": (time, time.isoformat, time.fromisoformat),
     "timedelta": (timedelta, lambda span: [span.days, span.seconds, span.microseconds], lambda of: timedelta(*of)),
 }
-BACK = {"int": lambda text: int(text, 16), "iterator": iter} | {name: back for name, (_, _, back) in FORMS.items()}
+BACK: dict[str, Function] = {
+    "int": lambda text: int(text, 16), "iterator": iter, **{name: back for name, (_, _, back) in FORMS.items()}}
 
 
 def encode(value: Any, refer: Function | None = None) -> Any:
