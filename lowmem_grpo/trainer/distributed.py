@@ -117,27 +117,28 @@ class Ranks:
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace each gradient by the sum over all processes, in fp32, or in fp64 if any gradient is fp64. A parameter
-        with a gradient in one process has one in all of them afterwards."""
+        """Replace each gradient by the sum over all processes, in fp32, or in fp64 if any parameter is fp64. A
+        parameter with a gradient in one process has one in all of them afterwards."""
         if self.count == 1:
             return
         group, device = self.reducer(parameters)
-        told = self.gather("the gradients", [(p.numel(), None if p.grad is None else p.grad.dtype) for p in parameters])
-        totals = [sum(size for size, _ in part) for part in told]
+        sizes = [parameter.numel() for parameter in parameters]
+        totals = self.meet("the gradients", sum(sizes))
         if len(set(totals)) > 1:
             raise RankError(f"the ranks train different numbers of parameters: {', '.join(map(str, totals))}; "
                             "give LoRA the same rank and the same modules in all of them")
-        kinds = [{dtype for _, dtype in of} - {None} for of in zip(*told, strict=True)]
-        held = [parameter for parameter, kind in zip(parameters, kinds, strict=True) if kind]
-        dtype = torch.float64 if any(torch.float64 in kind for kind in kinds) else torch.float32
-        flat = torch.zeros(sum(parameter.numel() for parameter in held), dtype=dtype, device=device)
-        views = [view.view_as(p) for view, p in zip(flat.split([p.numel() for p in held]), held, strict=True)]
-        for parameter, view in zip(held, views, strict=True):
+        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
+        flat = torch.zeros(totals[0] + len(sizes), dtype=dtype, device=device)  # at the end: who has a gradient
+        *views, counts = flat.split([*sizes, len(sizes)])
+        for place, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
             if parameter.grad is not None:
-                view.copy_(parameter.grad)
+                view.copy_(parameter.grad.flatten())
+                counts[place] = 1
         self.finish("the gradients", group.allreduce([flat]))
-        for parameter, view in zip(held, views, strict=True):
-            parameter.grad = (torch.empty_like(parameter) if parameter.grad is None else parameter.grad).copy_(view)
+        for parameter, view, count in zip(parameters, views, counts.tolist(), strict=True):
+            if count:
+                parameter.grad = (torch.empty_like(parameter) if parameter.grad is None else parameter.grad).copy_(
+                    view.view_as(parameter))
 
     def reducer(self, parameters: Sequence[nn.Parameter]) -> tuple[Any, torch.device]:
         """Return the group that sums gradients and its device: NCCL if each process has its own GPU, else Gloo."""
@@ -230,14 +231,16 @@ def check_ranks_agree(trainer: Any) -> None:
         logger.warning("the ranks have cards of different size (%s): each plans its own memory, but all get as many "
                        "prompts and wait for the slowest. Cards of one kind would not wait; CUDA_VISIBLE_DEVICES names "
                        "those to use", ", ".join(map(size_text, sizes)))
-    for card, local, _ in cards:
-        on_it = [str(rank) for rank, other in enumerate(cards) if card is not None and other[0] == card]
-        if any(other[0] == card and other[1] != local for other in cards) and on_it:
-            raise ValueError(f"the ranks {' and '.join(on_it)} are on one card ({card}), and each takes a card of its "
-                             "own: start them with `torchrun --nproc-per-node N -m lowmem_grpo run RECIPE`, or let "
-                             "each see only its card (CUDA_VISIBLE_DEVICES) before torch is imported")
+    for card in {card for card, *_ in cards if card is not None}:
+        on_it = {rank: local for rank, (other, local, _) in enumerate(cards) if other == card}
+        if len(set(on_it.values())) > 1:
+            raise ValueError(f"the ranks {' and '.join(map(str, on_it))} are on one card ({card}), and each takes a "
+                             "card of its own: start them with `torchrun --nproc-per-node N -m lowmem_grpo run "
+                             "RECIPE`, or let each see only its card (CUDA_VISIBLE_DEVICES) before torch is imported")
     if differing := [name for name in told[0] if len({str(each[name]) for each in told}) > 1]:
-        lines = "; ".join(values_of(name, [str(each[name]) for each in told]) for name in differing)
+        lines = "; ".join(f"{name} is " + " and ".join(
+            f"{value} (rank {', '.join(str(rank) for rank, each in enumerate(told) if str(each[name]) == value)})"
+            for value in dict.fromkeys(str(each[name]) for each in told)) for name in differing)
         raise ValueError(f"the ranks are not alike: {lines}. Start all of them with the same program, versions, "
                          "settings, model and rows")
 
@@ -261,10 +264,8 @@ def described(trainer: Any) -> dict[str, Any]:
 
 def digest_of_rows(rows: Any) -> str:
     """Return the number of rows and a short hash of some of them; "a stream" for a stream."""
-    if isinstance(rows, Stream):
-        return "a stream"
-    if not len(rows):
-        return "none"
+    if isinstance(rows, Stream) or not len(rows):
+        return "a stream" if isinstance(rows, Stream) else "none"
     some = [rows[place] for place in sorted({n * (len(rows) - 1) // (ROWS - 1) for n in range(ROWS)})]
     return f"{len(rows)} ({digest(json.dumps(some, default=str).encode())})"
 
@@ -272,12 +273,6 @@ def digest_of_rows(rows: Any) -> str:
 def digest(*parts: bytes) -> str:
     """Return a short hash of the bytes."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
-
-
-def values_of(name: str, values: list[str]) -> str:
-    """Return a difference in words: each value, with the ranks that have it."""
-    ranks_of = {value: ", ".join(str(rank) for rank, other in enumerate(values) if other == value) for value in values}
-    return f"{name} is " + " and ".join(f"{value} (rank {ranks_of[value]})" for value in ranks_of)
 
 
 def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:

@@ -110,7 +110,8 @@ def find_others(place: Place) -> Any:
 def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
     """Return a part of the store that only the processes of this launch use: a launcher that restarts them may keep its
     store, with the former processes' keys. Each process takes a new name, and all agree on the list of names, the
-    prefix. TimeoutError, with the missing ranks, if they do not all join in time."""
+    prefix: torchrun's counts of restarts differ from machine to machine. TimeoutError, with the missing ranks, if they
+    do not all join in time."""
     keys, end = [f"name/{each}" for each in range(count)], time.monotonic() + timeout.total_seconds()
     store.set(keys[rank], uuid4().hex)
     while True:

@@ -91,9 +91,8 @@ def floods(sandbox: Sandbox) -> Iterator[Verdict]:
     """A verdict for each flood: it succeeds if it is not stopped in time, or by another limit than its own. Several
     run at once, each in a process of its own."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(partial(flood, sandbox), *zip(*(
-            (kind, allowed, code) for kind, codes in FLOODS.items() for allowed, code in codes), strict=True)))
-    yield from found  # only now, because processes that still run would be seen as left behind
+        yield from pool.map(partial(flood, sandbox), *zip(*(
+            (kind, allowed, code) for kind, codes in FLOODS.items() for allowed, code in codes), strict=True))
 
 
 def flood(sandbox: Sandbox, kind: str, allowed: str, code: str) -> Verdict:

@@ -20,6 +20,10 @@ TESTS = [
     "        return add(2, 3)\nasync def check():\n    async for found in Later():\n"
     "        assert found == 'a sum'\n        break\n"
     "try:\n    check().send(None)\nexcept StopIteration:\n    pass",
+    "import pytest\nfrom solution import add\ndef test_small():\n    assert add(2, 3) == pytest.approx(5)\n",
+    "import unittest\nfrom solution import add\nclass TestAdd(unittest.TestCase):\n    def test_it(self):\n"
+    "        self.assertEqual(add(2, 3), 5)\nif __name__ == '__main__':\n    unittest.main()\n",
+    "assert Solution().add(2, 3) == 5",
 ]
 PROGRAM = [{"input": "2 3", "output": "5"}]
 PROGRAMS = {
@@ -78,6 +82,19 @@ FORGERIES = {
     "returns a generator": "def add(a, b):\n    yield 5\n", "ends loops": "def add(a, b):\n    raise StopIteration\n",
     "ends loops of its own kind": "class End(StopIteration): pass\ndef add(a, b):\n    raise End\n",
     "ends asynchronous loops": "def add(a, b):\n    raise StopAsyncIteration\n",
+    "a method that equals everything": "class Solution:\n    def add(self, a, b):\n        return self\n"
+                                       "    def __eq__(self, other):\n        return True\n",
+    "takes the place of pytest": "import builtins, sys, unittest\nsys.modules['pytest'] = sys\n"
+                                 "builtins.AssertionError = ZeroDivisionError\n"
+                                 "unittest.TestCase.assertEqual = lambda *a: None\ndef add(a, b):\n    return None\n",
+    "takes the place of tests": "check = test_small = lambda *a: None\ndef approx(x):\n    return x\n"
+                                "def add(a, b):\n    return 7\n",
+    "breaks what answers": "import json\njson.loads = json.dumps = None\n",
+    "changes all that compares": "import sys\nfor module in list(sys.modules.values()):\n"
+                                 "    for name in list(vars(module)):\n"
+                                 "        if name in ('same', 'encode', 'state_of', 'described'):\n"
+                                 "            setattr(module, name, lambda *a, **k: True)\n"
+                                 "def add(a, b):\n    return 0\n",
     "answers before it is asked": "def add(a, b):\n    return 0\ndef check(*a):\n    return True\n",
 }
 
@@ -87,8 +104,7 @@ def forgeries(sandbox: Sandbox) -> Iterator[Verdict]:
     tried = [*((name, code, TESTS) for name, code in FORGERIES.items()),
              *((f"a program that {name}", code, PROGRAM) for name, code in PROGRAMS.items())]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(partial(forgery, sandbox), *zip(*tried, strict=True)))
-    yield from found  # as in `floods`
+        yield from pool.map(partial(forgery, sandbox), *zip(*tried, strict=True))
 
 
 def forgery(sandbox: Sandbox, name: str, code: str, tests: list[Any]) -> Verdict:

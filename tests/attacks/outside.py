@@ -14,8 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.sandbox.rights import CAPSET, MACHINES
-from lowmem_grpo.rewards.sandbox.worker import children_of
+from lowmem_grpo.rewards.sandbox.rights import MACHINES, OURS
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.shmat.restype = ctypes.c_void_p
@@ -95,7 +94,6 @@ class Outside:
             "the folder": sorted(os.listdir(self.folder)), "times of the folder": self.folder.stat().st_mtime_ns,
             "new files": [str(place) for place in self._marks() if os.path.lexists(place)],
             **{f"the {name} socket": heard(made) for name, made in self.sockets.items()}, **self._shared(),
-            "processes that are left": children_of(os.getpid()),
         }
 
     def damage(self) -> str:
@@ -137,7 +135,7 @@ def outside() -> Iterator[Outside]:
     """Everything, until the end of the block. Signals that come in between are noted, and do nothing else."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attacked-")))
-        capset = CAPSET[MACHINES[os.uname().machine][0]]
+        capset = OURS["capset"][MACHINES[os.uname().machine][0]]
         victim = subprocess.Popen([sys.executable, "-c", VICTIM.format(capset)], stdout=subprocess.PIPE, bufsize=0,
                                   start_new_session=True)
         stack.callback(end, victim)

@@ -1,7 +1,7 @@
 """Attacks on the sandbox for model-written code: `python -m tests.attacks.sandbox`.
 
 Each attack runs in every isolation that works on this machine. After it, all that lies outside is looked at. Attacks of
-one kind share a process; those of a process that dies or changes something outside run again, each by itself.
+one kind share a process, until one ends it.
 """
 
 import errno
@@ -15,7 +15,7 @@ from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 from lowmem_grpo.rewards.sandbox.plain import decode
 from lowmem_grpo.rewards.sandbox.rights import MACHINES
 from lowmem_grpo.rewards.sandbox.trial import Trial
-from lowmem_grpo.rewards.sandbox.worker import WorkerEnded
+from lowmem_grpo.rewards.sandbox.worker import WorkerEnded, children_of
 from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.doors import DOORS
 from tests.attacks.escapes import ANSWER, ESCAPES, KERNEL, Escape
@@ -74,39 +74,23 @@ def program(escapes: list[Escape], world: Outside) -> str:
     return f"{head}\n{functions}"
 
 
-def answers(escapes: list[Escape], sandbox: Sandbox, world: Outside) -> list[Answer]:
-    """What came of each attack, one after the other in one process. Those after its end have no answer."""
-    found: list[Answer] = []
-    trial = Trial(program(escapes, world), sandbox)
-    try:
-        for number in range(len(escapes)):
-            reply = trial.ask({"call": "attempt", "args": {"tuple": [number]}, "kwargs": {"dict": []}}, None)
-            found.append(tuple(decode(reply["value"])) if "value" in reply else ("ended", str(reply), 0))
-    except WorkerEnded as end:
-        found.append(("ended", str(end), 0))
-    finally:
+def escapes(sandbox: Sandbox, world: Outside) -> Iterator[Verdict]:
+    """A verdict for each escape."""
+    for kind in dict.fromkeys(escape.kind for escape in ESCAPES):
+        tried = [escape for escape in ESCAPES if escape.kind == kind]
+        code = program(tried, world)
+        trial = Trial(code, sandbox)
+        for number, escape in enumerate(tried):
+            try:
+                reply = trial.ask({"call": "attempt", "args": {"tuple": [number]}, "kwargs": {"dict": []}}, None)
+                answer = tuple(decode(reply["value"])) if "value" in reply else ("ended", str(reply), 0)
+            except WorkerEnded as end:
+                answer = ("ended", str(end), 0)
+                trial.close()
+                trial = Trial(code, sandbox)
+            yield Verdict(f"{sandbox.isolation}: {kind}", repr(escape.code),
+                          world.damage() or reached(escape, answer, world.secret))
         trial.close()
-    return found
-
-
-def verdicts_of(escapes: list[Escape], sandbox: Sandbox, world: Outside) -> Iterator[Verdict]:
-    """A verdict for each attack of a kind."""
-    found, damage = answers(escapes, sandbox, world), world.damage()
-    if len(escapes) > 1 and (damage or len(found) < len(escapes) or found[-1][0] == "ended"):
-        alone = [verdict for escape in escapes for verdict in by_itself(escape, sandbox)]
-        yield from alone
-        if damage and all(verdict.held for verdict in alone):
-            yield Verdict(f"{sandbox.isolation}: {escapes[0].kind}", "all of them, one after the other", damage)
-        return
-    for escape, answer in zip(escapes, found, strict=True):
-        yield Verdict(f"{sandbox.isolation}: {escape.kind}", repr(escape.code),
-                      damage or reached(escape, answer, world.secret))
-
-
-def by_itself(escape: Escape, sandbox: Sandbox) -> list[Verdict]:
-    """The verdict of one attack on a world that no other has changed."""
-    with outside() as world:
-        return list(verdicts_of([escape], sandbox, world))
 
 
 def reached(escape: Escape, answer: Answer, secret: str) -> str:
@@ -119,12 +103,6 @@ def reached(escape: Escape, answer: Answer, secret: str) -> str:
     return f"it returned {said[:200]}" if escape.seen == ANSWER and state == "reached" else ""
 
 
-def escapes(sandbox: Sandbox, world: Outside) -> Iterator[Verdict]:
-    """A verdict for each escape."""
-    for kind in dict.fromkeys(escape.kind for escape in ESCAPES):
-        yield from verdicts_of([escape for escape in ESCAPES if escape.kind == kind], sandbox, world)
-
-
 PARTS: dict[str, Callable[[Sandbox, Outside], Iterator[Verdict]]] = {
     "escapes": escapes, "floods": lambda sandbox, _: floods(sandbox),
     "forgeries": lambda sandbox, _: forgeries(sandbox),
@@ -135,9 +113,12 @@ def attack(isolation: str, parts: Iterable[str] = PARTS) -> Iterator[Verdict]:
     """Some parts of the attacks, or all, on an isolation."""
     sandbox = Sandbox(isolation, LIMITS)
     with outside() as world:
+        before = set(children_of(os.getpid()))
         for part in parts:
             for verdict in PARTS[part](sandbox, world):
                 yield Verdict(verdict.kind, verdict.name, verdict.damage or world.damage())
+            left = set(children_of(os.getpid())) - before
+            yield Verdict(f"{isolation}: processes that are left", part, f"{left}" if left else "")
 
 
 @click.command()

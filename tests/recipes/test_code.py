@@ -10,7 +10,7 @@ from lowmem_grpo.recipes import code
 from lowmem_grpo.recipes.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
 from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.rewards.ready.code import code_passes_tests
-from lowmem_grpo.rewards.sandbox import worker
+from lowmem_grpo.rewards.sandbox import surroundings
 from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, SandboxError, why_not
 from lowmem_grpo.rewards.sandbox.limits import Limits
 
@@ -69,7 +69,7 @@ def test_only_a_block_that_defines_the_function_is_paid_for_its_form() -> None:
 
 @pytest.fixture
 def no_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(worker, "PROGRAMS", {"bubblewrap": "no-such-bwrap"})
+    monkeypatch.setattr(surroundings, "BWRAP", "no-such-bwrap")
     why_not.cache_clear()
     yield
     why_not.cache_clear()

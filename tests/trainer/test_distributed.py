@@ -1,10 +1,11 @@
-"""What ranks do together: here each is a thread with a store on a loopback address."""
+"""What ranks do together, and how they wait for each other: here each is a thread, with a store in memory."""
 
 import logging
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,20 +18,22 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from lowmem_grpo.config.launcher import Place
 from lowmem_grpo.trainer import distributed
 from lowmem_grpo.trainer.distributed import STEPS, Ranks, check_ranks_agree
-from lowmem_grpo.trainer.rendezvous import RankError
+from lowmem_grpo.trainer.rendezvous import RankError, part_of_start
 
 
-def several(count: int) -> list[Ranks]:
+@contextmanager
+def several(count: int, **pace: float) -> Iterator[list[Ranks]]:
     store = HashStore()
     with ThreadPoolExecutor(count) as pool:  # they wait for each other
-        return list(pool.map(lambda rank: Ranks(Place(rank, count, rank), store), range(count)))
+        made = list(pool.map(lambda rank: Ranks(Place(rank, count, rank), store, **pace), range(count)))
+        yield made
+        list(pool.map(lambda one: one.heartbeat.close(), made))
 
 
 @pytest.fixture(params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[Ranks]]:
-    made = several(request.param)
-    yield made
-    each(made, lambda one: one.heartbeat.close())
+    with several(request.param) as made:
+        yield made
 
 
 def each(ranks: list[Ranks], call: Callable[[Ranks], Any]) -> list[Any]:
@@ -44,7 +47,7 @@ def outcomes(ranks: list[Ranks], call: Callable[[Ranks], Any]) -> list[Any]:
         try:
             with one.together():
                 return call(one)
-        except (RankError, AttributeError, TypeError, pickle.PicklingError) as error:
+        except (RankError, ArithmeticError, AttributeError, TypeError, pickle.PicklingError) as error:
             return error
 
     return each(ranks, outcome)
@@ -106,7 +109,8 @@ def test_ranks_with_different_adapters_are_told_so(ranks: list[Ranks]) -> None:
 
 
 def test_what_cannot_be_sent_is_an_error_of_the_rank_that_has_it() -> None:
-    one, other = outcomes(several(2), lambda rank: rank.gather("it", (lambda: 1) if rank.rank else 2))
+    with several(2) as pair:
+        one, other = outcomes(pair, lambda rank: rank.gather("it", (lambda: 1) if rank.rank else 2))
     assert isinstance(one, RankError) and isinstance(other, Exception) and not isinstance(other, RankError)
 
 
@@ -125,7 +129,8 @@ def test_random_states_follow_from_seed_step_and_rank_only() -> None:
 def test_ranks_know_how_many_of_them_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = ["a", "b", "a"]
     monkeypatch.setattr("platform.node", machines.pop)
-    assert sorted(one.here for one in several(3)) == [1, 2, 2] and Ranks().here == 1
+    with several(3) as ranks:
+        assert sorted(one.here for one in ranks) == [1, 2, 2] and Ranks().here == 1
 
 
 def test_each_rank_has_metrics_of_its_own(ranks: list[Ranks]) -> None:
@@ -206,3 +211,96 @@ def test_ranks_with_cards_of_different_size_are_told_once_what_that_costs(
 ) -> None:
     check_cards([("a", 0, gib[0] << 30), ("b", 1, gib[1] << 30)], monkeypatch)
     assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)
+
+
+# Waiting for each other
+
+
+def test_a_slow_rank_is_waited_for_as_long_as_it_gives_signs_of_life() -> None:
+    with several(2, beat=0.02) as (fast, slow):
+        rounds, exchange, enough = [0], slow.heartbeat.exchange, threading.Event()
+
+        def counted() -> None:
+            exchange()
+            rounds[0] += 1
+            if rounds[0] > 50:
+                enough.set()
+
+        slow.heartbeat.exchange = counted  # type: ignore[method-assign]
+
+        assert outcomes([fast, slow], lambda one: (one is fast or enough.wait(60)) and one.meet("a step", 1)) == [
+            [1, 1]] * 2
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_that_gives_no_sign_of_life_is_named_by_all_others(silent: int) -> None:
+    with several(3, beat=0.02, patience=0.5) as ranks:
+        dead = ranks.pop(silent)
+        dead.heartbeat.close()
+        found = outcomes(ranks, lambda one: one.meet("the step"))
+        assert all(f"rank {silent} is lost: no sign of life for 0 s while rank" in str(error) for error in found)
+        with pytest.raises(RankError, match=f"rank {silent} is lost"):
+            ranks[0].meet("the next one")
+
+
+def test_a_store_that_no_longer_answers_is_the_loss_of_the_first_rank() -> None:
+    asked, answer = threading.Event(), threading.Event()
+    with several(2, beat=0.02, patience=0.5) as (_, other):
+        def silence() -> None:
+            asked.set()
+            answer.wait()
+
+        other.heartbeat.exchange = silence  # type: ignore[method-assign]
+        assert asked.wait(60)
+        with pytest.raises(RankError, match="rank 0 is lost: no sign of life"):
+            other.meet("the step")
+        answer.set()
+
+
+@pytest.mark.parametrize("reason", ["a reward divided by zero", "x" * 10_000, "é\n" * 5_000, "😀" * 5_000, "\ud800"])
+def test_a_failure_reaches_the_others_with_its_reason(reason: str) -> None:
+    def meet(one: Ranks) -> Any:
+        if one.rank == 1:
+            raise ZeroDivisionError(reason)
+        return one.gather("it", 1) if one.rank else one.meet("it")
+
+    with several(3, beat=0.02) as ranks:
+        first, own, third = outcomes(ranks, meet)
+        assert isinstance(own, ZeroDivisionError)
+        assert all(f"rank 1 has failed: ZeroDivisionError: {reason[:400]}" in str(error) for error in (first, third))
+        with pytest.raises(RankError):
+            ranks[1].meet("the step")
+
+
+@pytest.mark.parametrize("names", [("the evaluation", "the gradients"), ("😀" * 300, "x" * 300)])
+def test_ranks_that_do_different_things_are_told_which(names: tuple[str, str]) -> None:
+    with several(2, beat=0.02) as pair:
+        found = outcomes(pair, lambda one: one.meet(names[one.rank]))
+        assert all("has come to" in str(error) and all(name[:50] in str(error) for name in names) for error in found)
+
+
+def test_an_error_that_came_from_another_rank_is_not_told_again() -> None:
+    with several(2) as (one, other):
+        other.heartbeat.fail(RankError("rank 0 is lost"))
+        assert outcomes([one, other], lambda one: one.meet("a step", one.rank)) == [[0, 1]] * 2
+
+
+# A start over a store in which a former start has left its things
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_all_are_in_one_part_of_the_store_and_each_start_has_its_own(count: int) -> None:
+    store = HashStore()
+    for _ in range(3):
+        with ThreadPoolExecutor(count) as pool:
+            parts = list(pool.map(lambda rank: part_of_start(store, rank, count, timedelta(seconds=60)), range(count)))
+        assert not parts[0].check(["said"]), "nothing of a former start is there"
+        parts[0].set("said", "by the first one")
+        assert all(part.check(["said"]) for part in parts)
+
+
+def test_what_a_former_process_wrote_is_not_taken_for_a_rank_that_has_come() -> None:
+    store = HashStore()
+    store.set("name/1", "former")
+    with pytest.raises(TimeoutError, match=r"rank 1, 2 did not come within 0 s"):
+        part_of_start(store, 0, 3, timedelta(seconds=0.05))

@@ -9,11 +9,9 @@ Messages are one JSON object per line, both ways. Nothing here is secret. The pa
 except in the role "test", whose process never runs model-written code. Imports only the standard library.
 """
 
-import array
 import ast
 import builtins
 import importlib.machinery
-import importlib.util
 import json
 import math
 import os
@@ -63,8 +61,7 @@ def main() -> None:
     except OSError as error:
         channel.send({"refused": str(error)})
         return
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [place]))]
-    channel.socket.sendmsg([b'{"ready": true}\n'], rights)
+    socket.send_fds(channel.socket, [b'{"ready": true}\n'], [place])
     os.close(place)
     {"serve": serve, "program": run_program, "test": run_asserts}[order["role"]](order, channel)
 
@@ -73,8 +70,12 @@ def prepare(order: dict[str, Any]) -> None:
     """Enter the scratch directory, write a program's code and input, then give up all rights. OSError on failure."""
     os.chdir(order["scratch"])
     if order["role"] == "program":
-        write_text(SOURCE, order["code"])
-        open_as_stdin(order["stdin"])
+        for name, text in ((SOURCE, order["code"]), ("stdin", order["stdin"])):
+            with open(name, "w", encoding="utf-8") as file:  # pathlib is slow to import
+                file.write(text)
+        os.dup2(descriptor := os.open("stdin", os.O_RDONLY), 0)
+        os.close(descriptor)
+        os.unlink("stdin")
     sys.path[:] = [entry for entry in sys.path if entry != order["package"]]
     sys.argv = [SOURCE]
     limit(order["limits"])
@@ -82,19 +83,6 @@ def prepare(order: dict[str, Any]) -> None:
     if order["readable"] is not None:
         restrict_files(order["readable"], [order["scratch"], "/dev/null"])
     install_filter()
-
-
-def write_text(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:  # pathlib is slow to import
-        file.write(text)
-
-
-def open_as_stdin(text: str) -> None:
-    write_text("stdin", text)
-    descriptor = os.open("stdin", os.O_RDONLY)
-    os.unlink("stdin")
-    os.dup2(descriptor, 0)
-    os.close(descriptor)
 
 
 def limit(limits: dict[str, float]) -> None:
@@ -109,33 +97,36 @@ def limit(limits: dict[str, float]) -> None:
         resource.setrlimit(kind, (int(value), int(value)))
 
 
-class TextSource(importlib.machinery.SourceFileLoader):
-    """A loader of a module from text instead of a file, which could be changed before it is read."""
+class TextLoader(importlib.machinery.SourceFileLoader):
+    """A loader of a module from text, or its tree, instead of a file, which could be changed before it is read."""
 
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(name, f"{name}.py")
-        self.text = text
-
-    def get_source(self, fullname: str) -> str:
-        return self.text
+    def __init__(self, path: str, source: Any) -> None:
+        super().__init__("", path)
+        self.source = source
 
     def get_code(self, fullname: str) -> Any:
-        return self.source_to_code(self.text, "<string>")
+        return self.source_to_code(self.source, self.path)
 
 
-class TestSource(TextSource):
-    """A loader of test code for `like_pytest`: statements that start pytest or unittest are removed, and the body of an
+def load(name: str, loader: TextLoader, namespace: dict[str, Any]) -> ModuleType:
+    """Run the code as a module `name`, with `namespace` among its globals, and return it. Its errors propagate."""
+    module = sys.modules[name] = ModuleType(name)
+    vars(module).update(namespace)
+    loader.exec_module(module)
+    return module
+
+
+def tree_of_test(source: str) -> ast.Module:
+    """Return test code for `like_pytest`: statements that start pytest or unittest are removed, and the body of an
     `if __name__ == "__main__"` runs."""
-
-    def get_code(self, fullname: str) -> Any:
-        tree = ast.parse(self.text)
-        kept = [statement for node in tree.body
-                for statement in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
-        tree.body = [node for node in kept if not starts_tests(node)]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                node.level = 0  # `from .solution import add`
-        return self.source_to_code(tree, f"{fullname}.py")
+    tree = ast.parse(source)
+    kept = [statement for node in tree.body
+            for statement in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
+    tree.body = [node for node in kept if not starts_tests(node)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            node.level = 0  # `from .solution import add`
+    return tree
 
 
 def is_main_guard(node: ast.If) -> bool:
@@ -145,15 +136,6 @@ def is_main_guard(node: ast.If) -> bool:
 def starts_tests(node: ast.stmt) -> bool:
     return any(isinstance(child, ast.Call) and ast.unparse(child.func) in ("unittest.main", "pytest.main")
                for child in ast.walk(node)) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
-
-
-def load(name: str, source: TextSource, namespace: dict[str, Any]) -> ModuleType:
-    """Run the source as a module `name`, with `namespace` among its globals, and return it. Its errors propagate."""
-    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, source, origin=f"{name}.py"))
-    vars(module).update(namespace)
-    sys.modules[name] = module
-    source.exec_module(module)
-    return module
 
 
 def run_program(order: dict[str, Any], channel: Channel) -> None:
@@ -171,8 +153,8 @@ def serve(order: dict[str, Any], channel: Channel) -> None:
     try:
         known |= leetcode.names() if "class Solution" in order["code"] or order.get("imports") else {}
         # As built-ins, the names are known to the code, but do not count as defined by it.
-        globals_of_code = {"__builtins__": {**vars(builtins), **known}}
-        link.module = load("solution", TextSource("solution", order["code"]), globals_of_code)
+        loader = TextLoader("<string>", order["code"])
+        link.module = load("solution", loader, {"__builtins__": {**vars(builtins), **known}})
         channel.send({"loaded": True})
     except BaseException as error:  # noqa: BLE001, also SystemExit: the code must not end this process
         channel.send(described(error))
@@ -215,27 +197,28 @@ def run_asserts(order: dict[str, Any], channel: Channel) -> None:
     while True:
         test = channel.receive()
         link = Link(channel, of_tests, Subject)
-        code = Code(link)
-        sys.modules.update({"pytest": like_pytest, **dict.fromkeys(test["modules"], code)})
-        outcome, reason = result_of(test, link, code)
+        sys.modules.update({"pytest": like_pytest, **dict.fromkeys(test["modules"], Code(link))})
+        outcome, reason = result_of(test, link)
         unused = not link.calls and not link.raised
         if outcome == "passed" and not link.answers and not link.raised:
             outcome, reason = "undecided", NEVER_CALLED if unused else ONLY_OBJECTS
-        untestable = unused or outcome == "undecided"
+        untestable = outcome == "undecided" or (unused and not link.holds_data)  # data may stand for a function
         outcome = "error" if outcome == "undecided" else outcome
         channel.send({"outcome": outcome, "reason": reason, "untestable": untestable})
 
 
-def result_of(test: dict[str, Any], link: Link, code: "Code") -> tuple[str, str]:
+def result_of(test: dict[str, Any], link: Link) -> tuple[str, str]:
     try:
         helpers = leetcode.for_tests(set(test["names"]), test["source"])
-        subjects = {name: code.named(name) for name in test["names"] if name not in helpers}
-        like_pytest.run_all(load("tests", TestSource("tests", test["source"]), subjects | helpers))
+        subjects = objects_of(link, [name for name in test["names"] if name not in helpers])
+        like_pytest.run_all(load("tests", TextLoader("tests.py", tree_of_test(test["source"])), subjects | helpers))
         if link.broken is not None:
             raise link.broken
     except Undecided as why:
         return "undecided", str(why)
     except BaseException as error:  # noqa: BLE001, a test that ends in any other way has not passed
+        if isinstance(error, NameError) and error.name in link.missing:
+            link.raised.append((error, link.missing[error.name]))
         theirs = [text for other, text in link.raised if error is other]
         if isinstance(error, AssertionError) and not theirs:
             return "failed", failed_line(error, test["source"])
@@ -248,42 +231,32 @@ class Code(ModuleType):
 
     def __init__(self, link: Link) -> None:
         super().__init__("solution")
-        self.__dict__["link"] = link
-        self.__path__: list[str] = []
+        vars(self).update(_link=link, __path__=[])
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return decode(self.link.ask("names")["value"])
+            return decode(self._link.ask("names")["value"])
         if name.startswith("__"):
             raise AttributeError(name)
-        value = self.named(name)
-        if isinstance(value, Missing):
-            self.link.raised.append((error := AttributeError(value.text), value.text))
-            raise error
-        return value
-
-    def named(self, name: str) -> Any:
-        """Return the code's object of this name; a missing one is a `Missing`, an error only if it is used."""
-        reply = self.link.ask("get", name)
-        if "value" not in reply:
-            return Missing(self.link, str(reply.get("text")))
-        value = decode(reply["value"], self.link.referred)
-        self.link.named |= {name} if isinstance(value, Subject) and value._kind == "type" else set()
-        return value
-
-
-class Missing:
-    """A name that the code does not define; its use raises NameError."""
-
-    def __init__(self, link: Link, text: str) -> None:
-        self.link, self.text = link, text
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.link.raised.append((error := NameError(self.text.partition(": ")[2]), self.text))
+        if objects := objects_of(self._link, [name]):
+            return objects[name]
+        text = self._link.missing[name]
+        self._link.raised.append((error := AttributeError(text), text))
         raise error
 
-    def __getattr__(self, name: str) -> Any:
-        return self()
+
+def objects_of(link: Link, names: list[str]) -> dict[str, Any]:
+    """Return the code's objects of these names; one that it does not define is `missing`, an error if used."""
+    objects: dict[str, Any] = {}
+    for name in names:
+        reply = link.ask("get", name)
+        if "value" not in reply:
+            link.missing[name] = str(reply.get("text"))
+            continue
+        value = objects[name] = decode(reply["value"], link.referred)
+        link.holds_data |= not isinstance(value, Subject)
+        link.named |= {name} if isinstance(value, Subject) and value._kind == "type" else set()
+    return objects
 
 
 def failed_line(error: BaseException, source: str) -> str:

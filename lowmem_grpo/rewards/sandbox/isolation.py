@@ -5,9 +5,8 @@ import platform
 import sys
 import time
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 
-from lowmem_grpo.rewards.calling.background import start_thread
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.worker import START_SECONDS, CannotStart, Worker, WorkerEnded
 
@@ -26,7 +25,6 @@ FIX = (
     "kernel lacks Landlock 3 (Linux 6.2) the code can read and write your files"
 )
 WORKS = "works"
-WAIT = 1.0  # seconds for all unfinished trials together
 PROBE = "def probe(number):\n    return number + 1\n"
 logger = logging.getLogger(__name__)
 
@@ -82,25 +80,9 @@ def warn_of_process() -> None:
     logger.warning(PROCESS_WARNING)
 
 
-class SandboxTrials:
-    """Tries each isolation in its own daemon thread, so that a sandbox that hangs delays nothing else in `doctor`."""
-
-    def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}  # by isolation: why it does not work, or that it does
-        self._threads = {name: start_thread(f"trial of {name}", partial(self._try, name)) for name in ISOLATIONS}
-
-    def _try(self, name: str) -> None:
-        try:
-            self._reasons[name] = " ".join((why_not(name) or WORKS).split())[:120]
-        except Exception as error:  # noqa: BLE001 - the line reports any error
-            self._reasons[name] = f"{type(error).__name__}: {error}"
-
-    def line(self, wait: float = WAIT) -> str:
-        """Return one line: the default isolation if it works, and the state of the others."""
-        deadline = time.monotonic() + wait
-        for thread in self._threads.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
-        states = {name: self._reasons.get(name, "no answer yet") for name in self._threads}
-        works = [name for name, state in states.items() if state == WORKS]
-        taken = BY_DEFAULT if BY_DEFAULT in works else "none by default, process if asked for" if works else "none"
-        return f"{taken} ({'; '.join(f'{name}: {state}' for name, state in states.items() if name != taken)})"
+def what_works() -> str:
+    """Return one line for `doctor`: the default isolation if it works, and the state of the others."""
+    states = {name: " ".join((why_not(name) or WORKS).split())[:120] for name in ISOLATIONS}
+    works = [name for name, state in states.items() if state == WORKS]
+    taken = BY_DEFAULT if BY_DEFAULT in works else "none by default, process if asked for" if works else "none"
+    return f"{taken} ({'; '.join(f'{name}: {state}' for name, state in states.items() if name != taken)})"

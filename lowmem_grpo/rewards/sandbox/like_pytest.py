@@ -53,12 +53,11 @@ class approx:  # noqa: N801, pytest's name
 
     def __eq__(self, got: Any) -> bool:
         expected = self.expected
-        if isinstance(expected, dict):
-            return isinstance(got, dict) and set(got) == set(expected) and all(
-                approx(value, **self.options) == got[key] for key, value in expected.items())
-        if isinstance(expected, list | tuple):
-            return isinstance(got, list | tuple) and len(got) == len(expected) and all(
-                approx(value, **self.options) == item for value, item in zip(expected, got, strict=True))
+        if isinstance(expected, dict | list | tuple):
+            many, keys = isinstance(expected, dict), range(len(expected))
+            alike = isinstance(got, (dict,) if many else (list, tuple)) and len(got) == len(expected)
+            return alike and all((not many or key in got) and approx(expected[key], **self.options) == got[key]
+                                 for key in (expected if many else keys))
         if isinstance(expected, bool | str | None) or not isinstance(got, int | float | type(expected)):
             return bool(got == expected)
         rel, least = self.options["rel"], self.options["abs"]
@@ -104,18 +103,6 @@ def fixture(function: Any = None, **_: Any) -> Any:
     return function
 
 
-class MonkeyPatch:
-    """The fixture `monkeypatch`, which changes attributes during a test."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self.stack = stack
-
-    def setattr(self, target: Any, name: Any, *value: Any) -> None:
-        from unittest import mock  # slow to import, and rarely needed
-
-        self.stack.enter_context(mock.patch.object(target, name, value[0]) if value else mock.patch(target, name))
-
-
 @contextlib.contextmanager
 def fixtures(module: ModuleType, function: Any, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a test by name: from its case, the module's fixtures, and pytest's own fixtures."""
@@ -136,7 +123,10 @@ def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
         yields = isinstance(value, GeneratorType)
         return stack.enter_context(contextlib.contextmanager(lambda: value)()) if yields else value
     if name == "monkeypatch":
-        return MonkeyPatch(stack)
+        from unittest.mock import patch  # slow to import, and rarely needed
+
+        return SimpleNamespace(setattr=lambda target, name, *value: stack.enter_context(
+            patch.object(target, name, value[0]) if value else patch(target, name)))
     if name == "tmp_path":
         from pathlib import Path
         from tempfile import mkdtemp
@@ -144,8 +134,8 @@ def made(module: ModuleType, name: str, stack: contextlib.ExitStack) -> Any:
         return Path(mkdtemp(dir="."))
     if name != "capsys":
         raise LookupError(f"there is no fixture {name}")
-    streams = [stack.enter_context(contextlib.redirect_stdout(io.StringIO())),
-               stack.enter_context(contextlib.redirect_stderr(io.StringIO()))]
+    streams = [stack.enter_context(redirect(io.StringIO()))
+               for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr)]
     return SimpleNamespace(readouterr=lambda: SimpleNamespace(out=taken(streams[0]), err=taken(streams[1])))
 
 

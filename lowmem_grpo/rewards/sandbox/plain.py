@@ -3,7 +3,7 @@
 None, bool, int, float, str and list are unchanged. Other types become an object with the type as its only key:
 {"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"},
 {"complex": [re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end), and those
-of TYPES, for example {"Fraction": "1/3"}. Other values are encoded by the caller's `refer`, or are an error.
+of FORMS, for example {"Fraction": "1/3"}. Other values are encoded by the caller's `refer`, or are an error.
 """
 
 import math
@@ -20,21 +20,25 @@ UNORDERED = ("set", "frozenset", "dict", "Counter")
 LISTS = ("tuple", "iterator", "deque", "range")  # equal to a list of the same items, since datasets hold only lists
 MOST_STEPS = 100_000  # in a range that is compared with a list
 WRITTEN_BY_CODE = ("solution", "tests")  # modules whose classes are not plain data, even if they subclass list etc.
-SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
-SCALARS: dict[str, Callable[[Any], Any]] = {
-    "bytes": bytes.fromhex, "int": lambda text: int(text, 16), "complex": lambda pair: complex(*pair),
+Function = Callable[[Any], Any]
+FORMS: dict[str, tuple[Any, Function, Function]] = {  # by name: the class, its parts as simpler data, and the way back
+    "tuple": (tuple, list, tuple), "set": (set, list, set), "frozenset": (frozenset, list, frozenset),
+    "Counter": (Counter, lambda counts: [*map(list, counts.items())], lambda pairs: Counter(dict(pairs))),
+    "dict": (dict, lambda entries: [*map(list, entries.items())], dict),
+    "bytes": (bytes | bytearray, lambda value: value.hex(), bytes.fromhex),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
+    "deque": (deque, lambda items: [list(items), items.maxlen], lambda parts: deque(*parts)),
+    "range": (range, lambda steps: [steps.start, steps.stop, steps.step], lambda ends: range(*ends)),
+    "Fraction": (Fraction, str, Fraction), "Decimal": (Decimal, str, Decimal),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),  # which is a date too
+    "date": (date, date.isoformat, date.fromisoformat), "time": (time, time.isoformat, time.fromisoformat),
+    "timedelta": (timedelta, lambda span: [span.days, span.seconds, span.microseconds], lambda of: timedelta(*of)),
 }
-TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # functions to a JSON value, and back
-    Fraction: (str, Fraction), Decimal: (str, Decimal), datetime: (datetime.isoformat, datetime.fromisoformat),
-    date: (date.isoformat, date.fromisoformat), time: (time.isoformat, time.fromisoformat),
-    timedelta: (lambda span: [span.days, span.seconds, span.microseconds], lambda parts: timedelta(*parts)),
-    range: (lambda steps: [steps.start, steps.stop, steps.step], lambda ends: range(*ends)),
-}
-NAMED = {kind.__name__: back for kind, (_, back) in TYPES.items()}
-Refer = Callable[[Any], Any]
+BACK: dict[str, Function] = {
+    "int": lambda text: int(text, 16), "iterator": iter, **{name: back for name, (_, _, back) in FORMS.items()}}
 
 
-def encode(value: Any, refer: Refer | None = None) -> Any:
+def encode(value: Any, refer: Function | None = None) -> Any:
     """Return `value` as a JSON tree. `refer` encodes values that are not plain data. Without it, instances of
     subclasses become their base type, iterators are read to their end, and other values are a TypeError."""
     if refer is not None and type(value).__module__ in WRITTEN_BY_CODE:
@@ -47,28 +51,17 @@ def encode(value: Any, refer: Refer | None = None) -> Any:
         return float(value)
     if isinstance(value, list):
         return [encode(item, refer) for item in value]
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, dict):
-        pairs = [[encode(key, refer), encode(item, refer)] for key, item in value.items()]
-        return {"Counter" if isinstance(value, Counter) else "dict": pairs}
-    if isinstance(value, deque):
-        return {"deque": [encode(list(value), refer), value.maxlen]}
-    for name, kind in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+    for name, (kind, parts, _) in FORMS.items():
         if isinstance(value, kind):
-            return {name: [encode(item, refer) for item in value]}
-    if type(value) in TYPES:
-        return {type(value).__name__: TYPES[type(value)][0](value)}
+            return {name: encode(parts(value), refer)}
     if refer is not None:
         return refer(value)
     if isinstance(value, Iterator):
-        return {"iterator": [encode(item) for item in value]}
+        return {"iterator": encode(list(value))}
     raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
-def decode(tree: Any, referred: Refer | None = None) -> Any:
+def decode(tree: Any, referred: Function | None = None) -> Any:
     """Return the value of a JSON tree that `encode` made; `referred` decodes the trees made by `refer`. ValueError or
     TypeError for any other tree."""
     if isinstance(tree, list):
@@ -78,15 +71,8 @@ def decode(tree: Any, referred: Refer | None = None) -> Any:
     if len(tree) != 1:
         raise ValueError(f"an object with {len(tree)} keys is not encoded data")
     ((name, content),) = tree.items()
-    if name in ("dict", "Counter"):
-        pairs = {decode(key, referred): decode(item, referred) for key, item in content}
-        return Counter(pairs) if name == "Counter" else pairs
-    if name in SCALARS or name in NAMED:
-        return SCALARS[name](content) if name in SCALARS else NAMED[name](content)
-    if name == "deque":
-        return deque(decode(content[0], referred), content[1])
-    if name in SEQUENCES:
-        return SEQUENCES[name]([decode(item, referred) for item in content])
+    if name in BACK:
+        return BACK[name](decode(content, referred))
     if referred is None:
         raise ValueError(f"{name!r} is no type of encoded data")
     return referred(tree)

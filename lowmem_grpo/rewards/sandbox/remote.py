@@ -26,6 +26,7 @@ from lowmem_grpo.rewards.sandbox.plain import decode, encode
 
 NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; UnicodeError takes more than a text
 CHANGEABLE = (list, dict, set, deque, bytearray)
+OPERATIONS = vars(builtins) | vars(operator)
 PLAIN = (str, int, float, list, dict, set, frozenset, tuple, bytes, bytearray, deque)
 
 
@@ -45,6 +46,8 @@ class Link:
         self.errors: dict[str, type] = {}  # classes of exceptions, by name
         self.broken: AssertionError | None = None  # from an assert in a callback
         self.named: set[str] = set()  # classes of the code that the test uses by name
+        self.missing: dict[str, str] = {}  # names that the test uses and the code does not define, with its errors
+        self.holds_data = False  # the test uses a name that is data in the code
         self.calls = 0  # requests to the code, of any operation
         self.answers = 0  # answers with data, which a test can compare
         self.raised: list[tuple[BaseException, str]] = []  # by the code, with their texts
@@ -106,8 +109,7 @@ class Link:
                 value = self.perform(self, request["do"], args, kwargs)
                 awaited = isinstance(value, CoroutineType)
                 value = run_coroutine(value) if awaited else value
-            answer: dict[str, Any] = {"value": encode(value, self.refer)}
-            answer |= {"awaited": True} if awaited else {}
+            answer: dict[str, Any] = {"value": encode(value, self.refer), "awaited": awaited}
             after = self.changeable([*args, *kwargs.values()])
             answer["changed"] = [[place, after[place]] for place in after if after[place] != before[place]]
         except (Undecided, KeyboardInterrupt):
@@ -161,10 +163,6 @@ class RemoteObject:
         self._ask("setattr", self, name, value)
 
 
-def operation(name: str) -> Any:
-    return getattr(operator, name, None) or getattr(builtins, name)
-
-
 def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Perform a request of the tests to the code. Tests are trusted, so any operation is allowed."""
     if do == "call":
@@ -177,7 +175,7 @@ def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any
         return type(args[0]).__exit__(args[0], args[1], args[1] and args[1](args[2]), None)
     if do in ("plain", "state"):
         return decode(encode(args[0])) if do == "plain" else json.dumps(state_of(args[0]), sort_keys=True)
-    return operation(do)(*args)
+    return OPERATIONS[do](*args)
 
 
 def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -200,19 +198,17 @@ def state_of(value: Any) -> Any:
         inner.__qualname__ if isinstance(inner, type) else state_of(inner)))}
 
 
-def renew(old: Any, new: Any) -> None:
-    """Give a container the content of another one, in place; lists of equal length keep their inner containers."""
+def renew(old: Any, new: Any) -> Any:
+    """Return a container with the content of another one; lists of equal length keep their inner containers."""
     if isinstance(old, list) and len(old) == len(new):
-        for place, (before, after) in enumerate(zip(old, new, strict=True)):
-            if isinstance(before, CHANGEABLE) and type(before) is type(after):
-                renew(before, after)
-            else:
-                old[place] = after
-    elif isinstance(old, list | bytearray):
+        new = [renew(before, after) if isinstance(before, CHANGEABLE) and type(before) is type(after) else after
+               for before, after in zip(old, new, strict=True)]
+    if isinstance(old, list | bytearray):
         old[:] = new
     else:
         old.clear()
         (old.extend if isinstance(old, deque) else old.update)(new)
+    return old
 
 
 def names_of(kind: type) -> list[str]:

@@ -74,13 +74,16 @@ CHECKED: dict[str, tuple[tuple[int, int], list[tuple[Test, ...]]]] = {  # allowe
     "ioctl": ((16, 29), [((1, WHOLE, what),) for what in (*TERMINAL, *READY)]),
     "socketpair": ((53, 199), [((1, 0xF, 1),)]),  # asyncio needs a stream; a datagram pair could reach named sockets
 }
-CAPSET = (126, 91)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
 X32 = 0x40000000
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD|W|ABS, BPF_JMP|..|K, ...
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; the low half of an argument comes first
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+OURS = {  # the calls that we make here; the last three have the same numbers on every machine
+    "prctl": (157, 167), "capset": (126, 91), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+}
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 4, 22, 38, 2
 CAPABILITY_VERSION_3 = 0x20080522
 Instruction = tuple[int, int, int, int]
@@ -116,34 +119,25 @@ def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
 def give_up_rights() -> None:
     """Drop every capability for good, and let the kernel kill this process when the parent dies. It also becomes
     non-dumpable, so that other processes of the same user cannot read its memory. OSError if the kernel refuses."""
-    libc = with_prctl()
-    check(libc.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0), "PR_SET_PDEATHSIG")
-    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
-    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-    header, nothing = struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24)
-    check(libc.syscall(ctypes.c_long(CAPSET[MACHINES[os.uname().machine][0]]), header, nothing), "capset")
+    for option, value in ((PR_SET_PDEATHSIG, 9), (PR_SET_DUMPABLE, 0), (PR_SET_NO_NEW_PRIVS, 1)):
+        call("prctl", option, value, 0, 0, 0)
+    call("capset", struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))
 
 
 def install_filter() -> None:
     """Refuse all system calls that are not listed from now on; call `give_up_rights` before. OSError on failure."""
-    libc, program = with_prctl(), filter_program(os.uname().machine)
-    buffer = ctypes.create_string_buffer(program, len(program))
-    fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))  # struct sock_fprog
-    holder = ctypes.create_string_buffer(fprog, len(fprog))
-    check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(holder), 0, 0), "seccomp")
+    program = ctypes.create_string_buffer(filter_program(os.uname().machine))
+    fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))  # struct sock_fprog
+    call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, fprog, 0, 0)
 
 
-def with_prctl() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]
-    return libc
-
-
-def check(result: int, what: str) -> None:
-    """Raise OSError, with errno, if a C call returned -1."""
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+def call(name: str, *args: int | bytes | None) -> int:
+    """Return the result of a system call of OURS; OSError, with errno, if it is -1."""
+    number = OURS[name][MACHINES[os.uname().machine][0]]
+    words = [ctypes.c_long(word) if isinstance(word, int) else word for word in (number, *args)]
+    if (result := int(ctypes.CDLL(None, use_errno=True).syscall(*words))) < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
 
 
 # Landlock restricts the files and processes that a process can reach, if the kernel has it (from Linux 5.13, often
@@ -155,61 +149,38 @@ def check(result: int, what: str) -> None:
 #     6  (6.12)  no signal and no abstract socket to a process outside
 #
 # The filter of system calls also refuses networks, signals and most ioctls, on every kernel. No version restricts
-# `stat`, so the existence, size and times of files stay visible. Landlock needs no privilege. Its three calls have the
-# same numbers on every machine.
+# `stat`, so the existence, size and times of files stay visible. Landlock needs no privilege.
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG, PATH_BENEATH = 1, 1
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
-FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # rights, by their first version
-TCP = {4: 0b11}  # bind, connect
-SCOPES = {6: 0b11}  # abstract sockets, signals
+READ_ONLY, OF_FILES = 0b1101, 0b111  # rights: execute 1, write a file 2, read a file 4, read a folder 8
+RIGHTS = {  # (of files, of TCP, of scopes: abstract sockets and signals), by the first version that has them
+    1: ((1 << 13) - 1, 0, 0), 2: ((1 << 14) - 1, 0, 0), 3: ((1 << 15) - 1, 0, 0), 4: ((1 << 15) - 1, 0b11, 0),
+    5: ((1 << 16) - 1, 0b11, 0), 6: ((1 << 16) - 1, 0b11, 0b11),
+}
 COMPLETE = 3  # the first version that covers every way to truncate a file (O_TRUNC): Linux 6.2
-READ_ONLY = EXECUTE | READ_FILE | READ_DIR
 
 
 def landlock_version() -> int:
     """Return the kernel's version of Landlock; 0 if it is missing or off."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    number = libc.syscall(ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(VERSION_FLAG))
-    return max(int(number), 0)
-
-
-def ruleset_of(known: int) -> bytes:
-    """Return a struct landlock_ruleset_attr with all rights that a version can restrict; it is shorter in old ones."""
-    files, tcp, scopes = (max((rights for first, rights in table.items() if first <= known), default=0)
-                          for table in (FILES, TCP, SCOPES))
-    return struct.pack("QQQ", files, tcp, scopes)[: 24 if scopes else 16 if tcp else 8]
-
-
-def restrict_files(readable: list[str], writable: list[str]) -> bool:
-    """Allow only reading below `readable`, and every file operation below `writable`. Return False if there is no
-    Landlock. no_new_privs must be set. Missing paths are skipped. OSError if the kernel refuses."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    known = landlock_version()
-    if known < 1:
-        return False
-    wanted = ruleset_of(known)
-    (everything,) = struct.unpack_from("Q", wanted)
-    rules = libc.syscall(ctypes.c_long(CREATE_RULESET), wanted, ctypes.c_size_t(len(wanted)), ctypes.c_uint(0))
     try:
-        check(rules, "landlock_create_ruleset")
-        for paths, rights in ((readable, READ_ONLY), (writable, everything)):
-            for path in filter(os.path.exists, paths):
-                of_files = rights & (EXECUTE | READ_FILE | WRITE_FILE)
-                allow_below(libc, rules, path, rights if os.path.isdir(path) else of_files)
-        check(libc.syscall(ctypes.c_long(RESTRICT_SELF), ctypes.c_int(rules), ctypes.c_uint(0)), "landlock")
-    finally:
-        if rules >= 0:
-            os.close(rules)
-    return True
+        return call("landlock_create_ruleset", None, 0, VERSION_FLAG)
+    except OSError:
+        return 0
 
 
-def allow_below(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        rule = struct.pack("=Qi", rights, place)
-        check(libc.syscall(ctypes.c_long(ADD_RULE), ctypes.c_int(rules), ctypes.c_int(PATH_BENEATH), rule,
-                           ctypes.c_uint(0)), f"landlock_add_rule for {path}")
-    finally:
-        os.close(place)
+def restrict_files(readable: list[str], writable: list[str]) -> None:
+    """Allow only reading below `readable`, and every file operation below `writable`, if there is Landlock.
+    no_new_privs must be set. Missing paths are skipped. OSError if the kernel refuses."""
+    if (version := landlock_version()) < 1:
+        return
+    everything, *others = RIGHTS[min(version, max(RIGHTS))]
+    size = 8 * (1 + sum(map(bool, others)))  # struct landlock_ruleset_attr is shorter in old versions
+    rules = call("landlock_create_ruleset", struct.pack("QQQ", everything, *others), size, 0)
+    for paths, rights in ((readable, READ_ONLY), (writable, everything)):
+        for path in filter(os.path.exists, paths):
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed = rights if os.path.isdir(path) else rights & OF_FILES
+            call("landlock_add_rule", rules, PATH_BENEATH, struct.pack("=Qi", allowed, place), 0)
+            os.close(place)
+    call("landlock_restrict_self", rules, 0)
+    os.close(rules)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowmem_grpo.rewards.sandbox.plain import decode
-from lowmem_grpo.rewards.sandbox.remote import CHANGEABLE, RemoteObject, Undecided, as_exception, operation
+from lowmem_grpo.rewards.sandbox.remote import CHANGEABLE, OPERATIONS, RemoteObject, Undecided, as_exception
 
 MOST = 1000  # items of an iterator that are fetched in one request
 
@@ -107,7 +107,7 @@ def asked(name: str) -> Callable[..., Any]:
     def ask(self: Subject, *args: Any) -> Any:
         self._not_fed()
         if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):
-            return operation(name)(data, *args)
+            return OPERATIONS[name](data, *args)
         return self._ask(name, self, *args)
 
     return ask

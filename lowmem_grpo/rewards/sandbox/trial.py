@@ -3,6 +3,7 @@
 import json
 import mmap
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +73,7 @@ class Trial:
         self.imports = imports
         self.code, self.sandbox, self.limits = code, sandbox, sandbox.limits
         self.ends = time.monotonic() + sandbox.limits.total_seconds
-        self.server: Worker | None = None
-        self.tester: Worker | None = None
+        self.workers: dict[str, Worker] = {}  # by role
         self.broken: WorkerEnded | None = None  # the error of loading the code, if it failed
         self.begun: set[str] = set()  # roles for which a process was started before
 
@@ -89,10 +89,9 @@ class Trial:
             return Verdict("error" if end.outcome == "ended" else end.outcome, end.reason)
 
     def close(self) -> None:
-        for worker in (self.server, self.tester):
-            if worker is not None:
-                worker.close()
-        self.server = self.tester = None
+        for worker in self.workers.values():
+            worker.close()
+        self.workers.clear()
 
     def started(self, role: str, code: str, **more: object) -> Worker:
         """Return a new process. Its start does not count as the code's time, unless it replaces one that has ended."""
@@ -110,24 +109,25 @@ class Trial:
         """Return the code's process, started if needed. WorkerEnded if the code does not load, which is tried once."""
         if self.broken is not None:
             raise self.broken
-        if self.server is None:
-            self.server = self.started("serve", self.code, imports=self.imports)
+        if "serve" not in self.workers:
+            server = self.workers["serve"] = self.started("serve", self.code, imports=self.imports)
             try:
-                reply = self.server.receive(self.deadline())
+                reply = server.receive(self.deadline())
                 if "loaded" not in reply:
                     raise WorkerEnded(*failure_of(reply))
             except WorkerEnded as end:
                 self.broken = end
                 raise
-        return self.server
+        return self.workers["serve"]
 
     def run_call(self, case: CallCase) -> Verdict:
         reply = self.ask({"call": case.name, "args": case.args, "kwargs": case.kwargs}, None)
         if "value" not in reply:
             return Verdict(*failure_of(reply))
         right = [case.expected] if case.also is NO_RESULT else [case.expected, case.also]
-        if any(is_same(value, reply["value"], case.json) for value in right):
-            return Verdict("passed")
+        with suppress(TypeError, ValueError, AttributeError, RecursionError, ArithmeticError, LookupError):
+            if any(same(value, reply["value"], case.json) for value in right):
+                return Verdict("passed")  # the errors are those of an answer that is not encoded data
         return Verdict("failed", f"{case.name} gave {shown(reply['value'])}, expected {shown(case.expected)}")
 
     def ask(self, request: dict[str, Any], deadline: float | None) -> dict[str, Any]:
@@ -140,13 +140,12 @@ class Trial:
     def run_assert(self, case: AssertCase) -> Verdict:
         """Run the asserts in the test process, and relay messages between it and the code's process."""
         self.serving()
-        if self.tester is None:
-            self.tester = self.started("test", "")
-        deadline = self.deadline()
-        reply: dict[str, Any] = {}
-        self.tester.send({"source": case.source, "names": case.names, "modules": case.modules}, deadline)
+        if "test" not in self.workers:
+            self.workers["test"] = self.started("test", "")
+        tester, deadline, reply = self.workers["test"], self.deadline(), dict[str, Any]()
+        tester.send({"source": case.source, "names": case.names, "modules": case.modules}, deadline)
         for _ in range(CALLS):
-            message = self.tester.receive(deadline)
+            message = tester.receive(deadline)
             if "outcome" in message:
                 if "do" in reply:  # the code still waits for an answer of the test
                     self.close()
@@ -154,7 +153,7 @@ class Trial:
                 outcome = "memory" if (outcome, reply.get("error")) == ("error", "MemoryError") else outcome
                 return Verdict(outcome, reason, bool(message["untestable"]))
             reply = self.ask(message, deadline)
-            self.tester.send(reply, deadline)
+            tester.send(reply, deadline)
         raise WorkerEnded("error", f"the test made more than {CALLS} calls")
 
     def run_program(self, case: ProgramCase) -> Verdict:
@@ -176,14 +175,6 @@ def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
     if not isinstance(kind, str) or not isinstance(text, str):
         return "error", "it answered with what is no message"
     return ("memory" if kind == "MemoryError" else "error"), text[:500]
-
-
-def is_same(expected: Any, got: Any, json: bool = False) -> bool:
-    """Return `plain.same`, or False if the answer is not encoded data."""
-    try:
-        return same(expected, got, json)
-    except (TypeError, ValueError, AttributeError, RecursionError, ArithmeticError, LookupError):
-        return False
 
 
 def shown(tree: Any) -> str:

@@ -4,11 +4,10 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import time
 import weakref
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.rewards.sandbox.limits import Limits
-from lowmem_grpo.rewards.sandbox.scratch import ScratchFolder, usage_of_tmpfs
+from lowmem_grpo.rewards.sandbox.surroundings import command, remove, usage_of_folder, usage_of_tmpfs
 
 START_SECONDS = 30.0  # for Python to start and give up its rights; no model-written code runs before that
 POLL_SECONDS = 0.05  # between checks of the scratch directory
@@ -25,13 +24,7 @@ REAP_SECONDS = 5.0  # for a launcher to reap its child
 CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as Popen's status, and as the sandboxes report it
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
-PROGRAMS = {"bubblewrap": "bwrap"}
-INSIDE = "import sys; sys.path.insert(0, {root!r}); from lowmem_grpo.rewards.sandbox.inside import main; main()"
-HERE = Path(__file__).resolve().parents[2]  # the package's folder
-SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-DEVICES = ("/dev/null", "/dev/urandom")
-SCRATCH, ROOT = "/scratch", "/package"  # their paths inside a namespace
-NOBODY = 65534
+NO_MESSAGE = "it answered with what is no message"
 
 
 class WorkerEnded(Exception):  # noqa: N818, it need not be an error
@@ -53,22 +46,25 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         """Start the process and wait until it has given up its rights. CannotStart if it does not get that far."""
         self.limits = limits
         self.stdout, self.stderr, self.printed = bytearray(), bytearray(), 0
-        self._waiting, self._place, self._began = bytearray(), -1, time.monotonic()
-        self._folder = ScratchFolder() if isolation == "process" else None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end = weakref.finalize(self, end, started := list[subprocess.Popen[bytes]](), self._folder)
+        self._waiting, self._folder, self._place, self._began = bytearray(), "", -1, time.monotonic()
+        self._held = contextlib.ExitStack()  # the process, descriptors and the scratch directory
+        self.close = weakref.finalize(self, self._held.close)  # which also runs if the program exits before
         try:
-            self._start(isolation, order, started)
+            self._handshake(order | self._start(isolation) | {"limits": asdict(limits)})
         except BaseException:
             self.close()
             raise
 
-    def _start(self, isolation: str, order: dict[str, Any], started: list[subprocess.Popen[bytes]]) -> None:
+    def _start(self, isolation: str) -> dict[str, Any]:
+        """Start the process; return the paths that it sees."""
+        if isolation == "process":  # in a namespace the scratch directory is a tmpfs, which ends with the process
+            self._folder = tempfile.mkdtemp(prefix="lowmem-grpo-sandbox-")
+            self._held.callback(remove, self._folder)
         self.channel, theirs = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
+        self._held.enter_context(self.channel)
+        self._selector = self._held.enter_context(contextlib.closing(selectors.DefaultSelector()))
         with theirs:
-            folder = self._folder.path if self._folder else ""
-            words, paths = command(isolation, self.limits, theirs.fileno(), folder)
+            words, paths = command(isolation, self.limits, theirs.fileno(), self._folder)
             try:
                 self._process = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
@@ -76,20 +72,20 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
                 )
             except OSError as error:
                 raise CannotStart(str(error)) from error
-        started.append(self._process)
+        self._held.callback(end, self._process)
         for source in (self.channel, self._process.stdout, self._process.stderr):
             assert source is not None
             self._selector.register(source, selectors.EVENT_READ)
-        self._handshake({**order, **paths, "limits": asdict(self.limits)})
+        return paths
 
     def _handshake(self, order: dict[str, Any]) -> None:
         """Send the order, and receive the scratch directory's descriptor with the first message."""
         deadline = time.monotonic() + START_SECONDS
         try:
             self.send(order, deadline)
-            self.channel.settimeout(START_SECONDS)
-            data, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
-            self._place = descriptors[0] if descriptors else -1
+            data, places, _, _ = socket.recv_fds(self.channel, 1 << 16, 1)
+            for self._place in places:
+                self._held.callback(os.close, self._place)
             self._waiting += data
             first = self.receive(deadline)
         except (WorkerEnded, OSError) as error:
@@ -114,55 +110,57 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         while (end := self._waiting.find(b"\n")) < 0:
             if len(self._waiting) > self.limits.output_bytes:
                 raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")
-            self._look(deadline)
+            if not self._look(deadline):
+                raise self.ended()
         line = bytes(self._waiting[:end])
         del self._waiting[: end + 1]
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise WorkerEnded("error", "it answered with what is no message") from error
+            raise WorkerEnded("error", NO_MESSAGE) from error
         if not isinstance(message, dict):
-            raise WorkerEnded("error", "it answered with what is no message")
+            raise WorkerEnded("error", NO_MESSAGE)
         return message
 
     def run_to_end(self, deadline: float) -> int:
         """Wait for the process to end; return its exit status, negative for a signal. WorkerEnded as in `receive`."""
         while self._selector.get_map():
-            self._look(deadline, quits=False)
+            self._look(deadline)
         return self._status()
 
-    def _look(self, deadline: float, quits: bool = True) -> None:
-        """Wait up to POLL_SECONDS, read data, enforce limits; a closed channel raises only with `quits`."""
-        left = deadline - time.monotonic()
+    def _look(self, deadline: float) -> bool:
+        """Wait up to POLL_SECONDS, read data, and enforce limits; return whether the channel was still open."""
+        left, is_open = deadline - time.monotonic(), True
         if left <= 0:
             raise WorkerEnded("timeout", f"not done within {self.limits.seconds:g} s")
         for key, _ in self._selector.select(min(left, POLL_SECONDS)):
-            source = key.fileobj
-            data = read(source)
+            data = b""
+            with contextlib.suppress(ConnectionError):
+                data = os.read(key.fd, 1 << 16)
             if not data:
-                self._selector.unregister(source)
-                if source is self.channel and quits:
-                    raise self.ended()
-            elif source is self.channel:
+                self._selector.unregister(key.fileobj)
+                is_open &= key.fileobj is not self.channel
+            elif key.fileobj is self.channel:
                 self._waiting += data
             else:
-                self._take_output(self._process is not None and source is self._process.stdout, data)
-        self._check_scratch()
+                self._take_output(self.stdout if key.fileobj is self._process.stdout else self.stderr, data)
+        if is_open:
+            self._check_scratch()
+        return is_open
 
-    def _take_output(self, is_stdout: bool, data: bytes) -> None:
+    def _take_output(self, kept: bytearray, data: bytes) -> None:
         self.printed += len(data)
         if self.printed > self.limits.output_bytes:
             raise WorkerEnded("output", f"printed more than {self.limits.output_bytes} bytes")
-        if is_stdout:
-            self.stdout += data
-        else:
-            self.stderr[:] = (self.stderr + data)[-TAIL:]
+        kept += data
+        del self.stderr[:-TAIL]
 
     def _check_scratch(self) -> None:
         if self._place < 0:
             return
-        entries, size = self._folder.usage(self.limits.files) if self._folder else usage_of_tmpfs(self._place)
-        if entries > self.limits.files or size > self.limits.scratch_bytes:
+        most = self.limits.files
+        entries, size = usage_of_folder(self._folder, most) if self._folder else usage_of_tmpfs(self._place)
+        if entries > most or size > self.limits.scratch_bytes:
             raise WorkerEnded("files", f"{entries} files of {size} bytes in the scratch directory")
 
     def ended(self) -> WorkerEnded:
@@ -177,7 +175,6 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
     def _status(self) -> int:
         """Return the exit status. A process that is alive HANG_UP_SECONDS after it closed its channel is killed."""
-        assert self._process is not None
         try:
             return self._process.wait(HANG_UP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -185,45 +182,24 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             return self._process.wait()
 
     def _last_words(self) -> str:
-        if self._process is not None and self._process.stderr is not None and not self._process.stderr.closed:
-            os.set_blocking(self._process.stderr.fileno(), False)
-            with contextlib.suppress(OSError):
-                self.stderr += os.read(self._process.stderr.fileno(), TAIL)
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        with contextlib.suppress(OSError):
+            self.stderr += os.read(self._process.stderr.fileno(), TAIL)
         lines = bytes(self.stderr).decode("utf-8", "replace").strip().splitlines()
         return lines[-1][:500] if lines else ""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Kill the process and wait for its end, close every descriptor, and remove the scratch directory."""
-        self._end()
-        if hasattr(self, "_selector"):
-            self._selector.close()
-            self.channel.close()
-        if self._place >= 0:
-            os.close(self._place)
-            self._place = -1
 
-
-def read(source: Any) -> bytes:
-    """Return the available bytes of a pipe or socket; empty at its end."""
-    try:
-        return os.read(source.fileno(), 1 << 16)
-    except ConnectionError:
-        return b""
-
-
-def end(started: list[subprocess.Popen[bytes]], folder: ScratchFolder | None) -> None:
-    """Kill the processes, close their pipes and remove the folder; also runs if the program exits before `close`."""
-    for process in started:
-        kill(process)
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
-    if folder is not None:
-        folder.remove()
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, wait for its end, and close its pipes."""
+    kill(process)
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -247,44 +223,3 @@ def children_of(number: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
     except OSError:
         return []
-
-
-# The command line of each isolation
-
-
-def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tuple[list[str], dict[str, Any]]:
-    """Return (command of a sandboxed Python, the paths that it sees): the scratch directory, the package, and the
-    paths that Landlock lets it read (None in a namespace). `descriptor` is that of the socket; `folder` is the scratch
-    directory for `process`."""
-    if isolation == "process":
-        root = str(HERE.parent)
-        readable = [*python_folders(), str(HERE), *DEVICES]
-        return python(root, descriptor), {"scratch": folder, "package": root, "readable": readable}
-    program = shutil.which(PROGRAMS[isolation]) or PROGRAMS[isolation]
-    words = [program, *bubblewrap(limits), "--", *python(ROOT, descriptor)]
-    return words, {"scratch": SCRATCH, "package": ROOT, "readable": None}
-
-
-def python_folders() -> list[str]:
-    """Return the existing folders and files that Python needs to start, none of which lies inside another."""
-    wanted = {path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)}
-    return sorted(path for path in wanted if not any(path.startswith(f"{other}/") for other in wanted))
-
-
-def python(root: str, descriptor: int) -> list[str]:
-    """Return the command of Python without site-packages, environment or bytecode files, which runs `inside.main`."""
-    code = INSIDE.format(root=root)
-    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", code, str(descriptor)]
-
-
-def bubblewrap(limits: Limits) -> list[str]:
-    """Return bwrap's arguments (0.7 or newer, for --size): new namespaces, read-only except for the scratch tmpfs."""
-    words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
-    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
-    for path in python_folders():
-        words += ["--ro-bind", path, path]
-    for path in DEVICES:
-        words += ["--dev-bind", path, path]
-    words += ["--ro-bind", str(HERE), f"{ROOT}/{HERE.name}"]
-    words += ["--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH, "--chdir", SCRATCH]
-    return [*words, "--remount-ro", "/"]

@@ -78,7 +78,6 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
 def examine(look: MachineProbe | None = None) -> Checkup:
     """Return the checkup of this machine; `look` is for tests."""
     look, checkup = look or MachineProbe(), Checkup()
-    trials, no_trials = attempt(lambda: look.load("lowmem_grpo.rewards.sandbox.isolation").SandboxTrials())
     look_at_versions(look, checkup)
     broken = look_at_imports(look, checkup)
     torch = None if "torch" in broken else attempt(look.load, "torch")[0]
@@ -88,7 +87,8 @@ def examine(look: MachineProbe | None = None) -> Checkup:
     look_at_kernels(torch, checkup)
     look_at_weights(look, torch, broken, checkup)
     look_at_training(look, checkup)
-    checkup.used["code sandbox"] = f"unknown ({no_trials})" if trials is None else trials.line()
+    sandbox, fault = attempt(lambda: look.load("lowmem_grpo.rewards.sandbox.isolation").what_works())
+    checkup.used["code sandbox"] = sandbox or f"unknown ({fault})"
     checkup.used["model families"] = trained()
     checkup.used["sampled by vLLM"] = trained(by_vllm=True)
     return checkup

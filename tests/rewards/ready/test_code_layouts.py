@@ -57,21 +57,6 @@ LAYOUTS: list[tuple[str, Any, str | None]] = [  # code, tests, what another colu
     (ADD, ["from solution import *\nassert add(1, 2) == 3"], None),
     (ADD, {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""}, None),
 ]
-# Programs that try to end, fool or rewrite what tests them; more of them are in tests/attacks/forgeries.py.
-SPOILT = [
-    "exit()", "quit(0)",
-    "class Yes:\n    def __eq__(self, other):\n        return True\n    __ne__ = lambda self, other: False\n"
-    "    __sub__ = __rsub__ = __abs__ = lambda self, *other: 0\ndef add(a, b):\n    return Yes()\n"
-    "class Solution:\n    def add(self, a, b):\n        return Yes()\nprint(Yes())",
-    "class Solution:\n    def add(self, a, b):\n        return self\n    def __eq__(self, other):\n        return True",
-    "import builtins, sys, unittest\nsys.modules['pytest'] = sys\nbuiltins.AssertionError = ZeroDivisionError\n"
-    "unittest.TestCase.assertEqual = lambda *a: None\ndef add(a, b):\n    return None",
-    "def add(a, b):\n    exit(0)", "import json\njson.loads = json.dumps = None",
-    "import sys\nfor module in list(sys.modules.values()):\n    for name in list(vars(module)):\n"
-    "        if name in ('same', 'is_same', 'encode', 'state_of', 'described'):\n"
-    "            setattr(module, name, lambda *a, **k: True)\ndef add(a, b):\n    return 0",
-    "check = test_small = lambda *a: None\ndef approx(x):\n    return x\ndef add(a, b):\n    return 7",
-]
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +76,10 @@ def test_a_script_may_end_itself_as_it_likes(verifier: CodeVerifier) -> None:
     assert verifier.verdicts(codes, tests=[PROGRAM] * 4, names=[None] * 4) == [True, False, True, False]
 
 
-@pytest.mark.slow
-@every_row("code", SPOILT)
-def test_a_spoilt_program_passes_none(verifier: CodeVerifier, code: str) -> None:
-    kinds = [(CALLS, None), (PROGRAM, None), (CHECK, "Solution().add"), ([PYTEST, UNITTEST], None)]
-    tests, names = zip(*kinds, strict=True)
-    assert True not in verifier.verdicts([code] * len(tests), tests=list(tests), names=list(names))
+def test_data_in_place_of_the_function_is_wrong_and_not_without_a_verdict(verifier: CodeVerifier) -> None:
+    """A model could otherwise have each wrong answer count for nothing."""
+    tests = [PYTEST, "assert add(1, 2) == 3", "assert add == 4"]
+    assert verifier.verdicts(["add = 5"] * 3, tests=tests, names=[None] * 3) == [False] * 3
 
 
 # Each returns an object that fits itself to whatever a test subtracts from it or compares it with.
