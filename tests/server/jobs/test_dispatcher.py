@@ -3,21 +3,36 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tables import every_row
 
+from lowmem_grpo.server.jobs import dispatcher as dispatcher_module
 from lowmem_grpo.server.jobs import keeper
-from lowmem_grpo.server.jobs.dispatcher import Dispatcher, JobPlan, obstacle, too_large
-from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, WAITING, Job, JobQueue, JobRequest
+from lowmem_grpo.server.jobs.dispatcher import COMMAND, TOO_LARGE, Dispatcher, wait_for_room
+from lowmem_grpo.server.jobs.queue import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    OVER,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    Job,
+    JobQueue,
+    JobRequest,
+)
 from lowmem_grpo.server.page.run_follower import json_file
 from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.utils import GIB
+from lowmem_grpo.utils import GIB, size_text
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
 RECIPE = '''
@@ -95,7 +110,7 @@ def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, di
     dispatcher.start_run(queue.one(first))
     until(dispatcher, lambda: is_ready(queue, first))
     assert queue.one(third).why == f"waits for job {first}, which has 100% of the card; it asks for 100%"
-    assert queue.one(second).why == "one job is before it in the queue"
+    assert queue.one(second).why == "waits for the jobs before it in the queue"
     enough(queue, first)
     until(dispatcher, lambda: queue.one(second).state == DONE)
     assert queue.one(first).state == DONE == queue.one(third).state
@@ -104,7 +119,7 @@ def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, di
 
 def test_an_error_is_told_in_the_runs_own_words(queue: JobQueue, dispatcher: Dispatcher) -> None:
     number = submit(queue, "fail")
-    until(dispatcher, lambda: queue.one(number).is_over)
+    until(dispatcher, lambda: queue.one(number).state in OVER)
     assert queue.one(number).state == FAILED
     assert queue.one(number).why.startswith("ValueError: the data are gone (exit status 1)")
 
@@ -114,10 +129,10 @@ def test_a_job_is_stopped_as_asked_and_goes_on_where_it_was(queue: JobQueue, dis
     number = submit(queue, "wait")
     until(dispatcher, lambda: is_ready(queue, number))
     queue.cancel(number)
-    until(dispatcher, lambda: queue.one(number).is_over)
+    until(dispatcher, lambda: queue.one(number).state in OVER)
     assert (queue.one(number).state, queue.one(number).exit_code) == (STOPPED, 143)
     queue.resume(number, ["what=end"])
-    until(dispatcher, lambda: queue.one(number).is_over)
+    until(dispatcher, lambda: queue.one(number).state in OVER)
     assert queue.one(number).state == DONE
     assert (queue.folder_of(queue.one(number)) / "run" / "goTrue-1.0").exists()
 
@@ -159,32 +174,62 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
     until(dispatcher, lambda: queue.one(number).state == WAITING or queue.one(number).goes == 2)
     monkeypatch.undo()
     enough(queue, number)
-    until(dispatcher, lambda: queue.one(number).is_over)
+    until(dispatcher, lambda: queue.one(number).state in OVER)
     assert (queue.one(number).state, queue.one(number).goes) == (DONE, 2)
     assert (folder / "run" / "goTrue-1.0").exists() and (folder / keeper.KEEPER).exists()
 
 
-def test_a_plan_that_fits_no_card_ends_a_job_with_advice_before_it_begins(queue: JobQueue, recipes: Path) -> None:
-    dispatcher, plan = Dispatcher(queue, recipes, has_card=True), JobPlan(30 * GIB, 20 * GIB, 22 * GIB, "lower it")
-    number = submit(queue)
-    dispatcher.poll()
-    assert dispatcher.planning is not None
-    dispatcher.planning.plan = plan
-    dispatcher.poll()
-    dispatcher.drop_plan()
-    assert (queue.one(number).state, queue.one(number).why) == (
-        FAILED, "the plan says that it needs 30.00 GiB, and it may fill 20.00 GiB of this card. lower it")
-    assert "(40% of it)" in too_large(plan, asking(1, 0.4))
-    assert too_large(FITS, asking(1)) == "" == too_large(JobPlan(), asking(1))
+def a_card(monkeypatch: pytest.MonkeyPatch, total: int, *free: int) -> None:
+    """Let torch say that there is a card, of whose bytes so many are free at each look."""
+    monkeypatch.setattr(dispatcher_module, "driver_version", lambda: "580")
+    looks = iter(free)
+    for name, value in {"is_available": lambda: True, "get_device_name": lambda device: "a card",
+                        "get_device_properties": lambda index: SimpleNamespace(total_memory=total),
+                        "get_per_process_memory_fraction": lambda device: 1.0, "set_per_process_memory_fraction": float,
+                        "mem_get_info": lambda: (next(looks), total)}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
 
 
-def test_on_a_card_a_job_waits_until_its_plan_is_made(queue: JobQueue, recipes: Path) -> None:
-    dispatcher = Dispatcher(queue, recipes, has_card=True)
-    number = submit(queue)
-    dispatcher.poll()
-    assert queue.one(number).why == "its memory is being planned"
-    until(dispatcher, lambda: queue.one(number).state != WAITING)  # no card to plan for here: nothing is known
-    assert queue.one(number).state == RUNNING and queue.one(number).peak_bytes is None
+def test_a_job_waits_until_the_card_has_room_for_its_plan_and_says_so(
+    tmp_path: Path, queue: JobQueue, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = queue.start_job(queue.one(submit(queue)))
+    folder = queue.folder_of(job)
+    folder.mkdir(parents=True)
+    a_card(monkeypatch, 24 * GIB, GIB, 22 * GIB)
+    said = []
+
+    def look(seconds: float) -> None:
+        dispatcher.check_run(job)
+        said.append(queue.one(job.id).why)
+
+    monkeypatch.setattr(dispatcher_module, "time", SimpleNamespace(sleep=look, time=time.time))
+    wait_for_room("gsm8k", ["engine=transformers", f"output_dir={folder / 'run'}"])
+    dispatcher.check_run(queue.one(job.id))
+    peak = queue.one(job.id).peak_bytes
+    assert peak is not None and GIB < peak < 22 * GIB and queue.one(job.id).why == ""
+    assert said == [f"needs {size_text(peak)}, and 1.00 GiB of the card are free: another program has the rest"]
+
+
+def test_a_plan_that_fits_no_card_ends_a_job_with_its_advice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_card(monkeypatch, 2 * GIB)
+    with pytest.raises(SystemExit) as ended:
+        wait_for_room("gsm8k", ["gpu=16", "engine=transformers", "card_share=0.5", "output_dir=x"])
+    assert ended.value.code == TOO_LARGE
+    assert re.match(r"the plan says that it needs [\d.]+ GiB, and it may fill [\d.]+ GiB of this card \(50% of it\)"
+                    r"\. \w+", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("status", "ran"), [(0, True), (1, True), (TOO_LARGE, False)])
+def test_a_job_runs_unless_its_plan_says_that_it_cannot(tmp_path: Path, status: int, ran: bool) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = lowmem_grpo ] || exit {status}\necho "$@"\n')
+    python.chmod(0o755)
+    words = ["sh", "-c", COMMAND, str(python), "a b.py", "x='1' $2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == ((0, "-m lowmem_grpo run a b.py x='1' $2\n") if ran else (TOO_LARGE, ""))
 
 
 def test_the_thread_survives_a_full_disk_and_ends_when_asked(
@@ -205,23 +250,25 @@ def test_the_thread_survives_a_full_disk_and_ends_when_asked(
     assert not dispatcher.thread.is_alive()
 
 
-def asking(number: int, share: float = 1.0) -> Job:
-    return Job(number, "arithmetic", [], "me", share=share)
-
-
-FITS = JobPlan(10 * GIB, 20 * GIB, 22 * GIB)
-SHARED = [asking(1, 0.3), asking(2, 0.3)]
-
-
-@every_row(("asked", "plan", "live", "words"), [
-    (asking(1), FITS, [], "$"), (asking(1), JobPlan(), [], "$"),
-    (asking(2), JobPlan(), [asking(1)], "waits for job 1, which has 100% of the card; it asks for 100%$"),
-    (asking(3, 0.4), JobPlan(), SHARED, "$"), (asking(3, 0.5), JobPlan(), SHARED, "waits for job 1 and job 2, which "),
-    (asking(1), None, [], "its memory is being planned$"),
-    (asking(1), JobPlan(10 * GIB, 20 * GIB, 4 * GIB), [],
-     "needs 10.00 GiB, and 4.00 GiB of the card are free: another program has the rest$"),
+@every_row(("shares", "share", "words"), [
+    ([], 1.0, "$"), ([1.0], 1.0, "waits for job 1, which has 100% of the card; it asks for 100%$"),
+    ([0.3, 0.3], 0.4, "$"),
+    ([0.3, 0.3], 0.5, "waits for job 1 and job 2, which have 60% of the card; it asks for 50%$"),
 ])
 def test_a_job_starts_where_it_has_room_and_else_says_what_it_waits_for(
-    asked: Job, plan: JobPlan | None, live: list[Job], words: str
+    shares: list[float], share: float, words: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    assert re.match(words, obstacle(asked, plan, live))
+    folder = tmp_path_factory.mktemp("queue")
+    queue = JobQueue(Database(folder / "server.sqlite"), folder / "jobs")
+    for other in shares:
+        queue.start_job(queue.one(submit(queue, share=other)))
+    assert re.match(words, Dispatcher(queue).why_not(queue.one(submit(queue, share=share))))
+
+
+def test_a_job_that_is_taken_back_while_the_dispatcher_looks_is_not_started(
+    queue: JobQueue, dispatcher: Dispatcher
+) -> None:
+    seen = queue.one(submit(queue))
+    queue.cancel(seen.id)
+    dispatcher.start_run(seen)
+    assert queue.one(seen.id).state == CANCELLED and not (queue.folder_of(seen) / keeper.LOG).exists()

@@ -1,6 +1,5 @@
 """The keeper of a run: its time limit, its stop, what is left when either of them is killed."""
 
-import json
 import os
 import select
 import signal
@@ -9,12 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lowmem_grpo.server.jobs import keeper
-from lowmem_grpo.server.jobs.keeper import ENDED, ORDER, RUN
+from lowmem_grpo.server.jobs.keeper import ENDED, RUN
 from lowmem_grpo.server.page.run_follower import json_file
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
@@ -31,6 +29,12 @@ threading.Event().wait(600)"""
 WITH_A_CHILD = """
 import subprocess
 subprocess.Popen(["sh", "-c", "echo lives; exec sleep 600"], stdout=open({pipe!r}, "w"))""" + STUBBORN
+KEEPER = """
+import sys
+from pathlib import Path
+from lowmem_grpo.server.jobs import keeper
+keeper.GRACE = float(sys.argv[1])
+keeper.run_command(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])"""
 LONGEST = 400  # seconds until a keeper that hangs fails its test
 Keep = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -40,10 +44,9 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
     """Starts a keeper of a small program, which is killed at the end."""
     started = list[subprocess.Popen[bytes]]()
 
-    def begin(code: str, **order: Any) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", code]
-        (tmp_path / ORDER).write_text(json.dumps({"command": command, "time_limit": None, **order}))
-        started.append(subprocess.Popen([sys.executable, "-m", "lowmem_grpo.server.jobs.keeper", str(tmp_path)]))
+    def begin(code: str, time_limit: float = float("inf"), grace: float = keeper.GRACE) -> subprocess.Popen[bytes]:
+        words = [str(tmp_path), str(time_limit), sys.executable, "-c", code]
+        started.append(subprocess.Popen([sys.executable, "-c", KEEPER, str(grace), *words]))
         return started[-1]
 
     yield begin

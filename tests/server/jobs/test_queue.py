@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tables import every_row
 
-from lowmem_grpo.server.jobs.queue import DONE, RUNNING, STOPPED, WAITING, JobQueue, JobRequest, seconds_of
+from lowmem_grpo.cli.jobs import seconds_of
+from lowmem_grpo.server.jobs.queue import DONE, RUNNING, STOPPED, WAITING, JobQueue, JobRequest
 from lowmem_grpo.server.server_dir import Database
 
 
@@ -49,30 +50,28 @@ def test_only_a_job_that_is_over_is_resumed_and_with_further_options(queue: JobQ
     queue.end_job(queue.start_job(queue.one(number)), DONE, "", 0)
     job = queue.resume(number, ["max_steps=6"])
     assert (job.state, job.resume, job.options) == (WAITING, True, ["max_steps=3", "max_steps=6"])
-    with pytest.raises(ValueError, match="queue sets output_dir"):
-        queue.resume(queue.end_job(job, DONE, "", 0).id, ["output_dir=x"])
 
 
 REFUSED = {
-    "recipe is '../x.py'": {"recipe": "../x.py"},
+    "recipe is '../x.py'; it must be the name of a recipe": {"recipe": "../x.py"},
     "recipe is 3": {"recipe": 3},
-    "a job has no prio; it has": {"recipe": "arithmetic", "prio": 3},
-    "options is 'max_steps=3'; give a list": {"recipe": "arithmetic", "options": "max_steps=3"},
+    "a job has recipe, and if you like options, .*; sent was recipe, prio": {"recipe": "arithmetic", "prio": 3},
+    "a job has recipe, .*; sent was options": {"options": []},
+    "options is 'max_steps=3'; it must be a list": {"recipe": "arithmetic", "options": "max_steps=3"},
     "the queue sets output_dir itself": {"recipe": "arithmetic", "options": ["--output-dir=/tmp"]},
     "the queue sets resume itself": {"recipe": "arithmetic", "options": ["resume=true"]},
     "priority is 1.5": {"recipe": "arithmetic", "priority": 1.5},
     "priority is True": {"recipe": "arithmetic", "priority": True},
-    "time_limit is 0": {"recipe": "arithmetic", "time_limit": 0},
-    "time_limit is inf": {"recipe": "arithmetic", "time_limit": float("inf")},
+    "time_limit is 0; it must be seconds above 0, or None": {"recipe": "arithmetic", "time_limit": 0},
+    "time_limit is 1000": {"recipe": "arithmetic", "time_limit": 10**30},
     "share is 1.5": {"recipe": "arithmetic", "share": 1.5},
     "share is nan": {"recipe": "arithmetic", "share": float("nan")},
-    "send a JSON object with recipe": {"options": []}, "send a JSON object": None, "send a JSON": [], "send a": "x",
 }
 
 
 @every_row("words", REFUSED)
 def test_a_wrong_field_is_named(words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("?", r"\?")):
+    with pytest.raises(ValueError, match=words):
         JobRequest.from_json(REFUSED[words])
 
 

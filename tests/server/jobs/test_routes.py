@@ -82,6 +82,7 @@ def test_options_of_a_second_go_are_checked_too(client: TestClient, queue: JobQu
     queue.end_job(queue.start_job(queue.one(1)), DONE, "", 0)
     assert "did you mean" in message(client.post("/jobs/1/resume", json={"options": ["max_stepz=1"]}))
     assert "options is 'x'" in message(client.post("/jobs/1/resume", json={"options": "x"}))
+    assert "sets output_dir" in message(client.post("/jobs/1/resume", json={"options": ["output_dir=x"]}))
     assert queue.one(1).state == DONE
 
 
@@ -90,7 +91,7 @@ def test_anothers_job_is_as_one_that_is_not_there(path: str, client: TestClient)
     client.post("/jobs", json={"recipe": "arithmetic"}, headers=holding("them"))
     send = client.post if path in ("/cancel", "/resume") else client.get
     foreign, absent = send(f"/jobs/1{path}"), send(f"/jobs/2{path}")
-    assert foreign.status_code == absent.status_code == 404
+    assert foreign.status_code == absent.status_code == send(f"/jobs/{10**30}{path}").status_code == 404
     assert message(foreign).replace("1", "2") == message(absent)
     assert client.get("/jobs").json() == {"jobs": []}
 

@@ -193,8 +193,8 @@ def test_a_long_run_is_read_on_for_a_moment_before_its_page_is_told(
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.server.page.run_follower.PIECE", 1000)
     monkeypatch.setattr("lowmem_grpo.server.page.page.READS", 600.0)
-    page.watching.version(User(OWNER), ["first"])
-    assert not page.watching.follow(page.source.one(User(OWNER), "first")).reading  # type: ignore[arg-type]
+    page.version(User(OWNER), ["first"])
+    assert not page.follow(page.runs(User(OWNER), ["first"])["first"]).reading
 
 
 def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(
@@ -210,7 +210,7 @@ def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(
         assert (answer.status_code, answer.headers["location"]) == (303, "/?run=first")
         assert process.wait(60) != 0
     answer = owner.post("/page/do/stop", data={"run": "second"}, headers=OURS)
-    assert answer.status_code == 409 and "cannot be stopped from here: it is failed" in answer.text
+    assert answer.status_code == 409 and "second is failed; what you can do with it here: nothing" in answer.text
     assert owner.post("/page/do/stop", data={"run": "none"}, headers=OURS).status_code == 404
     assert owner.post("/page/do/erase", data={"run": "first"}, headers=OURS).status_code == 409
 
