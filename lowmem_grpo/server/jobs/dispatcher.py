@@ -16,7 +16,7 @@ from lowmem_grpo.runs.records import SUMMARY
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, STOPPING, WAITING, Job, JobQueue
 from lowmem_grpo.server.page.run_follower import json_file, log_tail
-from lowmem_grpo.utils import size_text, time_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 PLANNED = "planned.json"  # in a job's folder: peak_bytes, and why it waits
@@ -82,9 +82,7 @@ class Dispatcher:
     def record_end(self, job: Job, code: int, why: str | None) -> None:
         """Record the end of a run with exit status `code`; `why` it was told to stop, or None if it was not."""
         if why is not None:
-            limit = f"its time limit of {time_text(job.time_limit or 0.0)} was over"
-            cause = limit if why == keeper.BY_TIME else "stopped as asked"
-            self.queue.end_job(job, STOPPED, f"{cause}; `lowmem-grpo resume {job.id}` goes on", code)
+            self.queue.end_job(job, STOPPED, f"{why}; `lowmem-grpo resume {job.id}` goes on", code)
         elif code == 0:
             self.queue.end_job(job, DONE, "", code)
         else:  # the last line of a log usually names the error

@@ -3,7 +3,7 @@
     python -m lowmem_grpo.server.jobs.keeper FOLDER SECONDS COMMAND ...
 
 The keeper starts the command, enforces its time limit (`inf` for none), and records how it ended; the server may be
-killed and restarted meanwhile. It imports only the standard library. The keeper holds FOLDER/keeper.lock, and the run
+killed and restarted meanwhile. It loads no library. The keeper holds FOLDER/keeper.lock, and the run
 and its children hold FOLDER/run.lock: the kernel releases a lock when its holders exit, however they exit. Creating the
 file FOLDER/stop asks the run to stop."""
 
@@ -18,11 +18,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lowmem_grpo.utils import time_text
+
 STOP, LOG, ENDED = "stop", "log.txt", "ended.json"
 KEEPER, RUN = "keeper.lock", "run.lock"
 GRACE = 120.0  # seconds from SIGTERM to SIGKILL: the run finishes its step, which may be long, and saves
 LOOK = 0.1  # seconds between polls of the run
-BY_TIME, BY_ASKING = "time", "asked"
 
 
 def run_command(folder: Path, time_limit: float, command: Sequence[str]) -> None:
@@ -42,7 +43,8 @@ def run_command(folder: Path, time_limit: float, command: Sequence[str]) -> None
     while (code := run.poll()) is None:
         now = time.monotonic()
         if why is None and ((folder / STOP).exists() or now > limit):
-            why, killed_at = BY_TIME if now > limit else BY_ASKING, now + GRACE
+            why = f"its time limit of {time_text(time_limit)} was over" if now > limit else "stopped as asked"
+            killed_at = now + GRACE
             run.terminate()
         if now > killed_at:
             kill_group(run.pid)

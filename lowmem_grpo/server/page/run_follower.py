@@ -201,17 +201,15 @@ class RunFollower:
                 self.series.add_record(record)
             if self.completions.is_new:
                 self.forget_samples()
-            for record in completions:
-                self.add_sample(shown_sample(record))
+            for sample in map(shown_sample, completions):
+                self.logged += 1
+                self.samples.add_sample(sample)
+                kept = {key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample}
+                self.judged.add_sample(kept)
 
     @property
     def reading(self) -> bool:
         return self.metrics.more or self.completions.more
-
-    def add_sample(self, sample: Record) -> None:
-        self.logged += 1
-        self.samples.add_sample(sample)
-        self.judged.add_sample({key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample})
 
     def version(self) -> tuple[Any, ...]:
         files = (self.path / METRICS, self.path / COMPLETIONS, self.path / SUMMARY, self.log)

@@ -229,7 +229,7 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_erro
         file.write("é".encode()[:1])
     page = Page(write_report(tmp_path))
     assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.01}} and len(page.samples) == 1
-    assert "were logged" not in page.prose and not page.data["samples"]["played"], "nothing is left out"
+    assert "were logged" not in page.prose, "nothing is left out"
     log(tmp_path, "metrics.jsonl", [metric(1)], tail='{"step": 2, "rew\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
         write_report(tmp_path)
@@ -277,7 +277,6 @@ def played(step: int, turns: int = 2, text: str = "4") -> dict[str, Any]:
 
 def test_episodes_are_shown_turn_by_turn_with_their_end_in_words(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [played(1)])
-    assert page.data["samples"]["played"]
     sample, = page.samples
     assert (sample["ending"], sample["sampled_tokens"], len(sample["turns"])) == ("answer", 2, 2)
     assert sample["turns"][1] == {"number": 2, "text": "4", "tokens": 5, "calls": ['4(a="4")'], "reward": 1.0,

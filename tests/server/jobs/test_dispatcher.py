@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import JOB, until
 from tables import every_row
 
 from lowmem_grpo.server.jobs import dispatcher as dispatcher_module
@@ -24,33 +25,6 @@ from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.utils import GIB, size_text
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
-RECIPE = '''
-import json, signal, sys, time
-from dataclasses import dataclass
-from pathlib import Path
-from lowmem_grpo.recipes.options import RecipeOptions
-
-@dataclass
-class Options(RecipeOptions):
-    what: str = "end"
-
-OPTIONS = Options
-
-def run(options):
-    folder = Path(options.config["output_dir"])
-    folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    (folder / f"go{options.resume}-{options.card_share}").touch()
-    print("ready", flush=True)
-    if options.what == "fail":
-        raise ValueError("the data are gone")
-    ends = time.monotonic() + 600
-    while options.what == "wait" and not (folder.parent / "enough").exists() and time.monotonic() < ends:
-        time.sleep(0.02)
-    (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
-'''
-
-
 @pytest.fixture
 def queue(tmp_path: Path) -> Iterator[JobQueue]:
     made = JobQueue(Database(tmp_path / "server.sqlite"), tmp_path / "jobs")
@@ -61,7 +35,7 @@ def queue(tmp_path: Path) -> Iterator[JobQueue]:
 
 @pytest.fixture
 def dispatcher(queue: JobQueue, tmp_path: Path) -> Dispatcher:
-    (tmp_path / "small.py").write_text(RECIPE)
+    (tmp_path / "small.py").write_text(JOB)
     return Dispatcher(queue, tmp_path)
 
 
@@ -69,17 +43,14 @@ def submit(queue: JobQueue, what: str = "end", **fields: object) -> int:
     return queue.submit(JobRequest.from_json({"recipe": "small.py", "options": [f"what={what}"], **fields}), "me").id
 
 
-def until(dispatcher: Dispatcher, holds: Callable[[], object]) -> None:
-    end = time.monotonic() + 400
-    while not holds():
-        assert time.monotonic() < end, [(job.state, job.why) for job in dispatcher.queue.all()]
-        dispatcher.poll()
-        time.sleep(0.05)
+def polled(dispatcher: Dispatcher, holds: Callable[[], object]) -> None:
+    until(lambda: dispatcher.poll() or holds())  # type: ignore[func-returns-value]
 
 
-def is_ready(queue: JobQueue, number: int) -> bool:
-    log = queue.folder_of(queue.one(number)) / keeper.LOG
-    return log.exists() and "ready" in log.read_text()
+def log(queue: JobQueue, number: int) -> list[str]:
+    """The lines of a job's run that say how it began."""
+    path = queue.folder_of(queue.one(number)) / keeper.LOG
+    return [line for line in path.read_text().splitlines() if line.startswith("began")] if path.exists() else []
 
 
 def enough(queue: JobQueue, number: int) -> None:
@@ -90,39 +61,37 @@ def enough(queue: JobQueue, number: int) -> None:
 def test_one_after_the_other_and_each_says_what_it_waits_for(queue: JobQueue, dispatcher: Dispatcher) -> None:
     first, second, third = submit(queue, "wait"), submit(queue), submit(queue, priority=1)
     dispatcher.start_run(queue.one(first))
-    until(dispatcher, lambda: is_ready(queue, first))
+    polled(dispatcher, lambda: log(queue, first))
     assert queue.one(third).why == f"waits for job {first}, which has 100% of the card; it asks for 100%"
     assert queue.one(second).why == "waits for the jobs before it in the queue"
     enough(queue, first)
-    until(dispatcher, lambda: queue.one(second).state == DONE)
+    polled(dispatcher, lambda: queue.one(second).state == DONE)
     assert queue.one(first).state == DONE == queue.one(third).state
     assert queue.one(third).began < queue.one(second).began  # type: ignore[operator]
 
 
 def test_an_error_is_told_in_the_runs_own_words(queue: JobQueue, dispatcher: Dispatcher) -> None:
     number = submit(queue, "fail")
-    until(dispatcher, lambda: queue.one(number).state in OVER)
+    polled(dispatcher, lambda: queue.one(number).state in OVER)
     assert queue.one(number).state == FAILED
     assert queue.one(number).why.startswith("ValueError: the data are gone (exit status 1)")
 
 
 @pytest.mark.slow
 def test_shares_run_together_and_the_next_server_finds_one_that_runs_and_one_that_ended_meanwhile(
-    queue: JobQueue, dispatcher: Dispatcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: JobQueue, dispatcher: Dispatcher, tmp_path: Path
 ) -> None:
     runs, ends = submit(queue, "wait", share=0.5), submit(queue, "wait", share=0.5)
-    until(dispatcher, lambda: is_ready(queue, runs) and is_ready(queue, ends))
+    polled(dispatcher, lambda: log(queue, runs) and log(queue, ends))
     assert [one.state for one in queue.live()] == [RUNNING, RUNNING]
-    told = [queue.folder_of(queue.one(number)) / "run" / "goFalse-0.5" for number in (runs, ends)]
-    assert all(one.exists() for one in told), "each run is told its share"
+    assert log(queue, runs) == log(queue, ends) == ["began, resume=False, share=0.5"]
     enough(queue, ends)
-    monkeypatch.setattr(dispatcher, "poll", lambda: None)  # this server is gone
-    until(dispatcher, lambda: json_file(queue.folder_of(queue.one(ends)) / keeper.ENDED))
+    until(lambda: json_file(queue.folder_of(queue.one(ends)) / keeper.ENDED))  # while there is no server
     following = Dispatcher(queue, tmp_path)
     following.poll()
     assert (queue.one(runs).state, queue.one(ends).state) == (RUNNING, DONE)
     enough(queue, runs)
-    until(following, lambda: queue.one(runs).state == DONE)
+    polled(following, lambda: queue.one(runs).state == DONE)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the keeper in /proc")
@@ -130,18 +99,18 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
     queue: JobQueue, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = submit(queue, "wait")
-    until(dispatcher, lambda: is_ready(queue, number))
+    polled(dispatcher, lambda: log(queue, number))
     folder = queue.folder_of(queue.one(number))
     run = int((folder / keeper.RUN).read_text())
     os.kill(int(Path(f"/proc/{run}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)  # its keeper
     os.kill(run, signal.SIGKILL)
     monkeypatch.setattr("lowmem_grpo.server.jobs.dispatcher.COMES_UP", 0.0)
-    until(dispatcher, lambda: queue.one(number).state == WAITING or queue.one(number).goes == 2)
+    polled(dispatcher, lambda: queue.one(number).state == WAITING or queue.one(number).goes == 2)
     monkeypatch.undo()
     enough(queue, number)
-    until(dispatcher, lambda: queue.one(number).state in OVER)
+    polled(dispatcher, lambda: queue.one(number).state in OVER)
     assert (queue.one(number).state, queue.one(number).goes) == (DONE, 2)
-    assert (folder / "run" / "goTrue-1.0").exists() and (folder / keeper.KEEPER).exists()
+    assert log(queue, number) == ["began, resume=False, share=1", "began, resume=True, share=1"]
 
 
 def a_card(monkeypatch: pytest.MonkeyPatch, total: int, *free: int) -> None:

@@ -5,11 +5,11 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from programs import until
 
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.keeper import ENDED, RUN
@@ -56,13 +56,6 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
     keeper.ask_to_stop(tmp_path)
 
 
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + LONGEST
-    while not holds():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-
-
 def ready(folder: Path) -> None:
     until(lambda: "ready" in log(folder))
 
@@ -85,7 +78,7 @@ def test_the_end_and_the_words_of_a_run_are_kept(tmp_path: Path, keep: Keep) -> 
 
 def test_a_run_over_its_time_limit_is_asked_to_stop(tmp_path: Path, keep: Keep) -> None:
     keep("import threading; threading.Event().wait(600)", time_limit=0.01).wait(LONGEST)
-    assert outcome(tmp_path) == (-signal.SIGTERM, "time")
+    assert outcome(tmp_path) == (-signal.SIGTERM, "its time limit of 0.01 s was over")
 
 
 def test_a_run_that_does_not_stop_is_killed_with_all_it_started(tmp_path: Path, keep: Keep) -> None:
@@ -96,7 +89,7 @@ def test_a_run_that_does_not_stop_is_killed_with_all_it_started(tmp_path: Path, 
     assert heard(pipe) == b"lives\n"
     keeper.ask_to_stop(tmp_path)
     started.wait(LONGEST)
-    assert outcome(tmp_path) == (-signal.SIGKILL, "asked")
+    assert outcome(tmp_path) == (-signal.SIGKILL, "stopped as asked")
     assert heard(pipe) == b"", "the child has ended"
     os.close(pipe)
 
