@@ -126,7 +126,7 @@ def test_a_job_is_watched_stopped_and_resumed_by_its_buttons_in_a_browser(queue:
         browser.until(state, lambda found: found == RUNNING)
         browser.run(f"document.querySelector('{press}').click()")
         browser.until(state, lambda found: found == STOPPING)
-        queue.end_job(job, "stopped", "stopped as asked", 143)
+        queue.end_job(queue.one(job.id), "stopped", "stopped as asked", 143)
         browser.until(f"return document.querySelector('{press}')?.textContent", lambda words: words == "Resume")
         assert "This run was stopped" in browser.until("return document.querySelector('.ending')?.textContent")
         browser.run(f"document.querySelector('{press}').click()")

@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.runs.views.headline import Warned
-from lowmem_grpo.runs.views.report import one_file
 from lowmem_grpo.server.page import run_follower
 from lowmem_grpo.server.page.run_follower import MOST_ROWS, JsonlTail, RunFollower, Series, log_tail
-from tests.support.run_pages import ATTACK, metric, write_hostile, write_run
+from tests.support.run_pages import metric, write_run
 
 
 @pytest.mark.parametrize("steps", [300, MOST_ROWS, MOST_ROWS + 1, 12_345])
@@ -150,20 +150,7 @@ def test_a_run_that_was_resumed_is_read_anew(tmp_path: Path) -> None:
     assert [row["step"] for row in run.series.rows()] == [1] and run.logged == 1
 
 
-def test_a_hostile_run_is_shown_escaped_and_nothing_outside_is_read(tmp_path: Path) -> None:
-    (tmp_path / "secret.txt").write_text("the secret")
-    folder = write_hostile(tmp_path / "run", tmp_path / "secret.txt")
-    run = followed(folder)
-    shown = run.content()
-    html = one_file(shown)
-    assert ATTACK not in html and "<img" not in html
-    assert shown["alarms"][0]["title"] == "<b>" and "7 damaged lines left out" in shown["note"]
-    assert log_tail(run.log) == "" and "the secret" not in html
-    assert shown["samples"]["rows"] and json.dumps(shown, allow_nan=False)
-    assert run.charts()
-
-
-@pytest.mark.parametrize("summary", [
+@every_row("summary", [
     {"difference": 5}, {"samples": [5]}, {"samples": {"a": 1}}, {"accuracy_before": "x"}, {"machine": [1]},
     {"config": [1]}, {"steps": "many", "status": "failed"}, {"baselines": {"a": [1]}}, {"eval_problems": -4,
     "accuracy_after": 7}, {"right_above": "x"}, {"train_seconds": "long"}])

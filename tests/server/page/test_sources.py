@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tables import every_row
 
 from lowmem_grpo.runs.lock import boot, is_alive
 from lowmem_grpo.server.page import sources
@@ -48,7 +49,7 @@ def test_how_far_a_run_is_comes_from_its_last_whole_line(tmp_path: Path) -> None
     assert so_far(tmp_path) == ""
 
 
-@pytest.mark.parametrize("pid", [10**40, -1, 0, "x", None, [1], 1e300])
+@every_row("pid", [10**40, -1, 0, "x", None, [1], 1e300])
 def test_a_process_number_that_is_none_is_no_living_process(tmp_path: Path, pid: object) -> None:
     assert not is_alive(HERE | {"pid": pid})
     owned_by(write_run(tmp_path / "run", 3), pid=pid, **HERE)
