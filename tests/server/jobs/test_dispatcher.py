@@ -206,3 +206,16 @@ def test_a_job_that_is_taken_back_while_the_dispatcher_looks_is_not_started(
     queue.cancel(seen.id)
     dispatcher.start_run(seen)
     assert queue.one(seen.id).state == CANCELLED and not (queue.folder_of(seen) / keeper.LOG).exists()
+
+
+def test_a_job_whose_server_is_killed_as_it_starts_again_is_not_ended_as_it_was_before(
+    queue: JobQueue, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = queue.one(submit(queue))
+    folder = queue.folder_of(job)
+    folder.mkdir(parents=True)
+    (folder / keeper.ENDED).write_text('{"code": 143, "why": "stopped as asked"}')
+    monkeypatch.setattr(keeper, "start_keeper", lambda *order: None)
+    dispatcher.start_run(job)
+    dispatcher.poll()
+    assert queue.one(job.id).state == RUNNING

@@ -121,7 +121,7 @@ def test_a_job_is_watched_stopped_and_resumed_by_its_buttons_in_a_browser(queue:
     state, press = "return document.querySelector('#list .status').textContent", "#actions button"
     job, page = queue.start_job(queue.one(int(submit(queue, OWNER)))), page_of(source)
     write_run(queue.folder_of(job) / "run", 5, {"status": "interrupted"})
-    with served(page_app(page), page) as url, browsing(url, page) as browser:
+    with served(page_app(page)) as url, browsing(url, page) as browser:
         browser.open("/")
         browser.until(state, lambda found: found == RUNNING)
         browser.run(f"document.querySelector('{press}').click()")
