@@ -35,7 +35,6 @@ SIGN_IN = """<p class="said-why">{why}</p><form method="post" action="/page/ente
 <button>Sign in</button></form>
 <p class="quiet">The command that serves this page printed its key and a link that works once.</p>"""
 REFUSAL = '<p class="card">{why}</p><p><a href="/">Back to the runs</a></p>'
-NO_RUNS = "No runs yet. What begins appears here by itself."
 ONWARD = '<meta http-equiv="refresh" content="0;url=/">'
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
@@ -88,15 +87,16 @@ class Page:
             "title": self.source.title, "user": user.name, "names": names,
             "runs": [list_row(run) for run in self.source.all(user)]}}
         if len(names) < 2:
-            return data | self.one_run(*runs.values(), none="There is no such run." if names else NO_RUNS)
+            words = "There is no such run." if names else "No runs yet. What begins appears here by itself."
+            return data | self.one_run(next(iter(runs.values()), None), words)
         charts = comparison({name: self.follow(run).charts() for name, run in runs.items()})
         return data | {"title": f"{len(names)} runs", "top": {"title": f"{len(names)} runs", "about": ", ".join(names)},
                        "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
 
-    def one_run(self, run: Listed | None = None, none: str = "") -> dict[str, Any]:
-        """Return a run's report, buttons and log; if there is nothing to show, a text that says why."""
+    def one_run(self, run: Listed | None, words: str) -> dict[str, Any]:
+        """Return a run's report, buttons and log; if it has written nothing, why; if there is none, these words."""
         if run is None:
-            return {"top": {"title": self.source.title, "ending": {"said": none}}}
+            return {"top": {"title": self.source.title, "ending": {"said": words}}}
         follower = self.follow(run)
         actions = [(run.name, action) for action in run.actions]
         shown = {"title": run.title, "actions": actions, "log": log_tail(follower.log)}

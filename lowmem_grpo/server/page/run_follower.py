@@ -104,7 +104,7 @@ class JsonlTail:
             piece = file.read(PIECE)
         self.more = len(piece) == PIECE
         end = piece.rfind(b"\n") + 1
-        self.place += end or len(piece) * self.more  # of a longer line only the last piece counts, as a damaged line
+        self.place += end or len(piece) * self.more  # a longer line counts once, by its last piece, as damaged
         lines = piece[:end].split(b"\n")[self.is_new and self.skipped > 0 :]
         return [record for line in lines if line.strip() for record in self.checked_records(line)]
 
@@ -204,7 +204,7 @@ class RunFollower:
             for sample in map(shown_sample, completions):
                 self.logged += 1
                 self.samples.add_sample(sample)
-                kept = {key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample}
+                kept: Record = {key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample}
                 self.judged.add_sample(kept)
 
     @property
