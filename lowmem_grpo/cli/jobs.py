@@ -1,6 +1,7 @@
 """`lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`: commands for the job queue of a server."""
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ EVERY = 1.0  # seconds between polls of a log
 SERVER = click.option(
     "--server", type=click.Path(path_type=Path), default=Path("~/.lowmem-grpo/server.json"), show_default=True,
     help="The file that `lowmem-grpo serve` writes, or its folder.")
+TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 OVER = ("done", "failed", "stopped", "cancelled")
 
 
@@ -33,11 +35,11 @@ def submit(
 ) -> None:
     """Submit RECIPE, with options as for `lowmem-grpo run`: key=value or --key value."""
     with plain_errors():
-        from lowmem_grpo.server.jobs.queue import JobRequest, seconds_of
+        from lowmem_grpo.server.jobs.queue import JobRequest
 
-        limit = None if time_limit is None else seconds_of(time_limit)
-        asked = JobRequest(recipe, list(options), priority, limit, share)
-        job = remote(server).post("/jobs", vars(asked))
+        asked = {"recipe": recipe, "options": list(options), "priority": priority, "share": share,
+                 "time_limit": None if time_limit is None else seconds_of(time_limit)}
+        job = remote(server).post("/jobs", vars(JobRequest.from_json(asked)))
         click.echo(f"job {job['id']}: {job['state']}. `lowmem-grpo logs -f {job['id']}` follows it")
 
 
@@ -104,6 +106,15 @@ def resume(number: int, options: tuple[str, ...], server: Path) -> None:
     with plain_errors():
         job = remote(server).post(f"/jobs/{number}/resume", {"options": list(options)})
         click.echo(f"job {number}: {job['state']}")
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of "90", "90s", "45m", "2h" or "1h30m". Raises ValueError for other texts, and for 0."""
+    match = TIME.fullmatch(text.strip().lower())
+    hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
+    if not (total := hours * 3600 + minutes * 60 + seconds):
+        raise ValueError(f"the time {text!r} cannot be read, or is nothing; write 90s, 45m, 2h or 1h30m")
+    return float(total)
 
 
 def remote(server: Path) -> "ServerClient":

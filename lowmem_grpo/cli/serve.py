@@ -51,11 +51,10 @@ def serve(
         from lowmem_grpo.server.server_dir import Address, ServerDir
 
         try:
-            from lowmem_grpo.models.card_check import driver_version
             from lowmem_grpo.server.jobs.dispatcher import Dispatcher
             from lowmem_grpo.server.jobs.queue import JobQueue
             from lowmem_grpo.server.jobs.routes import JobsSource, jobs_router
-            from lowmem_grpo.server.page.page import Page, beside, page_app
+            from lowmem_grpo.server.page.page import Page, page_app
             from lowmem_grpo.server.requests import Limits
             from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, make_server_app, open_socket
 
@@ -77,7 +76,7 @@ def serve(
             address = Address(address_of(host, listening), home.key())
             path = home.announce(address)
             queue = JobQueue(database, home.jobs)
-            dispatcher = Dispatcher(queue, recipes, has_card=driver_version() is not None)
+            dispatcher = Dispatcher(queue, recipes)
             served = None if model is None else serve_model(
                 model, database, home.folder / "models", defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
                 load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
@@ -85,7 +84,7 @@ def serve(
             routers = {"/jobs": jobs_router(queue, partial(checked, recipes)), **(served.routers() if served else {})}
             app = make_server_app(routers, users, Limits(), everywhere)
             page = Page(JobsSource(queue, visible_name(host)), SignIn(users))
-            server = made_for(beside(page_app(page, everywhere), app))
+            server = made_for(page_app(page, everywhere, app))
             click.echo(f"serving at {address.url}\nkey {address.key}\n(both are in {path}, which only you can read)\n"
                        f"page {address.url}{page.sign_in.link(User(OWNER))} (works once; later the key signs in)")
             if model is not None:

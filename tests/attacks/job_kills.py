@@ -97,10 +97,10 @@ class Place:
 
     def keeper_of(self, job: Job) -> int | None:
         """The process of its keeper, by its command line."""
-        wanted = [b"lowmem_grpo.server.jobs.keeper", str(self.queue.folder_of(job)).encode()]
+        wanted = [b"lowmem_grpo.server.jobs.keeper", str(self.queue.folder_of(job)).encode()]  # after python -m
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                if entry.read_bytes().rstrip(b"\0").split(b"\0")[-2:] == wanted:
+                if entry.read_bytes().rstrip(b"\0").split(b"\0")[2:4] == wanted:
                     return int(entry.parent.name)
             except (FileNotFoundError, ProcessLookupError):
                 continue

@@ -6,48 +6,25 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import JOB, until
 
 pytest.importorskip("uvicorn", reason="a server needs the extra [serve]")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a server needs the locks of Linux and macOS")
 COMMAND = [sys.executable, "-m", "lowmem_grpo"]
-LONGEST = 400  # seconds that a command, or what is waited for, may take
-RECIPE = '''
-import signal, sys, time
-from dataclasses import dataclass
-from pathlib import Path
-from lowmem_grpo.recipes.options import RecipeOptions
-
-@dataclass
-class Options(RecipeOptions):
-    wait: bool = False
-
-OPTIONS = Options
-
-def run(options):
-    folder = Path(options.config["output_dir"])
-    folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    print(f"began, resume={options.resume}", flush=True)
-    ends = time.monotonic() + 600
-    while options.wait and not (folder.parent / "enough").exists() and time.monotonic() < ends:
-        time.sleep(0.02)
-'''
-
-
+LONGEST = 400  # seconds that a command may take
 class Served:
     """A server in a process of its own, and the commands that ask it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.recipes, self.home = folder, folder / "recipes", folder / "home"
         self.recipes.mkdir()
-        (self.recipes / "small.py").write_text(RECIPE)
+        (self.recipes / "small.py").write_text(JOB)
         self.keys = folder / "keys"
         self.keys.write_text(f"ann {'a' * 30} jobs\nbob {'b' * 30}\n")
         self.keys.chmod(0o600)
@@ -70,7 +47,7 @@ class Served:
 
     def until(self, number: int, *states: str) -> str:
         """The first of these states that a job has."""
-        return until(lambda: next((state for state in [str(self.job(number)["state"])] if state in states), ""))
+        return str(until(lambda: next((state for state in [str(self.job(number)["state"])] if state in states), "")))
 
     def enough(self, number: int) -> None:
         (self.home / "jobs" / str(number) / "enough").touch()
@@ -88,15 +65,6 @@ class Served:
 def ran(*words: str) -> "subprocess.CompletedProcess[str]":
     """A command of its own."""
     return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=LONGEST, check=False)
-
-
-def until(looks: Callable[[], str]) -> str:
-    """What is found, as soon as it is not empty."""
-    end = time.monotonic() + LONGEST
-    while not (found := looks()):
-        assert time.monotonic() < end, f"it is not so after {LONGEST} s"
-        time.sleep(0.1)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +89,7 @@ def test_a_job_runs_and_its_log_is_followed_to_its_end(served: Served) -> None:
     assert served.said[0].startswith("serving at http://127.0.0.1:") and served.said[1].startswith("key tml-")
     number = served("submit", "small.py").stdout.split()[1].rstrip(":")
     followed = served("logs", "-f", number)
-    assert (followed.returncode, followed.stdout.splitlines()[1:]) == (0, ["began, resume=False"])
+    assert (followed.returncode, followed.stdout.splitlines()[1:]) == (0, ["began, resume=False, share=1"])
     assert f"job {number} is done" in followed.stderr
     assert "small.py" in served("jobs").stdout
 
@@ -146,7 +114,7 @@ def test_what_is_wrong_is_refused_in_words(words: str, served: Served) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_a_job_outlives_a_server_that_ends_and_the_next_one_goes_on(served: Served, sent: signal.Signals) -> None:
-    runs = int(served("submit", "small.py", "wait=true").stdout.split()[1].rstrip(":"))
+    runs = int(served("submit", "small.py", "what=wait").stdout.split()[1].rstrip(":"))
     waits = int(served("submit", "small.py").stdout.split()[1].rstrip(":"))
     served.until(runs, "running")
     served.process.send_signal(sent)
@@ -161,15 +129,15 @@ def test_a_job_outlives_a_server_that_ends_and_the_next_one_goes_on(served: Serv
 
 @pytest.mark.slow
 def test_a_stopped_job_is_resumed(served: Served) -> None:
-    number = int(served("submit", "small.py", "wait=true").stdout.split()[1].rstrip(":"))
+    number = int(served("submit", "small.py", "what=wait").stdout.split()[1].rstrip(":"))
     served.until(number, "running")
     until(lambda: "began" in served("logs", str(number)).stdout)
     assert "asked to stop" in served("cancel", str(number)).stdout
     assert served.until(number, "stopped", "failed") == "stopped"
-    served("resume", str(number), "wait=false")
+    served("resume", str(number), "what=end")
     assert served.until(number, "done", "failed") == "done"
     log = [line for line in served("logs", str(number)).stdout.splitlines() if "loading torch" not in line]
-    assert log == ["began, resume=False", "began, resume=True"]
+    assert log == ["began, resume=False, share=1", "began, resume=True, share=1"]
 
 
 def test_only_a_key_with_the_right_reaches_jobs_and_only_its_own(served: Served) -> None:

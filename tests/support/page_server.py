@@ -31,7 +31,7 @@ def page_of(source: RunSource | Path) -> Page:
 
 
 @contextmanager
-def served(app: ASGIApp, page: Page) -> Iterator[str]:
+def served(app: ASGIApp) -> Iterator[str]:
     """The address of an application while it answers."""
     server = made_for(app)
     with open_socket("127.0.0.1", 0) as listening:
@@ -49,7 +49,7 @@ def served(app: ASGIApp, page: Page) -> Iterator[str]:
 def watched(runs_dir: Path) -> Iterator[tuple[str, Page]]:
     """The address of a page of a folder, and the page."""
     page = page_of(runs_dir)
-    with served(page_app(page), page) as url:
+    with served(page_app(page)) as url:
         yield url, page
 
 

@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -61,6 +62,40 @@ def program(*command: Any, **options: Any) -> Iterator["subprocess.Popen[str]"]:
             started.kill()
 
 
+def until(looks: Callable[[], Any]) -> Any:
+    """What is found, as soon as it is true."""
+    end = time.monotonic() + LONGEST
+    while not (found := looks()):
+        assert time.monotonic() < end, f"it is not so after {LONGEST:g} s"
+        time.sleep(0.05)
+    return found
+
+
+JOB = '''
+import json, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from lowmem_grpo.recipes.options import RecipeOptions
+
+@dataclass
+class Options(RecipeOptions):
+    what: str = "end"
+
+OPTIONS = Options
+
+def run(options):
+    """End, fail, or wait until there is a file `enough` beside the run."""
+    folder = Path(options.config["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    print(f"began, resume={options.resume}, share={options.card_share:g}", flush=True)
+    if options.what == "fail":
+        raise ValueError("the data are gone")
+    ends = time.monotonic() + 600
+    while options.what == "wait" and not (folder.parent / "enough").exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    (folder / "summary.json").write_text(json.dumps({"status": "finished"}))
+'''  # a recipe
 ROOT = Path(__file__).parents[2]
 
 

@@ -215,15 +215,13 @@ addEventListener("afterprint", () => redraw(false));
 
 // Samples: those of a step, or those with a word
 
-let samples = { rows: [] }, steps = [], limit = 0;
+const AT_FIRST = 12;  // samples that are shown before more are asked for
+let samples = { rows: [] }, steps = [], limit = AT_FIRST;
 const number = value => value == null ? "\u2013" : String(+value.toFixed(3));
 function showSamples(found) {
   const before = element("step") && +element("step").value < steps.length - 1 ? steps[+element("step").value] : null;
-  show("samples", found && [found.played, !found.rows.length && found.note], () => {
-    limit = found?.played ? 6 : 20;
-    return found && section("Samples over time", set(make("p", found.rows.length ? "quiet" : "card"), { id: "capped" }),
-      found.rows.length ? controls(found.played) : []);
-  });
+  show("samples", found && !found.rows.length && found.note, () => found && section("Samples over time",
+    set(make("p", found.rows.length ? "quiet" : "card"), { id: "capped" }), found.rows.length ? controls() : []));
   if (!found || JSON.stringify(found) === JSON.stringify(samples)) return;
   samples = found;
   element("capped").textContent = found.note;
@@ -233,28 +231,25 @@ function showSamples(found) {
   element("step").value = steps.includes(before) ? steps.indexOf(before) : steps.length - 1;  // or the newest
   fill();
 }
-function controls(played) {
-  const first = limit, again = () => { limit = first; fill(); };
+function controls() {
+  const again = () => { limit = AT_FIRST; fill(); }, onclick = () => { limit += 100; fill(); };
   const input = (id, type, more) => set(make("input"), { id, type, oninput: again, ...more });
   const order = [[0, "As logged"], [-1, "Highest reward first"], [1, "Lowest reward first"]]
     .map(([value, words]) => set(make("option", "", words), { value }));
-  const onclick = () => { limit += 100; fill(); };
-  const signs = [make("b", "sampled", "\u25cf sampled"), " by the policy, which learns from it; ",
-    make("b", "context", "\u25cb context"), " from the prompt, tools and the environment, which it only reads"];
   return [make("div", "controls",
     make("label", "", "Step ", input("step", "range", { min: 0, step: 1 }), " ", set(make("b"), { id: "at" })),
     make("label", "", input("all", "checkbox"), " all steps"),
     input("filter", "search", { size: 32, placeholder: "Text in prompt or completion", ariaLabel: "Text filter" }),
     set(make("select", "", order), { id: "order", oninput: again, ariaLabel: "Order" }),
     set(make("span", "quiet"), { id: "count" })),
-  played ? make("p", "quiet", signs) : [],
-  played ? set(make("div", "episodes"), { id: "rows" })
-    : make("div", "scroll card", set(make("table"), { id: "rows" })),
+  make("p", "quiet", make("b", "sampled", "\u25cf sampled"), " by the policy, which learns from it; ",
+    make("b", "context", "\u25cb context"), " from the prompt, tools and the environment, which it only reads"),
+  set(make("div", "episodes"), { id: "rows" }),
   set(make("button", "", "Show more"), { id: "more", type: "button", onclick })];
 }
 function fill() {
-  const chosen = chosenSamples(), every = element("all").checked, few = chosen.slice(0, limit);
-  element("rows").replaceChildren(...samples.played ? few.map(episode) : table(few));
+  const chosen = chosenSamples(), every = element("all").checked;
+  element("rows").replaceChildren(...chosen.slice(0, limit).map(sampleCard));
   element("at").textContent = every ? "all" : steps[element("step").value];
   element("step").disabled = every;
   element("count").textContent = counted(chosen.length, "sample");
@@ -273,30 +268,21 @@ function chosenSamples() {
 const rewardNames = () => [...new Set(samples.rows.flatMap(({ rewards }) => Object.keys(rewards || {})))];
 const judged = ({ rewards }) => !samples.right.length ? null
   : verdict(rewards?.[samples.right[0]] == null ? null : rewards[samples.right[0]] > samples.above) || "\u2013";
-function table(rows) {
-  const columns = [["step", "n", sample => sample.step], ["prompt", "prompt", sample => make("pre", "", sample.prompt)],
-    ["completion", "completion", sample => make("pre", "", sample.completion)],
-    ...rewardNames().map(name => [name, "n", ({ rewards }) => number(rewards?.[name])]),
-    ["total", "n", sample => number(sample.reward)], ["advantage", "n", sample => number(sample.advantage)],
-    ["tokens", "n", sample => sample.tokens], ["ended by", "", sample => sample.finish_reason]];
-  if (samples.right.length) columns.unshift(["verdict", "", judged]);
-  return [make("tr", "", columns.map(([name, css]) => make("th", css, name))),
-    ...rows.map(sample => make("tr", "", columns.map(([, css, value]) => make("td", css, value(sample)))))];
-}
-function episode(sample) {
-  const drawn = sample.sampled_tokens ?? sample.tokens ?? 0;
+function sampleCard(sample) {  // an episode by its turns, or a completion
+  const drawn = sample.sampled_tokens ?? sample.tokens ?? 0, played = sample.turns || [];
   const facts = ["step " + sample.step, ...rewardNames().map(name => name + " " + number(sample.rewards?.[name])),
-    "advantage " + number(sample.advantage), counted(sample.num_turns || 0, "turn"), counted(drawn, "sampled token"),
-    counted((sample.tokens ?? drawn) - drawn, "token") + " of context",
-    sample.sequences && counted(sample.sequences, "sequence")];
-  const turns = (sample.turns || []).map(({ number }, place, all) => {
-    const missing = number - (all[place - 1]?.number || 0) - 1;
-    return [missing > 0 && make("p", "quiet", "... " + counted(missing, "turn") + " left out"), turn(all[place])];
+    "advantage " + number(sample.advantage), counted(drawn, "sampled token"),
+    ...played.length ? [counted((sample.tokens ?? drawn) - drawn, "token") + " of context",
+      counted(sample.num_turns || 0, "turn"), sample.sequences && counted(sample.sequences, "sequence")] : []];
+  const turns = played.map(({ number }, place) => {
+    const missing = number - (played[place - 1]?.number || 0) - 1;
+    return [missing > 0 && make("p", "quiet", "... " + counted(missing, "turn") + " left out"), turn(played[place])];
   });
   const words = samples.endings[sample.ending];
   return make("article", "card", make("div", "facts", judged(sample), make("b", "", "reward " + number(sample.reward)),
     facts.filter(Boolean).map(words => make("span", "quiet", words))),
-  sample.prompt && said("context", "prompt", sample.prompt), turns,
+  sample.prompt && said("context", "prompt", sample.prompt),
+  sample.completion != null && said("sampled", "completion", sample.completion), turns,
   make("p", "over", "\u25a0 ended by ", make("b", "", sample.ending || sample.finish_reason), words && ": " + words));
 }
 function turn(turn) {

@@ -112,9 +112,8 @@ def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all
         "settings": [(str(name), clipped(json.dumps(value), LONGEST_OF_PAIR))
                      for name, value in (summary.get("config") or {}).items()],
     }
-    played = any(sample.get("turns") for sample in run.samples)
     sampled = {"logged": run.logged, "right": right if len(right) == 1 else [], "above": threshold(summary),
-               "endings": ENDINGS if played else {}, "played": played}
+               "endings": ENDINGS}
     room = most_bytes - len(one_file(shown | {"samples": sampled}).encode(errors="replace")) - 1000  # for the note
     kept = fitting(run.samples, MAX_SAMPLES, room)
     if kept or not taught(summary):

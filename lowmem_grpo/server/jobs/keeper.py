@@ -1,11 +1,11 @@
 """The keeper: the process that runs one start of a job, and the functions with which a server controls it.
 
-    python -m lowmem_grpo.server.jobs.keeper FOLDER
+    python -m lowmem_grpo.server.jobs.keeper FOLDER SECONDS COMMAND ...
 
-The keeper starts the run, enforces its time limit, and records how it ended; the server may be killed and restarted
-meanwhile. It imports only the standard library. The keeper holds FOLDER/keeper.lock, and the run and its children hold
-FOLDER/run.lock: the kernel releases a lock when its holders exit, however they exit. Creating the file FOLDER/stop asks
-the run to stop."""
+The keeper starts the command, enforces its time limit (`inf` for none), and records how it ended; the server may be
+killed and restarted meanwhile. It loads no library. The keeper holds FOLDER/keeper.lock, and the run
+and its children hold FOLDER/run.lock: the kernel releases a lock when its holders exit, however they exit. Creating the
+file FOLDER/stop asks the run to stop."""
 
 import contextlib
 import fcntl
@@ -17,36 +17,44 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-ORDER, STOP, LOG, ENDED = "go.json", "stop", "log.txt", "ended.json"
+from lowmem_grpo.utils import time_text
+
+STOP, LOG, ENDED = "stop", "log.txt", "ended.json"
 KEEPER, RUN = "keeper.lock", "run.lock"
 GRACE = 120.0  # seconds from SIGTERM to SIGKILL: the run finishes its step, which may be long, and saves
 LOOK = 0.1  # seconds between polls of the run
-BY_TIME, BY_ASKING = "time", "asked"
 
 
-def run_order(folder: Path) -> None:
-    """Run a folder's order to its end, stop it when asked or at its time limit, and write ENDED."""
-    order = json.loads((folder / ORDER).read_text(encoding="utf-8"))
+def run_command(folder: Path, time_limit: float, command: Sequence[str]) -> None:
+    """Run a command to its end, stop it when asked or at its time limit (seconds), and write ENDED; nothing if another
+    keeper had this start of the job. BlockingIOError if another one has it."""
+    lock_file(folder / KEEPER)  # held until this process exits
+    if (folder / ENDED).exists():
+        return
     signal.signal(signal.SIGTERM, lambda *_: (folder / STOP).touch())
     lock = lock_file(folder / RUN)
     with open(folder / LOG, "ab") as log:
-        run = subprocess.Popen(order["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                start_new_session=True, pass_fds=(lock,))
     os.pwrite(lock, f"{run.pid:>20}".encode(), 0)
     os.close(lock)  # the run holds it
-    why, limit, killed_at = None, time.monotonic() + (order["time_limit"] or float("inf")), float("inf")
+    why, limit, killed_at = None, time.monotonic() + time_limit, float("inf")
     while (code := run.poll()) is None:
         now = time.monotonic()
         if why is None and ((folder / STOP).exists() or now > limit):
-            why, killed_at = BY_TIME if now > limit else BY_ASKING, now + order.get("grace", GRACE)
+            why = f"its time limit of {time_text(time_limit)} was over" if now > limit else "stopped as asked"
+            killed_at = now + GRACE
             run.terminate()
         if now > killed_at:
             kill_group(run.pid)
         time.sleep(LOOK)
     kill_group(run.pid)  # processes that the run started and left behind
-    write_json(folder / ENDED, {"code": code, "why": why, "at": time.time()})
+    with open(folder / f"{ENDED}.new", "w", encoding="utf-8") as file:
+        json.dump({"code": code, "why": why}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, folder / ENDED)
 
 
 def kill_group(pid: int) -> None:
@@ -56,13 +64,10 @@ def kill_group(pid: int) -> None:
 
 def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None) -> None:
     """Start a keeper for one start of a job, in a new session, so that it survives this process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in (ENDED, STOP):
-        (folder / old).unlink(missing_ok=True)
-    write_json(folder / ORDER, {"command": list(command), "time_limit": time_limit})
+    keeper = [sys.executable, "-m", "lowmem_grpo.server.jobs.keeper", str(folder), str(time_limit or "inf")]
     with open(folder / LOG, "ab") as log:
-        subprocess.Popen([sys.executable, "-m", "lowmem_grpo.server.jobs.keeper", str(folder)], stdout=log,
-                         stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
+        subprocess.Popen([*keeper, *command], stdout=log, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+                         start_new_session=True)
 
 
 def ask_to_stop(folder: Path) -> None:
@@ -80,10 +85,9 @@ def is_alive(folder: Path) -> bool:
 
 def is_held(path: Path) -> bool:
     """Return whether a process holds this lock."""
-    if not path.exists():
-        return False
     try:
-        os.close(lock_file(path))
+        if path.exists():
+            os.close(lock_file(path))
     except BlockingIOError:
         return True
     return False
@@ -100,23 +104,6 @@ def lock_file(path: Path) -> int:
     return file
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    aside = path.with_suffix(".new")
-    with open(aside, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def main(folder: Path) -> None:
-    try:
-        lock_file(folder / KEEPER)  # held until this process exits
-    except BlockingIOError:
-        return  # another keeper has this start of the job
-    if not (folder / ENDED).exists():
-        run_order(folder)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with contextlib.suppress(BlockingIOError):
+        run_command(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

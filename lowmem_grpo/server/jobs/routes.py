@@ -1,5 +1,6 @@
 """The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`; the jobs on the page."""
 
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Annotated
@@ -7,52 +8,46 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from lowmem_grpo.server.jobs.keeper import LOG
-from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest, NoSuchJobError
+from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest
 from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, so_far
 from lowmem_grpo.server.requests import ChatError, json_of
 from lowmem_grpo.server.users import JOBS, User
 
 PIECE = 256 * 1024  # most bytes of a log in one reply
 MOST_LISTED = 500
-Check = Callable[[str, list[str]], None]
 
 
 async def as_chat_errors() -> AsyncIterator[None]:
-    """Answer NoSuchJobError in a route that depends on this with 404, and ValueError and OSError with 400."""
+    """Answer LookupError in a route that depends on this with 404, and ValueError and OSError with 400."""
     try:
         yield
-    except NoSuchJobError as error:
+    except LookupError as error:
         raise ChatError(404, str(error), None, "no_such_job") from None
     except (ValueError, OSError) as error:
         raise ChatError(400, str(error), None, "invalid") from error
 
 
-def jobs_user(request: Request) -> User:
-    """Return the user of a request. ChatError if the user may not use jobs."""
+def owner_of(request: Request) -> str | None:
+    """Return the user to whose jobs a request is restricted; None for all jobs. ChatError if it may not use jobs."""
     user: User = request.scope["holder"]
     if not user.may(JOBS):
         raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "
                              "its owner can allow it, with `jobs` after the key in the key file", None, "no_right")
-    return user
-
-
-def whose(user: Annotated[User, Depends(jobs_user)]) -> str | None:
-    """Return the owner name by which a user's view of jobs is filtered; None for all jobs."""
     return None if user.is_owner else user.name
 
 
-Owner = Annotated[str | None, Depends(whose)]
+Owner = Annotated[str | None, Depends(owner_of)]
 
 
-def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
+def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> APIRouter:
     """Return the routes of a queue. `check` raises ValueError for an invalid recipe or option."""
-    router = APIRouter(redirect_slashes=False, dependencies=[Depends(as_chat_errors)])
+    router = APIRouter(redirect_slashes=False, dependencies=[Depends(as_chat_errors), Depends(owner_of)])
 
     @router.post("")
-    async def submit(request: Request, user: Annotated[User, Depends(jobs_user)]) -> Job:
+    async def submit(request: Request) -> Job:
         asked = JobRequest.from_json(json_of(await request.body()))
         check(asked.recipe, asked.options)
-        return queue.submit(asked, user.name)
+        return queue.submit(asked, request.scope["holder"].name)
 
     @router.get("")
     async def show_all(owner: Owner) -> dict[str, list[Job]]:
@@ -66,7 +61,7 @@ def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
     async def read_log(number: int, owner: Owner, offset: Annotated[str, Query(alias="from")] = "0") -> Response:
         """Answer with up to PIECE bytes of a log from `offset` on; none if there is no log yet."""
         log, piece = queue.folder_of(queue.one(number, owner)) / LOG, b""
-        if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
+        if not re.fullmatch("[0-9]{1,15}", offset):
             raise ValueError(f"from is {offset!r}; it is a byte of the log, a whole number from 0")
         with suppress(FileNotFoundError), open(log, "rb") as file:
             file.seek(int(offset))
@@ -80,7 +75,7 @@ def jobs_router(queue: JobQueue, check: Check) -> APIRouter:
     @router.post("/{number}/resume")
     async def resume(number: int, owner: Owner, request: Request) -> Job:
         job, options = queue.one(number, owner), json_of(await request.body()).get("options", [])
-        check(job.recipe, job.options + JobRequest(job.recipe, options).options)
+        check(job.recipe, job.options + JobRequest.from_json({"recipe": job.recipe, "options": options}).options)
         return queue.resume(number, options)
 
     return router
@@ -92,31 +87,17 @@ class JobsSource:
     def __init__(self, queue: JobQueue, title: str) -> None:
         self.queue, self.title = queue, title
 
-    def jobs(self, user: User) -> dict[str, Job]:
-        """Return the jobs that a user sees by their numbers, the newest first."""
-        return {str(job.id): job for job in self.queue.all(whose(user))} if user.may(JOBS) else {}
-
     def all(self, user: User) -> list[Listed]:
-        jobs = sorted(self.jobs(user).values(), key=lambda job: job.state not in LIVE)[:MOST_LISTED]
-        return [self.listed(job, user) for job in jobs]
+        jobs = self.queue.all(None if user.is_owner else user.name) if user.may(JOBS) else []
+        return [self.listed(job, user) for job in sorted(jobs, key=lambda job: job.state not in LIVE)[:MOST_LISTED]]
 
-    def one(self, user: User, name: str) -> Listed | None:
-        job = self.jobs(user).get(name)
-        return None if job is None else self.listed(job, user)
-
-    def act(self, user: User, name: str, action: str) -> None:
-        if (job := self.jobs(user).get(name)) is None:
-            raise NoSuchJobError(f"there is no job {name!r}")
-        if action == "stop":
-            self.queue.cancel(job.id)
-        elif action == "resume":
-            self.queue.resume(job.id, [])
-        else:
-            raise ValueError(f"a job can be stopped, resumed and exported; {action!r} is none of these")
+    def act(self, run: Listed, action: str) -> None:
+        """Stop or resume a job. ValueError if it is not possible any more."""
+        self.queue.cancel(int(run.name)) if action == "stop" else self.queue.resume(int(run.name), [])
 
     def listed(self, job: Job, user: User) -> Listed:
         actions: tuple[str, ...] = ("resume",) if job.state in OVER else () if job.state == STOPPING else ("stop",)
-        asked_by, run = "" if job.owner == user.name else job.owner, self.queue.run_of(job)
+        asked_by, run = "" if job.owner == user.name else job.owner, self.queue.folder_of(job) / "run"
         actions += ("export",) if has_adapter(run) else ()
         told = ", ".join(filter(None, (asked_by, " ".join(job.options), so_far(run), job.why)))
         return Listed(str(job.id), f"{job.id} {job.recipe}", job.state, (run, run.parent / LOG), told,

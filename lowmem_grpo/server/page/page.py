@@ -1,4 +1,4 @@
-"""`Page`: the replies to a browser, and its routes; `Watching`: follows the runs that browsers show."""
+"""`Page`: the live page of a source's runs: what it shows, the replies to a browser, and their routes."""
 
 import asyncio
 import hashlib
@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lowmem_grpo.runs.views.charts import comparison
 from lowmem_grpo.runs.views.report import MOST_POINTS, asset, drawing_script, plain_page, served_page, style
 from lowmem_grpo.server.page.run_follower import RunFollower, log_tail
-from lowmem_grpo.server.page.sources import Listed, RunSource, one_run, zipped_adapter
+from lowmem_grpo.server.page.sources import Listed, RunSource, state_of, zipped_adapter
 from lowmem_grpo.server.requests import ChatError, Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import LASTS, SignIn, User
-from lowmem_grpo.utils import MIB
+from lowmem_grpo.utils import MIB, time_text
 
 READS = 0.5  # seconds in which unread records are read before a page is told of them
 LIVE = ("running", "stopping")  # states of a job or run with a process, whatever the run's files say
@@ -48,12 +48,12 @@ FILES = {"page.css": style, "uplot.js": drawing_script, "page.js": lambda: asset
 KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
-class Watching:
-    """An LRU cache of `MOST_FOLLOWED` run followers, shared by all browsers."""
+class Page:
+    """What the page of a source's runs shows, and the handlers of its routes."""
 
-    def __init__(self, source: RunSource) -> None:
-        self.source, self.lock = source, Lock()
-        self.followers = lru_cache(MOST_FOLLOWED)(RunFollower)
+    def __init__(self, source: RunSource, sign_in: SignIn) -> None:
+        self.source, self.sign_in, self.lock = source, sign_in, Lock()
+        self.followers = lru_cache(MOST_FOLLOWED)(RunFollower)  # shared by all browsers
 
     def follow(self, run: Listed) -> RunFollower:
         """Return the follower of a run, after it has read its new records."""
@@ -62,14 +62,16 @@ class Watching:
         follower.read_news()
         return follower
 
-    def follow_all(self, user: User, names: list[str]) -> dict[str, RunFollower]:
-        """Return the followers of the named runs that exist."""
-        return {name: self.follow(run) for name in names if (run := self.source.one(user, name)) is not None}
+    def runs(self, user: User, names: list[str]) -> dict[str, Listed]:
+        """Return those of the named runs that this user may see; without names, the run to show, if there is any."""
+        runs = {run.name: run for run in self.source.all(user)}
+        return {name: runs[name] for name in names or sorted(runs, key=lambda name: not runs[name].can_show)[:1]
+                if name in runs}
 
     def version(self, user: User, names: list[str]) -> str:
         """Read what the runs wrote, and return a text that changes whenever their page does. A run of which more is
         unread than a piece of each file is read on for a moment."""
-        until, runs = time.monotonic() + READS, self.follow_all(user, names).values()
+        until, runs = time.monotonic() + READS, [self.follow(run) for run in self.runs(user, names).values()]
         while any(run.reading for run in runs) and time.monotonic() < until:
             for run in runs:
                 run.read_news()
@@ -79,24 +81,21 @@ class Watching:
 
     def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
         """Return the page's data: the list, and the named run (default: the first) or charts that compare several."""
-        runs = self.source.all(user)
-        names = names or [run.name for run in sorted(runs, key=lambda run: not run.can_show)][:1]
-        data = {"title": self.source.title, "query": query_of(*names) if names else "",
-                "version": self.version(user, names), "list": {
-                    "title": self.source.title, "user": user.name, "names": names, "runs": list(map(list_row, runs))}}
-        return data | (self.one_run(user, *names) if len(names) < 2 else self.several_runs(user, names))
+        version, runs = self.version(user, names), self.runs(user, names)
+        names = names or [*runs]
+        data = {"title": self.source.title, "query": query_of(*names) if names else "", "version": version, "list": {
+            "title": self.source.title, "user": user.name, "names": names,
+            "runs": [list_row(run) for run in self.source.all(user)]}}
+        if len(names) < 2:
+            words = "There is no such run." if names else "No runs yet. What begins appears here by itself."
+            return data | self.one_run(next(iter(runs.values()), None), words)
+        charts = comparison({name: self.follow(run).charts() for name, run in runs.items()})
+        return data | {"title": f"{len(names)} runs", "top": {"title": f"{len(names)} runs", "about": ", ".join(names)},
+                       "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
 
-    def several_runs(self, user: User, names: list[str]) -> dict[str, Any]:
-        charts = comparison({name: run.charts() for name, run in self.follow_all(user, names).items()})
-        title = f"{len(names)} runs"
-        return {"title": title, "top": {"title": title, "about": ", ".join(names)},
-                "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
-
-    def one_run(self, user: User, name: str | None = None) -> dict[str, Any]:
-        """Return a run's report, buttons and log; if there is nothing to show, a text that says why."""
-        run = self.source.one(user, name) if name is not None else None
+    def one_run(self, run: Listed | None, words: str) -> dict[str, Any]:
+        """Return a run's report, buttons and log; if it has written nothing, why; if there is none, these words."""
         if run is None:
-            words = "There is no such run." if name else "No runs yet. What begins appears here by itself."
             return {"top": {"title": self.source.title, "ending": {"said": words}}}
         follower = self.follow(run)
         actions = [(run.name, action) for action in run.actions]
@@ -104,36 +103,7 @@ class Watching:
         if not run.can_show:
             return shown | {"top": {"title": run.title, "status": run.state,
                                     "ending": {"said": run.why or "It has written nothing yet."}}}
-        now = one_run(run.place[0].parent, run.place[0].name)
-        return follower.content("running" if run.state in LIVE else now.state if now else "") | shown
-
-
-def list_row(run: Listed) -> dict[str, Any]:
-    told = " \u00b7 ".join(filter(None, (run.why, ago(run.written) if run.written else "")))
-    return {"name": run.name, "title": run.title, "state": run.state, "told": told, "can_show": run.can_show}
-
-
-def ago(when: float) -> str:
-    """Return how long ago a time was, such as "2 hours ago"."""
-    seconds = max(0.0, time.time() - when)
-    for size, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
-        if seconds >= size:
-            count = int(seconds // size)
-            return f"{count} {unit}{'s' * (count > 1)} ago"
-    return "just now"
-
-
-def query_of(*names: str) -> str:
-    """Return the URL query that shows one run, or compares several."""
-    return "?" + urlencode([("run" if len(names) == 1 else "with", name) for name in names])
-
-
-class Page:
-    """The handlers of the page's routes, which show the runs of a source."""
-
-    def __init__(self, source: RunSource, sign_in: SignIn) -> None:
-        self.source, self.sign_in = source, sign_in
-        self.watching = Watching(source)
+        return follower.content("running" if run.state in LIVE else state_of(follower.path)) | shown
 
     def user(self, request: Request) -> User:
         """Return the signed-in user of a request. ChatError if there is none."""
@@ -170,40 +140,45 @@ class Page:
         user = self.sign_in.user(request.cookies)
         if user is None:
             return sign_in_page()
-        return HTMLResponse(served_page(await asyncio.to_thread(self.watching.page_data, user, run_names(request))))
+        return HTMLResponse(served_page(await asyncio.to_thread(self.page_data, user, run_names(request))))
 
     async def data(self, request: Request) -> Response:
         """Return the page's data as JSON, or 304 if the client has this version already."""
         user, names = self.user(request), run_names(request)
-        if await asyncio.to_thread(self.watching.version, user, names) == request.headers.get("if-none-match"):
+        if await asyncio.to_thread(self.version, user, names) == request.headers.get("if-none-match"):
             return Response(status_code=304)
-        shown = await asyncio.to_thread(self.watching.page_data, user, names)
+        shown = await asyncio.to_thread(self.page_data, user, names)
         return Response(json.dumps(shown, allow_nan=False, separators=(",", ":")), media_type="application/json")
 
     async def act(self, request: Request, action: str) -> Response:
         """Do the action of a button, or answer with a page that shows the error."""
         try:
-            return await self.done(request, action)
-        except ChatError as error:
-            page = plain_page("That was not done", REFUSAL.format(why=escape(error.message)))
-            return HTMLResponse(page, error.status)
-
-    async def done(self, request: Request, action: str) -> Response:
-        """Do the action of a button: export, or one of the source's. ChatError if that fails."""
-        user, fields = self.user(request), await form_fields(request)
-        name = fields.get("run", "")
-        run = await asyncio.to_thread(self.source.one, user, name)
-        if run is None:
-            raise ChatError(404, f"there is no run {name!r}", "run", "no_such_run")
-        try:
+            user, name = self.user(request), (await form_fields(request)).get("run", "")
+            run = (await asyncio.to_thread(self.runs, user, [name])).get(name)
+            if run is None:
+                raise ChatError(404, f"there is no run {name!r}")
+            if action not in run.actions:
+                raise ChatError(409, f"{run.title} is {run.state}; what you can do with it here: "
+                                     f"{', '.join(run.actions) or 'nothing'}")
             if action == "export":
                 return await asyncio.to_thread(zipped_adapter, run.place[0], name)
-            await asyncio.to_thread(self.source.act, user, name, action)
-        except LookupError as error:
-            raise ChatError(404, str(error), "run", "no_such_run") from error
-        except (ValueError, RuntimeError, OSError) as error:
-            raise ChatError(409, str(error), "run", "refused") from error
+            await asyncio.to_thread(self.source.act, run, action)
+        except (ChatError, ValueError, RuntimeError, OSError) as error:
+            page = plain_page("That was not done", REFUSAL.format(why=escape(str(error))))
+            return HTMLResponse(page, error.status if isinstance(error, ChatError) else 409)
         return RedirectResponse(f"/{query_of(name)}", 303)
+
+
+def list_row(run: Listed) -> dict[str, Any]:
+    minutes = max(0, time.time() - run.written) // 60
+    age = f"{time_text(60 * minutes)} ago" if minutes else "just now"
+    told = " \u00b7 ".join(filter(None, (run.why, age if run.written else "")))
+    return {"name": run.name, "title": run.title, "state": run.state, "told": told, "can_show": run.can_show}
+
+
+def query_of(*names: str) -> str:
+    """Return the URL query that shows one run, or compares several."""
+    return "?" + urlencode([("run" if len(names) == 1 else "with", name) for name in names])
 
 
 def sign_in_page(why: str = "") -> Response:
@@ -231,11 +206,25 @@ async def form_fields(request: Request) -> dict[str, str]:
     return {name: values[0] for name, values in fields.items()}
 
 
-def page_app(page: Page, everywhere: bool = False) -> ASGIApp:
-    """Return the application of the page at `/` and below `/page`. `everywhere` accepts any Host header. Users are
-    known by a cookie, so the gate asks for no key."""
-    return with_headers(make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
-                                        "GET / and those below /page"))
+def page_app(page: Page, everywhere: bool = False, other: ASGIApp | None = None) -> ASGIApp:
+    """Return the application of the page at `/` and below `/page`, with security headers on every reply; all other
+    paths are those of the application `other`, if given. `everywhere` accepts any Host header. Users are known by a
+    cookie, so the gate asks for no key."""
+    app = make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
+                          "GET / and those below /page")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        if other is None or scope["path"] == "/" or scope["path"].startswith("/page/"):
+            await app(scope, receive, send_safely)
+        else:
+            await other(scope, receive, send)
+
+    return answer
 
 
 def page_router(page: Page) -> APIRouter:
@@ -254,25 +243,3 @@ def page_router(page: Page) -> APIRouter:
     router.add_api_route("/page/leave", page.leave, methods=["POST"])
     router.add_api_route("/page/do/{action}", page.act, methods=["POST"])
     return router
-
-
-def with_headers(app: ASGIApp) -> ASGIApp:
-    """Return the application with security headers on every reply."""
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_safely(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        await app(scope, receive, send_safely)
-
-    return answer
-
-
-def beside(page: ASGIApp, other: ASGIApp) -> ASGIApp:
-    """Return an application that routes the page's paths to the page, and all others to another application."""
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["path"] == "/" or scope["path"].startswith("/page/")
-        await (page if ours else other)(scope, receive, send)
-
-    return answer

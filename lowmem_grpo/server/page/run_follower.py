@@ -4,6 +4,7 @@ pipe, or damaged."""
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -87,51 +88,34 @@ class JsonlTail:
         self.path, self.last_bytes = path, last_bytes
         self.file: tuple[int, int] | None = None  # device and inode of the file that was read
         self.place, self.size, self.skipped, self.damaged = 0, 0, 0, 0  # bytes, and lines
-        self.inside = False  # whether `place` is inside a line that is skipped
         self.more = False  # whether the file goes on after the last piece
         self.is_new = False  # whether the last piece is the first of a file
 
     def read_records(self) -> list[Record]:
-        """Read the next piece, and return its records."""
-        piece = self.read_piece()
+        """Read the next piece, and return its records; none if the file is gone."""
+        self.is_new, piece = False, b""
+        with suppress(OSError), open_plain(self.path) as file:
+            status = os.fstat(file.fileno())
+            number, self.size = (status.st_dev, status.st_ino), status.st_size
+            if number != self.file or self.size < self.place:
+                self.is_new, self.file, self.damaged = True, number, 0
+                self.place = self.skipped = max(0, self.size - self.last_bytes) if self.last_bytes else 0
+            file.seek(self.place)
+            piece = file.read(PIECE)
         self.more = len(piece) == PIECE
-        whole, end, _ = piece.rpartition(b"\n")
-        if not end and not self.more:
-            return []  # nothing new, or a line that is still being written
-        if not end:
-            self.damaged += not self.inside
-            self.inside, self.place = True, self.place + len(piece)
-            return []
-        lines = whole.split(b"\n")[self.inside :]
-        self.inside, self.place = False, self.place + len(whole) + 1
-        return [record for line in lines for record in self.checked_records(line)]
-
-    def read_piece(self) -> bytes:
-        """Return the next bytes; none if the file is gone."""
-        self.is_new = False
-        try:
-            with open_plain(self.path) as file:
-                status = os.fstat(file.fileno())
-                number, self.size = (status.st_dev, status.st_ino), status.st_size
-                if number != self.file or self.size < self.place:
-                    self.is_new, self.file, self.damaged = True, number, 0
-                    self.place = self.skipped = max(0, self.size - self.last_bytes) if self.last_bytes else 0
-                    self.inside = self.skipped > 0
-                file.seek(self.place)
-                return file.read(PIECE)
-        except OSError:
-            return b""
+        end = piece.rfind(b"\n") + 1
+        self.place += end or len(piece) * self.more  # a longer line counts once, by its last piece, as damaged
+        lines = piece[:end].split(b"\n")[self.is_new and self.skipped > 0 :]
+        return [record for line in lines if line.strip() for record in self.checked_records(line)]
 
     def checked_records(self, line: bytes) -> list[Record]:
-        """Return a line's record with finite values and an integer step; none if empty, or damaged and counted."""
-        try:
-            record = step_record(line) if line.strip() else None
-        except ValueError:
-            record = {"step": -1}
-        if record is not None and not 0 <= record["step"] <= LAST_STEP:  # NaN and infinity neither
-            self.damaged += 1
-            return []
-        return [] if record is None else [finite(record) | {"step": int(record["step"])}]
+        """Return a line's record with finite values and an integer step; none if it is damaged, which is counted."""
+        with suppress(ValueError):
+            record = step_record(line)
+            if 0 <= record["step"] <= LAST_STEP:  # NaN and infinity are not
+                return [finite(record) | {"step": int(record["step"])}]
+        self.damaged += 1
+        return []
 
 
 class Series:
@@ -217,17 +201,15 @@ class RunFollower:
                 self.series.add_record(record)
             if self.completions.is_new:
                 self.forget_samples()
-            for record in completions:
-                self.add_sample(shown_sample(record))
+            for sample in map(shown_sample, completions):
+                self.logged += 1
+                self.samples.add_sample(sample)
+                kept: Record = {key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample}
+                self.judged.add_sample(kept)
 
     @property
     def reading(self) -> bool:
         return self.metrics.more or self.completions.more
-
-    def add_sample(self, sample: Record) -> None:
-        self.logged += 1
-        self.samples.add_sample(sample)
-        self.judged.add_sample({key: sample[key] for key in ("step", "rewards", "replayed_from") if key in sample})
 
     def version(self) -> tuple[Any, ...]:
         files = (self.path / METRICS, self.path / COMPLETIONS, self.path / SUMMARY, self.log)

@@ -54,15 +54,14 @@ def widths(picture: Picture) -> list[list[float]]:
             for row in picture.html.split("position:relative")[1:]]
 
 
-def test_the_chosen_curves_hold_what_the_run_logged(tmp_path: Path) -> None:
+def test_the_chosen_curves_or_all_hold_what_the_run_logged_and_a_legend_names_lines_of_the_same_chart(
+    tmp_path: Path
+) -> None:
     charts = page_of(curves(run_folder(tmp_path), "Entropy", "Reward functions"))["charts"]
     lines = {line["name"]: line["values"] for chart in charts for line in chart["lines"]}
     assert lines == {"entropy": [0.4] * 3, "right": pytest.approx([0.1, 0.2, 0.3]), "short": [0.5] * 3}
     assert [chart["title"] for chart in charts] == ["Entropy", "Reward functions"]
-
-
-def test_without_a_choice_every_curve_is_drawn_and_a_legend_names_lines_of_the_same_chart(tmp_path: Path) -> None:
-    charts = page_of(curves(run_folder(tmp_path)))["charts"]
+    charts = page_of(curves(tmp_path))["charts"]
     assert {chart["title"]: chart["keys"] for chart in charts} == {
         "Reward": True, "Reward functions": True, "Groups with signal": True, "Entropy": False}
     assert charts[2]["zero"] and charts[2]["axis"] == "groups"
@@ -127,7 +126,7 @@ def test_a_picture_is_shown_in_the_middle_of_a_cell(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "a picture for a notebook: one bar\n"
 
 
-def test_samples_stand_side_by_side_with_their_verdicts() -> None:
+def test_samples_stand_side_by_side_with_their_verdicts_and_what_a_model_wrote_stays_text() -> None:
     rows = [{"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}, {"prompt": "3 + 3?"}]
     found = {"base": answers([[False], [True]], "5\n6"), "adapter": answers([[True], [True]])}
     table = samples(rows, found, shown=1)
@@ -137,10 +136,5 @@ def test_samples_stand_side_by_side_with_their_verdicts() -> None:
     assert page.index("<th") < page.index("base") < page.index("adapter") < page.index("2 + 2?")
     assert f"color:{WRONG}'>✗ wrong</b>\n5\n6</td>" in page and f"color:{RIGHT}'>✓ right</b>\n4</td>" in page
     assert "expected" not in repr(samples(rows, found)).rpartition("3 + 3?")[2]
-
-
-def test_what_a_model_wrote_stays_text_in_a_table() -> None:
-    table = samples([{"prompt": ATTACK, "answer": ATTACK}], {ATTACK: answers([[True]], ATTACK)})
-    page = table._repr_html_()
-    assert "<img" not in page
-    assert page.count("&lt;img src=x") == 4
+    page = samples([{"prompt": ATTACK, "answer": ATTACK}], {ATTACK: answers([[True]], ATTACK)})._repr_html_()
+    assert "<img" not in page and page.count("&lt;img src=x") == 4

@@ -13,7 +13,6 @@ from run_pages import Page
 from lowmem_grpo.runs.accuracy import KINDS, changed_first
 from lowmem_grpo.runs.views.chart import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
 from lowmem_grpo.runs.views.report import MAX_SAMPLES, MOST_BYTES, write_report
-from lowmem_grpo.runs.views.samples import spread
 
 ENDS = {"done": 0.75, "max_turns": 0.25, "parse_error": 0.0}
 ATTACK = "</script><img src=x onerror=alert(1)><!--"
@@ -159,19 +158,15 @@ def test_a_run_that_did_not_finish_says_so_and_why_and_what_the_page_lacks(
         assert expected in prose
 
 
-def test_one_of_something_is_no_plural(tmp_path: Path) -> None:
-    change = {"accuracy": 1.0, "interval": [0.1, 1.0], "better": 1, "worse": 0, "same": 0}
-    finished(tmp_path, steps=1, eval_problems=1, difference=change, samples=[{"prompt": "p"}], config={"max_steps": 1})
-    page = page_of(tmp_path, [metric(1)])
-    assert "n = 1 held-out problem\n" in page.prose and "right after: 1 problem;" in page.prose
-    assert page.data["top"]["tiles"][0] == ["step", "1"]
-
-
-def test_verdicts_have_colours_and_signs_and_what_changed_comes_first(tmp_path: Path) -> None:
+def test_verdicts_have_signs_what_changed_comes_first_and_one_of_something_is_no_plural(tmp_path: Path) -> None:
     sample = {"prompt": "p", "answer": "4", "before": "old", "after": "new"}
     kinds = [(True, True), (True, False), (False, False), (False, True)]
-    finished(tmp_path, samples=[sample | {"right_before": old, "right_after": new} for old, new in kinds])
+    change = {"accuracy": 1.0, "interval": [0.1, 1.0], "better": 1, "worse": 0, "same": 0}
+    finished(tmp_path, steps=1, eval_problems=1, difference=change, config={"max_steps": 1},
+             samples=[sample | {"right_before": old, "right_after": new} for old, new in kinds])
     page = page_of(tmp_path, [metric(1)])
+    assert page.data["top"]["tiles"][0] == ["step", "1"] and "n = 1 held-out problem\n" in page.prose
+    assert "right after: 1 problem;" in page.prose
     shown = [(pair["right_before"], pair["right_after"]) for pair in page.data["pairs"]["samples"]]
     assert shown == [(False, True), (True, False), (False, False), (True, True)]
     assert "\\u2713 right" in page.scripts[1] and "\\u2717 wrong" in page.scripts[1]
@@ -195,16 +190,6 @@ def test_accuracy_is_drawn_over_the_steps_with_the_held_out_problems(tmp_path: P
     found = page_of(tmp_path, [metric(1)], lines).lines("Accuracy")
     assert found == {"sampled in training (correct)": {1: 0.25, 2: 0.5, 3: 0.75},
                      "held-out problems, with 95% interval": {0: 0.215, 3: 0.78}}
-
-
-def test_axes_have_titles_and_shares_begin_at_zero(tmp_path: Path) -> None:
-    rows = [metric(step, **{"completions/clipped_ratio": 0.0004 * step, "tokens_per_second": 20_000.0 + step})
-            for step in (1, 2, 3)]
-    page = page_of(tmp_path, rows)
-    assert all(chart["axis"] for chart in page.data["charts"])
-    assert page.chart("Completions cut off")["axis"] == "share of completions"
-    assert all(chart["zero"] for chart in page.data["charts"] if chart["share"])
-    assert not page.chart("Loss")["zero"] and not page.chart("Loss")["share"]
 
 
 def test_long_runs_are_smoothed_and_the_page_says_how(tmp_path: Path) -> None:
@@ -244,7 +229,7 @@ def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_erro
         file.write("é".encode()[:1])
     page = Page(write_report(tmp_path))
     assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.01}} and len(page.samples) == 1
-    assert "were logged" not in page.prose and not page.data["samples"]["played"], "nothing is left out"
+    assert "were logged" not in page.prose, "nothing is left out"
     log(tmp_path, "metrics.jsonl", [metric(1)], tail='{"step": 2, "rew\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
         write_report(tmp_path)
@@ -258,16 +243,13 @@ def test_a_folder_without_metrics_is_an_error_that_says_what_was_expected(tmp_pa
 
 
 def test_curves_follow_the_log_and_absent_metrics_have_none(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [metric(1), metric(2, kl=float("nan")), {"step": 2, "eval_reward": 0.9}])
+    again = [metric(2, loss=5.0), metric(2, loss=0.5, kl=float("nan")), {"step": 2, "eval_reward": 0.9}]
+    page = page_of(tmp_path, [metric(1), *again])
+    assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.5}}, "a step that was repeated after a resume is drawn once"
     assert "KL divergence" not in page.titles() and "Peak memory" in page.titles()
     assert page.lines("Reward") == {"train": {1: 0.1, 2: 0.2}, "evaluation": {2: 0.9}}
     assert list(page.lines("Reward functions")) == ["correct", "format"]
     assert page.lines("Peak memory") == {"peak": {1: 3.0, 2: 3.0}}
-
-
-def test_a_step_repeated_after_a_resume_is_drawn_once(tmp_path: Path) -> None:
-    page = page_of(tmp_path, [metric(1), metric(2, loss=5.0), metric(2, loss=0.5), metric(3)])
-    assert page.lines("Loss") == {"loss": {1: 0.01, 2: 0.5, 3: 0.01}}
 
 
 def test_many_samples_are_capped_over_all_of_the_run_and_the_page_says_so(tmp_path: Path) -> None:
@@ -275,13 +257,6 @@ def test_many_samples_are_capped_over_all_of_the_run_and_the_page_says_so(tmp_pa
     steps = [sample["step"] for sample in page.samples]
     assert set(steps) == set(range(1, 101)) and len(steps) == MAX_SAMPLES
     assert f"2,000 completions were logged; this page holds {MAX_SAMPLES:,}" in page.prose
-
-
-@pytest.mark.parametrize(("steps", "each", "limit"), [(1000, 16, 1500), (1, 5000, 1500), (5000, 1, 1500), (7, 3, 1)])
-def test_spread_keeps_the_limit_and_the_ends(steps: int, each: int, limit: int) -> None:
-    kept = spread([completion(step) for step in range(steps) for _ in range(each)], limit)
-    assert 0 < len(kept) <= limit and kept[-1]["step"] == steps - 1
-    assert limit == 1 or kept[0]["step"] == 0
 
 
 def test_a_new_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
@@ -302,7 +277,6 @@ def played(step: int, turns: int = 2, text: str = "4") -> dict[str, Any]:
 
 def test_episodes_are_shown_turn_by_turn_with_their_end_in_words(tmp_path: Path) -> None:
     page = page_of(tmp_path, [metric(1)], [played(1)])
-    assert page.data["samples"]["played"]
     sample, = page.samples
     assert (sample["ending"], sample["sampled_tokens"], len(sample["turns"])) == ("answer", 2, 2)
     assert sample["turns"][1] == {"number": 2, "text": "4", "tokens": 5, "calls": ['4(a="4")'], "reward": 1.0,
@@ -322,7 +296,7 @@ def test_long_episodes_fit_into_500_kb_and_say_which_turns_they_show(tmp_path: P
     assert len(numbers) == min(turns, 40)
 
 
-def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting(tmp_path: Path) -> None:
+def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting_and_shares_begin_at_zero(tmp_path: Path) -> None:
     ends = {f"episodes/{name}": share for name, share in ENDS.items()}
     rows = [metric(1, **ends), metric(2, **{"episodes/done": 1.0}),
             metric(3, **{"turns/mean": 2.5, "tools/call_frequency": 1.5, "tools/failure_frequency": 0.25,
@@ -332,6 +306,8 @@ def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting(tmp_path: Pat
     for title, value in (("Turns", 2.5), ("Tool calls", 1.5), ("Tool failures", 0.25), ("Cached tokens", 0.5),
                          ("Waiting for tools and environments", 0.125)):
         assert [list(values.values()) for values in page.lines(title).values()] == [[value]], title
+    assert all(chart["axis"] and (chart["zero"] or not chart["share"]) for chart in page.data["charts"])
+    assert page.chart("Tool failures")["share"] and not page.chart("Loss")["zero"]
 
 
 def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:

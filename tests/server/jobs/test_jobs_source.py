@@ -9,9 +9,9 @@ pytest.importorskip("fastapi", reason="the page needs the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.server.jobs import keeper
-from lowmem_grpo.server.jobs.queue import CANCELLED, RUNNING, STOPPING, WAITING, JobQueue, JobRequest, NoSuchJobError
+from lowmem_grpo.server.jobs.queue import CANCELLED, RUNNING, STOPPING, WAITING, JobQueue, JobRequest
 from lowmem_grpo.server.jobs.routes import JobsSource, jobs_router
-from lowmem_grpo.server.page.page import Page, beside, page_app
+from lowmem_grpo.server.page.page import Page, page_app
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.server_dir import Database
@@ -45,57 +45,47 @@ def test_a_user_sees_their_own_jobs_and_the_owner_all(queue: JobQueue, source: J
     assert [each.name for each in source.all(ANN)] == [anns]
     assert [each.name for each in source.all(ROOT)] == [bobs, anns]
     assert "ann" in source.all(ROOT)[1].why and "ann" not in source.all(ANN)[0].why
-    for user, name in ((BOB, anns), (NOBODY, anns), (ANN, bobs)):
-        assert source.one(user, name) is None
-        for action in ("stop", "resume"):
-            with pytest.raises(NoSuchJobError):
-                source.act(user, name, action)
-    assert source.all(NOBODY) == [] and queue.one(int(anns)).state == WAITING
-
-
-@pytest.mark.parametrize("name", ["", "0", "99", "-1", "1.0", "../1", "1/run", "٣", "9" * 40, "1 ", "x"])
-def test_a_name_that_is_no_job_finds_nothing(queue: JobQueue, source: JobsSource, name: str) -> None:
-    submit(queue)
-    assert source.one(ROOT, name) is None
+    assert source.all(NOBODY) == []
 
 
 def test_buttons_fit_the_state_and_do_what_the_commands_do(queue: JobQueue, source: JobsSource) -> None:
-    name = submit(queue)
+    number = int(submit(queue))
 
     def shown() -> tuple[str, tuple[str, ...]]:
-        listed = source.one(ANN, name)
+        [listed] = source.all(ANN)
         return listed.state, listed.actions
 
+    def press(action: str) -> None:
+        source.act(source.all(ANN)[0], action)
+
     assert shown() == (WAITING, ("stop",))
-    source.act(ANN, name, "stop")
+    press("stop")
     assert shown() == (CANCELLED, ("resume",))
-    source.act(ANN, name, "resume")
+    press("resume")
     assert shown() == (WAITING, ("stop",))
-    job = queue.start_job(queue.one(int(name)))
+    queue.start_job(queue.one(number))
     assert shown() == (RUNNING, ("stop",))
-    source.act(ANN, name, "stop")
+    press("stop")
     assert shown() == (STOPPING, ())
-    queue.end_job(job, "stopped", "stopped as asked", 0)
-    (source.queue.run_of(job) / "checkpoint-3").mkdir(parents=True)
+    job = queue.end_job(queue.one(number), "stopped", "stopped as asked", 0)
+    (queue.folder_of(job) / "run" / "checkpoint-3").mkdir(parents=True)
     assert shown() == ("stopped", ("resume", "export"))
-    with pytest.raises(ValueError, match="'erase' is none of these"):
-        source.act(ANN, name, "erase")
 
 
 def test_the_page_of_a_job_shows_its_run_and_its_log_and_before_it_begins_why_it_waits(
     queue: JobQueue, source: JobsSource
 ) -> None:
     name = submit(queue)
-    watching = page_of(source).watching
-    data = watching.page_data(ANN, [name])
+    page = page_of(source)
+    data = page.page_data(ANN, [name])
     assert "charts" not in data and "waits for its turn" in data["top"]["ending"]["said"]
     job = queue.start_job(queue.one(int(name)))
-    write_run(source.queue.run_of(job), 5, {"status": "running"})
+    write_run(queue.folder_of(job) / "run", 5, {"status": "running"})
     (queue.folder_of(job) / keeper.LOG).write_text("step 5\n")
-    data = watching.page_data(ANN, [name])
+    data = page.page_data(ANN, [name])
     assert data["charts"] and data["log"] == "step 5\n" and data["top"]["status"] == "running"
     queue.end_job(job, "failed", "killed", -9)
-    data = watching.page_data(ANN, [name])
+    data = page.page_data(ANN, [name])
     assert data["charts"] and "This run was killed" in data["top"]["ending"]["said"]
 
 
@@ -105,7 +95,7 @@ def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
     users = Users("tml-root-root-root-root-root", [(ANN, KEYS["ann"]), (NOBODY, KEYS["eve"])])
     page = Page(source, SignIn(users))
     routers = {"/jobs": jobs_router(queue, lambda recipe, options: None)}
-    app = beside(page_app(page), make_server_app(routers, users, Limits()))
+    app = page_app(page, other=make_server_app(routers, users, Limits()))
     anns, roots = submit(queue), submit(queue, OWNER)
     api, browser = (TestClient(app, base_url=HERE, follow_redirects=False) for _ in range(2))
     key = {"authorization": f"Bearer {KEYS['ann']}"}
@@ -130,13 +120,13 @@ def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
 def test_a_job_is_watched_stopped_and_resumed_by_its_buttons_in_a_browser(queue: JobQueue, source: JobsSource) -> None:
     state, press = "return document.querySelector('#list .status').textContent", "#actions button"
     job, page = queue.start_job(queue.one(int(submit(queue, OWNER)))), page_of(source)
-    write_run(queue.run_of(job), 5, {"status": "interrupted"})
-    with served(page_app(page), page) as url, browsing(url, page) as browser:
+    write_run(queue.folder_of(job) / "run", 5, {"status": "interrupted"})
+    with served(page_app(page)) as url, browsing(url, page) as browser:
         browser.open("/")
         browser.until(state, lambda found: found == RUNNING)
         browser.run(f"document.querySelector('{press}').click()")
         browser.until(state, lambda found: found == STOPPING)
-        queue.end_job(job, "stopped", "stopped as asked", 143)
+        queue.end_job(queue.one(job.id), "stopped", "stopped as asked", 143)
         browser.until(f"return document.querySelector('{press}')?.textContent", lambda words: words == "Resume")
         assert "This run was stopped" in browser.until("return document.querySelector('.ending')?.textContent")
         browser.run(f"document.querySelector('{press}').click()")

@@ -1,20 +1,18 @@
 """The keeper of a run: its time limit, its stop, what is left when either of them is killed."""
 
-import json
 import os
 import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from programs import until
 
 from lowmem_grpo.server.jobs import keeper
-from lowmem_grpo.server.jobs.keeper import ENDED, ORDER, RUN
+from lowmem_grpo.server.jobs.keeper import ENDED, RUN
 from lowmem_grpo.server.page.run_follower import json_file
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="jobs need the locks of Linux and macOS")
@@ -31,6 +29,12 @@ threading.Event().wait(600)"""
 WITH_A_CHILD = """
 import subprocess
 subprocess.Popen(["sh", "-c", "echo lives; exec sleep 600"], stdout=open({pipe!r}, "w"))""" + STUBBORN
+KEEPER = """
+import sys
+from pathlib import Path
+from lowmem_grpo.server.jobs import keeper
+keeper.GRACE = float(sys.argv[1])
+keeper.run_command(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])"""
 LONGEST = 400  # seconds until a keeper that hangs fails its test
 Keep = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -40,10 +44,9 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
     """Starts a keeper of a small program, which is killed at the end."""
     started = list[subprocess.Popen[bytes]]()
 
-    def begin(code: str, **order: Any) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", code]
-        (tmp_path / ORDER).write_text(json.dumps({"command": command, "time_limit": None, **order}))
-        started.append(subprocess.Popen([sys.executable, "-m", "lowmem_grpo.server.jobs.keeper", str(tmp_path)]))
+    def begin(code: str, time_limit: float = float("inf"), grace: float = keeper.GRACE) -> subprocess.Popen[bytes]:
+        words = [str(tmp_path), str(time_limit), sys.executable, "-c", code]
+        started.append(subprocess.Popen([sys.executable, "-c", KEEPER, str(grace), *words]))
         return started[-1]
 
     yield begin
@@ -51,13 +54,6 @@ def keep(tmp_path: Path) -> Iterator[Keep]:
         one.kill()
         one.wait(60)
     keeper.ask_to_stop(tmp_path)
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + LONGEST
-    while not holds():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def ready(folder: Path) -> None:
@@ -82,7 +78,7 @@ def test_the_end_and_the_words_of_a_run_are_kept(tmp_path: Path, keep: Keep) -> 
 
 def test_a_run_over_its_time_limit_is_asked_to_stop(tmp_path: Path, keep: Keep) -> None:
     keep("import threading; threading.Event().wait(600)", time_limit=0.01).wait(LONGEST)
-    assert outcome(tmp_path) == (-signal.SIGTERM, "time")
+    assert outcome(tmp_path) == (-signal.SIGTERM, "its time limit of 0.01 s was over")
 
 
 def test_a_run_that_does_not_stop_is_killed_with_all_it_started(tmp_path: Path, keep: Keep) -> None:
@@ -93,7 +89,7 @@ def test_a_run_that_does_not_stop_is_killed_with_all_it_started(tmp_path: Path, 
     assert heard(pipe) == b"lives\n"
     keeper.ask_to_stop(tmp_path)
     started.wait(LONGEST)
-    assert outcome(tmp_path) == (-signal.SIGKILL, "asked")
+    assert outcome(tmp_path) == (-signal.SIGKILL, "stopped as asked")
     assert heard(pipe) == b"", "the child has ended"
     os.close(pipe)
 

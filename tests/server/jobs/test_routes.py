@@ -1,6 +1,6 @@
-"""The queue over HTTP: what is wrong is said, what is another's is not seen, logs come in pieces."""
+"""The queue, and over HTTP: it keeps what it was told, what is wrong is said, what is another's is not seen."""
 
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ from tables import every_row
 pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
+from lowmem_grpo.cli.jobs import seconds_of
 from lowmem_grpo.server.jobs import keeper
-from lowmem_grpo.server.jobs.queue import DONE, WAITING, JobQueue
+from lowmem_grpo.server.jobs.queue import DONE, RUNNING, STOPPED, WAITING, JobQueue, JobRequest
 from lowmem_grpo.server.jobs.routes import PIECE, jobs_router
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import make_server_app
@@ -59,22 +60,33 @@ def test_a_job_is_submitted_listed_and_taken_back(client: TestClient) -> None:
     assert client.post(f"/jobs/{made['id']}/resume", json={}).json()["state"] == WAITING
 
 
-WRONG: dict[str, Callable[[TestClient], Any]] = {
-    "no recipe 'nonsense'": lambda client: client.post("/jobs", json={"recipe": "nonsense"}),
-    "did you mean max_steps": lambda client: client.post("/jobs", json={"recipe": "a", "options": ["max_stepz=1"]}),
-    "is no JSON": lambda client: client.post("/jobs", content=b"{"),
-    "nested": lambda client: client.post("/jobs", content=b"[" * 100_000),
-    "from is 'x'": lambda client: client.get("/jobs/1/log?from=x"),
-    "from is '-1'": lambda client: client.get("/jobs/1/log?from=-1"),
+WRONG: dict[str, Any] = {  # words of the answer: what was submitted
+    "no recipe 'nonsense'": {"recipe": "nonsense"},
+    "did you mean max_steps": {"recipe": "a", "options": ["max_stepz=1"]},
+    "recipe is '../x.py'; it must be the name of a recipe": {"recipe": "../x.py"},
+    "recipe is 3": {"recipe": 3},
+    "a job has recipe, and if you like options, priority, time_limit, share; sent was recipe, prio":
+        {"recipe": "arithmetic", "prio": 3},
+    "a job has recipe": {"options": []},
+    "options is 'max_steps=3'; it must be a list": {"recipe": "arithmetic", "options": "max_steps=3"},
+    "the queue sets output_dir itself": {"recipe": "arithmetic", "options": ["--output-dir=/tmp"]},
+    "the queue sets resume itself": {"recipe": "arithmetic", "options": ["resume=true"]},
+    "priority is 1.5": {"recipe": "arithmetic", "priority": 1.5},
+    "priority is True": {"recipe": "arithmetic", "priority": True},
+    "time_limit is 0; it must be seconds above 0, or None": {"recipe": "arithmetic", "time_limit": 0},
+    "time_limit is 1000": {"recipe": "arithmetic", "time_limit": 10**30},
+    "share is 1.5": {"recipe": "arithmetic", "share": 1.5},
+    "share is nan": {"recipe": "arithmetic", "share": float("nan")},
+    "is a JSON list": [], "is no JSON": "{", "nested": "[" * 100_000,
 }
 
 
 @every_row("words", WRONG)
-def test_a_wrong_request_is_told_what_is_wrong(words: str, client: TestClient) -> None:
-    client.post("/jobs", json={"recipe": "arithmetic"})
-    found = WRONG[words](client)
-    assert found.status_code == 400
-    assert words in message(found) or words == "nested"
+def test_a_wrong_job_is_told_what_is_wrong(words: str, client: TestClient) -> None:
+    sent = WRONG[words]
+    found = client.post("/jobs", content=sent if isinstance(sent, str) else json.dumps(sent))
+    assert found.status_code == 400 and words in message(found)
+    assert client.get("/jobs").json() == {"jobs": []}
 
 
 def test_options_of_a_second_go_are_checked_too(client: TestClient, queue: JobQueue) -> None:
@@ -82,6 +94,7 @@ def test_options_of_a_second_go_are_checked_too(client: TestClient, queue: JobQu
     queue.end_job(queue.start_job(queue.one(1)), DONE, "", 0)
     assert "did you mean" in message(client.post("/jobs/1/resume", json={"options": ["max_stepz=1"]}))
     assert "options is 'x'" in message(client.post("/jobs/1/resume", json={"options": "x"}))
+    assert "sets output_dir" in message(client.post("/jobs/1/resume", json={"options": ["output_dir=x"]}))
     assert queue.one(1).state == DONE
 
 
@@ -90,7 +103,7 @@ def test_anothers_job_is_as_one_that_is_not_there(path: str, client: TestClient)
     client.post("/jobs", json={"recipe": "arithmetic"}, headers=holding("them"))
     send = client.post if path in ("/cancel", "/resume") else client.get
     foreign, absent = send(f"/jobs/1{path}"), send(f"/jobs/2{path}")
-    assert foreign.status_code == absent.status_code == 404
+    assert foreign.status_code == absent.status_code == send(f"/jobs/{10**30}{path}").status_code == 404
     assert message(foreign).replace("1", "2") == message(absent)
     assert client.get("/jobs").json() == {"jobs": []}
 
@@ -110,3 +123,50 @@ def test_a_log_comes_in_pieces_from_a_byte_on(client: TestClient, queue: JobQueu
     assert client.get("/jobs/1/log").content == b"a" * PIECE
     assert client.get(f"/jobs/1/log?from={PIECE}").content.decode() == "ü and the rest\n"
     assert client.get(f"/jobs/1/log?from={10 * PIECE}").content == b""
+    for offset in ("x", "-1"):
+        found = client.get(f"/jobs/1/log?from={offset}")
+        assert found.status_code == 400 and f"from is '{offset}'" in message(found)
+
+
+def submit(queue: JobQueue, owner: str = "me", **fields: object) -> int:
+    return queue.submit(JobRequest.from_json({"recipe": "arithmetic", **fields}), owner).id
+
+
+def test_higher_priorities_are_first_then_the_older(queue: JobQueue) -> None:
+    first, second, urgent = submit(queue), submit(queue), submit(queue, priority=5)
+    assert [job.id for job in queue.waiting()] == [urgent, first, second]
+
+
+def test_another_server_finds_everything(queue: JobQueue, tmp_path: Path) -> None:
+    number = submit(queue, options=["max_steps=3"], time_limit=60.0, share=0.25)
+    queue.start_job(queue.one(number))
+    queue.database.close()
+    again = JobQueue(Database(tmp_path / "server.sqlite"), tmp_path / "jobs")
+    job = again.one(number)
+    assert (job.options, job.time_limit, job.share, job.state, job.goes) == (["max_steps=3"], 60.0, 0.25, RUNNING, 1)
+
+
+def test_only_a_job_that_ran_is_resumed_from_its_checkpoint(queue: JobQueue) -> None:
+    ran, never = submit(queue), submit(queue)
+    queue.change(queue.start_job(queue.one(ran)), state=WAITING, resume=True)
+    assert queue.cancel(ran).state == STOPPED and queue.resume(ran, []).resume
+    queue.cancel(never)
+    with pytest.raises(ValueError, match="is cancelled already"):
+        queue.cancel(never)
+    assert not queue.resume(never, []).resume
+
+
+def test_only_a_job_that_is_over_is_resumed_and_with_further_options(queue: JobQueue) -> None:
+    number = submit(queue, options=["max_steps=3"])
+    with pytest.raises(ValueError, match="is waiting; only one that is done"):
+        queue.resume(number, [])
+    queue.end_job(queue.start_job(queue.one(number)), DONE, "", 0)
+    job = queue.resume(number, ["max_steps=6"])
+    assert (job.state, job.resume, job.options) == (WAITING, True, ["max_steps=3", "max_steps=6"])
+
+
+def test_times_are_read_and_other_texts_refused() -> None:
+    assert [seconds_of(text) for text in ("90", "90s", "45m", "2h", "1h30m")] == [90, 90, 2700, 7200, 5400]
+    for text in ("", "0", "soon", "-3", "1.5h", "h"):
+        with pytest.raises(ValueError, match="the time"):
+            seconds_of(text)

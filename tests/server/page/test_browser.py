@@ -100,7 +100,7 @@ def test_the_report_of_a_run_is_the_same_page_without_a_server(browser: Browser,
     browser.run("element('curves').scrollIntoView()")
     assert browser.until(REWARD) == 60
     browser.until("return document.querySelectorAll('#curves .uplot').length", lambda count: count >= 4)
-    assert browser.run("return document.querySelectorAll('#rows td.completion').length") == 2
+    assert browser.run("return document.querySelectorAll('#rows .said.sampled').length") == 2
     assert browser.asked_for() == {report.as_uri()}
     assert browser.errors() == []
 

@@ -51,22 +51,20 @@ def signed_in(page: Page, key: str) -> TestClient:
     return client
 
 
-def test_nothing_is_shown_to_who_is_not_signed_in(stranger: TestClient) -> None:
-    for path in ("/", "/?run=first", *PATHS):
-        answer = stranger.get(path)
-        assert answer.status_code == 401
-        assert "first" not in answer.text and "arithmetic" not in answer.text
-    assert stranger.post("/page/do/stop", data={"run": "first"}, headers=OURS).status_code == 401
+def test_nothing_is_shown_to_who_is_not_signed_in_or_has_a_wrong_cookie_or_key(
+    page: Page, stranger: TestClient
+) -> None:
+    for cookie in (None, "", "wrong", "x" * 43):
+        if cookie is not None:
+            stranger.cookies.set(page.sign_in.name, cookie)
+            answer = stranger.post("/page/enter", data={"key": cookie}, headers=OURS)
+            assert answer.status_code == 401 and "set-cookie" not in answer.headers
+        for path in ("/", "/?run=first", *PATHS):
+            answer = stranger.get(path, headers={"authorization": f"Bearer {KEY}"})
+            assert answer.status_code == 401
+            assert "first" not in answer.text and "arithmetic" not in answer.text
+        assert stranger.post("/page/do/stop", data={"run": "first"}, headers=OURS).status_code == 401
     assert stranger.get("/health").json() == {"status": "ok"}
-
-
-@pytest.mark.parametrize("cookie", ["", "wrong", "x" * 43])
-def test_a_wrong_cookie_or_key_is_refused(page: Page, stranger: TestClient, cookie: str) -> None:
-    stranger.cookies.set(page.sign_in.name, cookie)
-    assert stranger.get("/").status_code == stranger.get(PATHS[0]).status_code == 401
-    answer = stranger.post("/page/enter", data={"key": cookie}, headers=OURS)
-    assert answer.status_code == 401 and "set-cookie" not in answer.headers
-    assert stranger.get("/", headers={"authorization": f"Bearer {KEY}"}).status_code == 401
 
 
 def test_the_link_works_once_and_its_cookie_is_for_this_page_only(page: Page, stranger: TestClient) -> None:
@@ -111,11 +109,7 @@ def test_the_page_needs_nothing_but_its_own_files(owner: TestClient) -> None:
     assert owner.get("/page/files/report.py").status_code == owner.get("/page/files/..%2fcli.py").status_code == 404
 
 
-def test_a_request_for_another_host_is_refused(owner: TestClient) -> None:
-    assert owner.get("/", headers={"host": "evil.example"}).status_code == 421
-
-
-def test_buttons_that_another_page_presses_do_nothing(owner: TestClient, folder: Path) -> None:
+def test_buttons_that_another_page_presses_and_requests_for_another_host_do_nothing(owner: TestClient) -> None:
     for origin in ({}, {"origin": "null"}, {"origin": "http://evil.example"}, {"origin": "http://127.0.0.1:1"},
                    {"origin": "https://127.0.0.1.evil.example"}, {"origin": "file://127.0.0.1"}):
         for path in ("/page/do/stop", "/page/do/export", "/page/leave", "/page/enter"):
@@ -123,6 +117,7 @@ def test_buttons_that_another_page_presses_do_nothing(owner: TestClient, folder:
             assert answer.status_code == 403 and "set-cookie" not in answer.headers
     assert owner.get("/").status_code == 200
     assert owner.get("/page/do/stop").status_code == 405
+    assert owner.get("/", headers={"host": "evil.example"}).status_code == 421
 
 
 def test_the_page_shows_the_run_that_was_asked_for_or_the_newest(owner: TestClient, folder: Path) -> None:
@@ -166,6 +161,7 @@ def test_a_hostile_run_changes_nothing_of_the_page(tmp_path: Path, folder: Path,
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "application/json" or "<img" not in answer.text
         assert "the secret" not in answer.text
+    assert "7 damaged lines left out" in owner.get("/page/data?run=hostile").json()["note"]
     json.loads(owner.get("/page/data?run=hostile").text, parse_constant=pytest.fail)
 
 
@@ -193,8 +189,8 @@ def test_a_long_run_is_read_on_for_a_moment_before_its_page_is_told(
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.server.page.run_follower.PIECE", 1000)
     monkeypatch.setattr("lowmem_grpo.server.page.page.READS", 600.0)
-    page.watching.version(User(OWNER), ["first"])
-    assert not page.watching.follow(page.source.one(User(OWNER), "first")).reading  # type: ignore[arg-type]
+    page.version(User(OWNER), ["first"])
+    assert not page.follow(page.runs(User(OWNER), ["first"])["first"]).reading
 
 
 def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(
@@ -210,7 +206,7 @@ def test_the_stop_button_ends_a_run_of_this_machine_and_is_the_owners(
         assert (answer.status_code, answer.headers["location"]) == (303, "/?run=first")
         assert process.wait(60) != 0
     answer = owner.post("/page/do/stop", data={"run": "second"}, headers=OURS)
-    assert answer.status_code == 409 and "cannot be stopped from here: it is failed" in answer.text
+    assert answer.status_code == 409 and "second is failed; what you can do with it here: nothing" in answer.text
     assert owner.post("/page/do/stop", data={"run": "none"}, headers=OURS).status_code == 404
     assert owner.post("/page/do/erase", data={"run": "first"}, headers=OURS).status_code == 409
 
