@@ -95,11 +95,11 @@ def test_no_puzzle_comes_twice_in_any_order_and_every_operator_occurs_often() ->
 
 
 def test_a_difficulty_with_too_few_puzzles_or_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(countdown, "HOPELESS", 2000)
+    monkeypatch.setattr(countdown, "FRUITLESS", 2000)
     for split, difficulty, message in (
-        ("train", Difficulty(2, 2, 4, 10), r"only about \d+ train puzzles with .*largest_number=4.*allow more"),
-        ("train", Difficulty(6, 6, 50, 5, "+"), r"no train puzzle .*largest_target=5, operators='\+'\); allow few"),
-        ("test", Difficulty(2, 2, 4, 4, "*"), r"no test puzzle .*min_numbers=2.*a larger target"),
+        ("train", Difficulty(2, 2, 4, 10), r"only \d+ different train problems; ask for fewer, .*largest_number=4"),
+        ("train", Difficulty(6, 6, 50, 5, "+"), r"only 0 different train .*largest_target=5, operators='\+'\).* fewer"),
+        ("test", Difficulty(2, 2, 4, 4, "*"), r"only 0 different test .*min_numbers=2.*a larger target"),
     ):
         with pytest.raises(ValueError, match=message):
             make_dataset(split, 5000, difficulty=difficulty)
