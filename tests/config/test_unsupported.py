@@ -70,12 +70,6 @@ def test_options_that_change_nothing_here_are_accepted(settings: Any) -> None:
 
 
 @both
-def test_an_unknown_option_is_named_with_the_closest_ones_each_once(settings: Any) -> None:
-    with pytest.raises(TypeError, match=r"did you mean learning_rate( or embedding_learning_rate)?\?$"):
-        settings(learning_rat=1e-3)
-
-
-@both
 def test_an_option_that_is_set_afterwards_is_refused_as_the_constructor_refuses_it(settings: Any) -> None:
     made = settings()
     made.learning_rate, made.gradient_checkpointing, made.no_cuda, made.dataset_num_proc = 1e-3, True, True, 4
