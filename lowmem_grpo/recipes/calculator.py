@@ -7,7 +7,6 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from datasets import Dataset
@@ -83,11 +82,7 @@ def calculate(expression: str) -> str:
     answer = evaluate(expression)
     if answer is None:
         raise ValueError(f"{expression[:60]!r} is no expression of whole numbers, + - * / and parentheses")
-    return text_of(answer.value)
-
-
-def text_of(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+    return str(answer.value)
 
 
 OPTIONS = ProblemOptions
