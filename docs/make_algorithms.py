@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.config.strategies import STRATEGIES
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS
@@ -73,6 +72,20 @@ SAMPLING = """
 These settings can be combined: dynamic sampling comes first, then replay. DAPO's soft overlong penalty is a reward
 function: `rewards.soft_overlong_penalty(max_completion_length, cache_length)`."""
 
+STRATEGIES = (  # name, rule, when to use it, source
+    ("dynamic_sampling_rounds",
+     "groups without any advantage are replaced by newly sampled ones, up to this many times a step",
+     "Many groups are solved or failed by all completions, and sampling is cheap beside training.",
+     "DAPO, arXiv 2503.14476, section 3.2"),
+    ("difficulty_pools", "a row whose completions all earned the same rests for 1 epoch, then 2, 4, 8",
+     "Several epochs over rows that differ in difficulty: rows without signal are sampled less often.",
+     "Online difficulty filtering, arXiv 2504.03380; prime-rl's difficulty pools"),
+    ("replay_buffer_size",
+     "groups without any advantage are replaced by kept ones of earlier steps, the largest spread first",
+     "Signal is rare, and sampling expensive; kept completions are stale, and weighted for it.",
+     "RePO, arXiv 2506.09340; that they replace groups without spread is from TRL's experimental trainer"),
+)
+
 
 def page() -> str:
     """The whole page."""
@@ -87,8 +100,8 @@ def page() -> str:
     for name, correction in CORRECTIONS.items():
         lines += entry(name, correction.formula, correction.when, correction.source)
     lines.append(SAMPLING)
-    for name, strategy in STRATEGIES.items():
-        lines += entry(name, strategy.rule, strategy.when, strategy.source)
+    for strategy in STRATEGIES:
+        lines += entry(*strategy)
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 import ast
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ NO_EPISODES = ("the recipe {!r} has no episodes: one completion is the whole ans
                "generate \"...\", or measure with lowmem-grpo eval")
 OPTIONS_OF_EXAM = 5  # with this many positional arguments, `takes_source` and `play` may be among them
 FOOT = "Every field of GRPOConfig can be set too: learning_rate=1e-5, max_steps=50, num_generations=16, ..."
+SHARED = "RecipeOptions"  # the class of the options of every recipe
 Option = tuple[str, str, str, str]  # name, type, default, description
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
 TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
@@ -45,9 +46,10 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     tree = recipe_tree(name)
     owner = named(tree, "OPTIONS")
     shared = {setting.name for setting in fields(RecipeOptions)}
-    written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner) if option not in shared}
+    written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner).values()
+               if option not in shared}
     own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
-    if not own and owner != "RecipeOptions":
+    if not own and owner != SHARED:
         return {}
     made = make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
                           bases=(RecipeOptions,))
@@ -158,11 +160,10 @@ def recipe_tree(name: str) -> ast.Module:
 def recipe_help(path: Path) -> str:
     """Return a recipe's docstring, options and presets as text. ValueError for a file that cannot be read."""
     tree, common = parsed(path), parsed(file_of("options"))
-    own = list(options_of(tree, named(tree, "OPTIONS")))
-    names = {option[0] for option in own}
-    shared = [option for option in options_of(common, "RecipeOptions") if option[0] not in {*names, "config"}]
+    own = options_of(tree, named(tree, "OPTIONS"))
+    shared = [option for name, option in options_of(common, SHARED).items() if name not in {*own, "config"}]
     presets = [preset_line(size, arguments) for size, arguments in preset_calls(tree).items()]
-    parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own),
+    parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own.values()),
              listed("Options of every recipe:", shared),
              "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *presets]) if presets else "", FOOT]
     return "\n\n".join(filter(None, parts))
@@ -197,36 +198,42 @@ def may_have(tree: ast.Module, name: str) -> bool:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal expression; None for any other."""
+    """Return the value of a literal expression, also after `USUAL |`; None for any other."""
+    if isinstance(node, ast.BinOp) and ast.unparse(node.left) == "USUAL":
+        from lowmem_grpo.recipes.presets import USUAL
+
+        own = literal(node.right)
+        return USUAL | own if isinstance(own, dict) else None
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError):
         return None
 
 
-def options_of(tree: ast.Module, owner: str) -> Iterator[Option]:
-    """Yield the fields of a dataclass with their attribute docstrings, those of its base classes first."""
+def options_of(tree: ast.Module, owner: str) -> dict[str, Option]:
+    """Return the fields of a dataclass by their names, those of its base classes first, with attribute docstrings."""
+    options: dict[str, Option] = {}
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and owner != "RecipeOptions":
-            yield from imported(node, owner)
+        if isinstance(node, ast.ImportFrom) and owner != SHARED:
+            options |= imported(node, owner)
         if isinstance(node, ast.ClassDef) and node.name == owner:
-            mine = {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
-            for base in node.bases:
-                yield from (option for option in options_of(tree, ast.unparse(base)) if option[0] not in mine)
+            for base in map(ast.unparse, node.bases):
+                options |= options_of(tree, base) if base != SHARED else {}
             for field, below in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(field, ast.AnnAssign) and field.value is not None:
-                    written = ast.unparse(field.value)
-                    default = (named(tree, written) or written).strip(QUOTE)
-                    yield ast.unparse(field.target), ast.unparse(field.annotation), default, text_of(below)
+                    name, kind, written = (ast.unparse(part) for part in (field.target, field.annotation, field.value))
+                    if not kind.startswith("ClassVar"):
+                        default = (named(tree, written) or written).strip(QUOTE)
+                        options[name] = name, kind, default, text_of(below) or options.get(name, ("",) * 4)[3]
+    return options
 
 
-def imported(node: ast.ImportFrom, owner: str) -> Iterator[Option]:
-    """Yield the fields of the class `owner` if the import takes it from a file of this package."""
+def imported(node: ast.ImportFrom, owner: str) -> dict[str, Option]:
+    """Return the fields of the class `owner` if the import takes it from a file of this package."""
     inside = (node.module or "").split(".")
     path = Path(recipes.__path__[0]).parents[1].joinpath(*inside).with_suffix(".py")
-    for name in node.names:
-        if (name.asname or name.name) == owner and inside[0] == "lowmem_grpo" and path.is_file():
-            yield from options_of(parsed(path), name.name)
+    names = [name.name for name in node.names if (name.asname or name.name) == owner]
+    return options_of(parsed(path), names[0]) if names and inside[0] == "lowmem_grpo" and path.is_file() else {}
 
 
 def text_of(node: ast.stmt | None) -> str:
@@ -235,7 +242,7 @@ def text_of(node: ast.stmt | None) -> str:
     return ""
 
 
-def listed(title: str, options: list[Option]) -> str:
+def listed(title: str, options: Iterable[Option]) -> str:
     """Return a title and a paragraph for each option; empty if there are no options."""
     paragraphs = [
         textwrap.fill(f"{name}={default}" + (f"  {text}" if text else f"  ({kind})"), columns(WIDTH),

@@ -1,4 +1,4 @@
-"""Strategies that choose the groups of an update, their settings and documentation; and training while sampling."""
+"""Settings of strategies that choose the groups of an update, and of training while sampling."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -9,34 +9,6 @@ from lowmem_grpo.utils import TRUTH, Rule, at_least, check_ranges, one_of
 PARALLEL = "parallel"
 LATE = "the rewards {} are computed after sampling (score_while_sampling=True computes them before)"
 MEND = "mend that, or leave train_while_sampling out"
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A way to get more signal from the same number of completions."""
-
-    rule: str
-    when: str
-    source: str
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "dynamic_sampling_rounds": Strategy(
-        "groups without any advantage are replaced by newly sampled ones, up to this many times a step",
-        "Many groups are solved or failed by all completions, and sampling is cheap beside training.",
-        "DAPO, arXiv 2503.14476, section 3.2",
-    ),
-    "difficulty_pools": Strategy(
-        "a row whose completions all earned the same rests for 1 epoch, then 2, 4, 8",
-        "Several epochs over rows that differ in difficulty: rows without signal are sampled less often.",
-        "Online difficulty filtering, arXiv 2504.03380; prime-rl's difficulty pools",
-    ),
-    "replay_buffer_size": Strategy(
-        "groups without any advantage are replaced by kept ones of earlier steps, the largest spread first",
-        "Signal is rare, and sampling expensive; kept completions are stale, and weighted for it.",
-        "RePO, arXiv 2506.09340; that they replace groups without spread is from TRL's experimental trainer",
-    ),
-}
 
 
 @dataclass(kw_only=True)

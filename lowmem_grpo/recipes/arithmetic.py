@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
-from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
 from lowmem_grpo.recipes.tasks.arithmetic import last_integer, problems
 from lowmem_grpo.recipes.tasks.splits import take
@@ -19,19 +19,15 @@ from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/arithmetic", "seed": 0, "max_steps": 60, "learning_rate": 3e-3, "max_completion_length": 64,
-    "per_device_train_batch_size": 64, "gradient_accumulation_steps": 4, "num_generations": 8, "loss_type": "dr_grpo",
-    "scale_rewards": "none", "optim": "adamw_torch", "adam_beta2": 0.99, "max_grad_norm": 1.0,
-    "lr_scheduler_type": "linear", "save_steps": 10, "save_total_limit": 2,
+    "per_device_train_batch_size": 64, "gradient_accumulation_steps": 4, "loss_type": "dr_grpo",
+    "scale_rewards": "none", "optim": "adamw_torch", "adam_beta2": 0.99, "save_steps": 10, "save_total_limit": 2,
 }
 PRESETS: Presets = {"cpu": Preset("tiny", 128, 16, 32)}
 
 
 @dataclass
-class ArithmeticOptions(RecipeOptions):
-    train_size: int = 4096
-    """Problems to train on."""
+class ArithmeticOptions(ProblemOptions):
     eval_problems: int = 512
-    """Held-out problems that are answered before and after training."""
 
 
 OPTIONS = ArithmeticOptions

@@ -7,7 +7,6 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from datasets import Dataset
@@ -15,18 +14,16 @@ from datasets import Dataset
 from lowmem_grpo.recipes.countdown import evaluate
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
-from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.options import ProblemOptions
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
 from lowmem_grpo.recipes.tasks.arithmetic import last_integer
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.trainer.play import Play
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/calculator", "seed": 0, "max_steps": 50, "learning_rate": 5e-6, "max_completion_length": 512,
-    "max_turns": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8,
-    "loss_type": "dr_grpo", "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2,
-    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+DEFAULTS = USUAL | {
+    "output_dir": "runs/calculator", "max_steps": 50, "learning_rate": 5e-6, "max_completion_length": 512,
+    "max_turns": 3,
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny-games", 256, 16, 32, {
@@ -85,22 +82,10 @@ def calculate(expression: str) -> str:
     answer = evaluate(expression)
     if answer is None:
         raise ValueError(f"{expression[:60]!r} is no expression of whole numbers, + - * / and parentheses")
-    return text_of(answer.value)
+    return str(answer.value)
 
 
-def text_of(value: Fraction) -> str:
-    return str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
-
-
-@dataclass
-class CalculatorOptions(RecipeOptions):
-    train_size: int = 4096
-    """Problems to train on."""
-    eval_problems: int = 256
-    """Held-out problems that are answered before and after training."""
-
-
-OPTIONS = CalculatorOptions
+OPTIONS = ProblemOptions
 PLAY = Play(tools=[calculate], settings={"max_turns": DEFAULTS["max_turns"]})
 
 
@@ -120,7 +105,7 @@ def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> 
 EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), correct_answer, max_tokens=512, play=PLAY)
 
 
-def run(options: CalculatorOptions) -> None:
+def run(options: ProblemOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
     seed = setup.config.seed
     teach(setup, Lesson("calculator", make_dataset("train", options.train_size, seed), [correct_answer],

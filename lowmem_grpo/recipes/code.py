@@ -8,7 +8,7 @@ embedded tiny model, which cannot learn this task: the run then only shows in a 
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +16,15 @@ from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
-from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.options import ProblemOptions
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
 from lowmem_grpo.rewards.sandbox.isolation import SandboxError
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.texts import completion_text
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/code", "seed": 0, "max_steps": 100, "learning_rate": 1e-5, "max_completion_length": 256,
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
-    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
-    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
-}
+DEFAULTS = USUAL | {"output_dir": "runs/code", "max_steps": 100, "max_completion_length": 256, "warmup_ratio": 0.05}
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1024, 32, 64,
                   {"max_steps": 5, "max_completion_length": 48, "gradient_accumulation_steps": 2}),
@@ -134,17 +129,10 @@ def draw_problem(rng: random.Random) -> CodeProblem:
     return CodeProblem(number, rng.randint(*TEMPLATES[number].a), rng.randint(*TEMPLATES[number].b))
 
 
-def code_problems(split: str, seed: int) -> Iterator[CodeProblem]:
-    """Yield different problems of one split. Raises ValueError when all of them, a few thousand, have been drawn."""
-    return distinct(split, seed, draw_problem, lambda problem: problem.key)
-
-
 @dataclass
-class CodeOptions(RecipeOptions):
+class CodeOptions(ProblemOptions):
     train_size: int = 2048
-    """Problems to train on."""
     eval_problems: int = 128
-    """Held-out problems that are answered before and after training."""
     isolation: str | None = None
     """bubblewrap, or process, which protects less; None is bubblewrap."""
     workers: int | None = None
@@ -166,7 +154,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
     passes), `tests` (asserts)."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": problem.solution, "tests": problem.tests}
-        for problem in take(code_problems(split, seed), size)
+        for problem in take(distinct(split, seed, draw_problem, lambda problem: problem.key), size)
     ])
 
 

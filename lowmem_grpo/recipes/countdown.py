@@ -15,22 +15,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
-from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, prepare
-from lowmem_grpo.recipes.tasks.splits import FRUITLESS, check_split, split_of, take
+from lowmem_grpo.recipes.options import ProblemOptions
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.texts import completion_text
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/countdown", "seed": 0, "max_steps": 200, "learning_rate": 1e-5, "max_completion_length": 640,
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
-    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
-    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+DEFAULTS = USUAL | {
+    "output_dir": "runs/countdown", "max_steps": 200, "max_completion_length": 640, "warmup_ratio": 0.05,
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1024, 32, 64,
@@ -47,7 +45,7 @@ OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 }
 NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 LONGEST = 120  # characters; a longer expression is not evaluated
-HOPELESS = 50_000  # draws in a row without a puzzle, after which the settings are taken to allow none
+FRUITLESS = 100_000  # draws in a row without a new puzzle, after which there are taken to be no more
 QUESTION = ("Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. End "
             "with a line `Answer: ` and the expression.")
 
@@ -96,10 +94,6 @@ class Countdown:
         """The sorted numbers and the target, so that the order of the numbers does not matter."""
         return tuple(sorted(self.numbers)), self.target
 
-    @property
-    def split(self) -> str:
-        return split_of(repr(self.key))
-
 
 def possible_signs(left: int, right: int, operators: str) -> list[str]:
     """Return the operators that turn left >= right into a positive integer that differs from both."""
@@ -138,23 +132,13 @@ def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | No
 
 def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:
     """Yield different puzzles of one split. Raises ValueError if `difficulty` allows none, and once none is left."""
-    check_split(split)
-    seen: set[tuple[tuple[int, ...], int]] = set()
-    rng, chosen, hopeless, fruitless = random.Random(f"{split}-{seed}"), difficulty or Difficulty(), 0, 0
-    while hopeless < HOPELESS:
-        puzzle = draw_countdown(rng, chosen)
-        if puzzle is None or puzzle.split != split:
-            hopeless += 1
-            continue
-        hopeless, fruitless = 0, fruitless + 1 if puzzle.key in seen else 0
-        if fruitless > FRUITLESS:
-            raise ValueError(f"there are only about {len(seen)} {split} puzzles with {difficulty}; ask for fewer, or "
-                             "allow more numbers, larger ones or larger targets")
-        if not fruitless:
-            seen.add(puzzle.key)
-            yield puzzle
-    raise ValueError(f"no {split} puzzle was found in {HOPELESS:,} draws with {chosen}; allow fewer or smaller "
-                     "numbers, a larger target, or more operators")
+    chosen = difficulty or Difficulty()
+    try:
+        yield from distinct(split, seed, partial(draw_countdown, difficulty=chosen), lambda puzzle: repr(puzzle.key),
+                            FRUITLESS)
+    except ValueError as error:
+        raise ValueError(f"{error}, or allow other puzzles than those of {chosen}: more or fewer numbers, larger ones, "
+                         "a larger target, or more operators") from None
 
 
 @dataclass(frozen=True)
@@ -203,11 +187,7 @@ def allowed(answer: Answer | None, numbers: list[int] | tuple[int, ...]) -> bool
 
 
 @dataclass
-class CountdownOptions(RecipeOptions):
-    train_size: int = 4096
-    """Problems to train on."""
-    eval_problems: int = 256
-    """Held-out problems that are answered before and after training."""
+class CountdownOptions(ProblemOptions):
     min_numbers: int = 3
     """Fewest given numbers."""
     max_numbers: int = 4

@@ -9,7 +9,7 @@ model, which cannot learn this task: the run then only shows in a minute that ev
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,11 @@ from datasets import Dataset
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.ready.mail import email_rewards
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/email", "seed": 0, "max_steps": 100, "learning_rate": 1e-5, "max_completion_length": 192,
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
-    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
-    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
-}
+DEFAULTS = USUAL | {"output_dir": "runs/email", "max_steps": 100, "max_completion_length": 192, "warmup_ratio": 0.05}
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1024, 32, 64,
                   {"max_steps": 5, "max_completion_length": 48, "gradient_accumulation_steps": 2}),
@@ -95,17 +90,13 @@ def draw_request(rng: random.Random) -> EmailRequest:
                         fact.format(thing=thing, n=n), keyword.format(n=n))
 
 
-def requests(split: str, seed: int) -> Iterator[EmailRequest]:
-    return distinct(split, seed, draw_request, lambda request: request.text)
-
-
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
     """Return `size` different requests of a split ("train" or "test"). Columns: `prompt`, `recipient`, `keyword`,
     `ideal` (the perfect reply), and `answer` (the same)."""
     return Dataset.from_list([
         {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.text}],
          "recipient": request.recipient, "keyword": request.keyword, "ideal": request.ideal, "answer": request.ideal}
-        for request in take(requests(split, seed), size)
+        for request in take(distinct(split, seed, draw_request, lambda request: request.text), size)
     ])
 
 

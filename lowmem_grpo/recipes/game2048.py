@@ -11,7 +11,6 @@ import random
 import re
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 from datasets import Dataset
 
@@ -20,19 +19,17 @@ from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.recipes.eval_task import Exam, baselines, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
 from lowmem_grpo.trainer.play import Play
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/game2048", "seed": 0, "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 64,
-    "max_turn_tokens": 16, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "num_generations": 8,
-    "loss_type": "dr_grpo", "scale_rewards": "none", "turn_discount": 0.95, "adam_beta2": 0.99, "max_grad_norm": 0.2,
-    "lr_scheduler_type": "linear", "reward_weights": [0.0], "save_steps": 25, "save_total_limit": 2,
+DEFAULTS = USUAL | {
+    "output_dir": "runs/game2048", "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 64,
+    "max_turn_tokens": 16, "gradient_accumulation_steps": 4, "turn_discount": 0.95, "reward_weights": [0.0],
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny-talks", 96, 16, 32, {
         "max_steps": 60, "learning_rate": 3e-3, "max_completion_length": 16, "max_turn_tokens": 4,
-        "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "num_generations": 8,
+        "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1,
         "turn_discount": 0.6, "max_grad_norm": 1.0, "save_steps": 20,
     }),
     "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 512, 32, 64, {"optim": "paged_adamw_8bit"}),

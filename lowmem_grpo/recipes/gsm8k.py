@@ -36,8 +36,7 @@ REWARDS: list[Callable[..., Any]] = [
 COLUMNS = ("question", "answer")  # required in every row
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/gsm8k", "seed": 3407, "learning_rate": 5e-6, "adam_beta2": 0.99, "weight_decay": 0.1,
-    "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1, "max_steps": 250, "num_generations": 8,
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "save_steps": 50,
+    "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.1, "max_steps": 250, "save_steps": 50,
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1536, 16, 16, {"max_completion_length": 64, "max_steps": 3, "optim": "adamw_torch"}),

@@ -9,7 +9,6 @@ import random
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from datasets import Dataset
 
@@ -17,20 +16,18 @@ from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.recipes.eval_task import Exam, baselines, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
 from lowmem_grpo.trainer.play import Play
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/guess", "seed": 0, "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 512,
-    "max_turn_tokens": 48, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8,
-    "loss_type": "dr_grpo", "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2,
-    "lr_scheduler_type": "linear", "reward_weights": [0.0], "save_steps": 25, "save_total_limit": 2,
+DEFAULTS = USUAL | {
+    "output_dir": "runs/guess", "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 512,
+    "max_turn_tokens": 48, "reward_weights": [0.0],
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny-games", 256, 16, 32, {
         "max_steps": 64, "learning_rate": 3.5e-3, "max_completion_length": 160, "max_turn_tokens": 4,
-        "per_device_train_batch_size": 96, "gradient_accumulation_steps": 4, "num_generations": 8,
-        "turn_discount": 1.0, "max_grad_norm": 1.0, "save_steps": 16,
+        "per_device_train_batch_size": 96, "gradient_accumulation_steps": 4, "turn_discount": 1.0, "max_grad_norm": 1.0,
+        "save_steps": 16,
     }),
     "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
     "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),

@@ -11,25 +11,22 @@ instead: it sees neither the answer nor the source, and the reward by the rules 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam, won
 from lowmem_grpo.recipes.judge import SELF, JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson, teach
-from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, Setup, prepare
 from lowmem_grpo.recipes.tasks.inbox import UNKNOWN, WRONG, Inbox, baselines, earned
 from lowmem_grpo.recipes.tasks.mail_database import check_sqlite
 from lowmem_grpo.recipes.tasks.mailbox import WORLDS, check_name, mailbox
 from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.trainer.play import Play
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/inbox", "seed": 0, "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 3072,
-    "max_turns": 12, "max_turn_tokens": 256, "max_tool_tokens": 512, "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo", "scale_rewards": "none",
-    "adam_beta2": 0.99, "max_grad_norm": 0.2, "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+DEFAULTS = USUAL | {
+    "output_dir": "runs/inbox", "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 3072,
+    "max_turns": 12, "max_turn_tokens": 256, "max_tool_tokens": 512,
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny-inbox", 320, 16, 32, {

@@ -12,7 +12,7 @@ gradient, and the run ends with an error that says so. See docs/judge.md.
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, Setup, prepare
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.calling.contract import RewardError
 from lowmem_grpo.rewards.judge.judge import Judge, ruler
@@ -107,11 +107,6 @@ def draw_report(rng: random.Random) -> Report:
     return Report(rng.randrange(len(KINDS)), rng.choice(PLACES), rng.choice(MONTHS), rng.choice(GOODS), **numbers)
 
 
-def reports(split: str, seed: int) -> Iterator[Report]:
-    """Yield different reports of one split, practically without end."""
-    return distinct(split, seed, draw_report, repr)
-
-
 def share_kept(text: str, facts: list[str]) -> float:
     """Return the share of facts that a text contains as whole words or numbers; 1,240 counts as 1240."""
     plain = re.sub(r"(?<=\d)[, ](?=\d{3}\b)", "", text).lower()
@@ -128,11 +123,8 @@ RUBRIC = f"""\
 - A good summary keeps every number and name of the report, each attached to what it belongs to, and adds none.
 - Every fact that is left out or wrong lowers the score; of two with the same facts, the more readable one is better.
 - A copy of the report, a list of fragments, or more than {WORDS_ALLOWED} words scores low."""
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/judge", "seed": 0, "max_steps": 100, "learning_rate": 1e-5, "max_completion_length": 128,
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
-    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
-    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+DEFAULTS = USUAL | {
+    "output_dir": "runs/judge", "max_steps": 100, "max_completion_length": 128, "warmup_ratio": 0.05,
     "reward_weights": [1.0, 0.2, 0.0],  # the judge, the penalty for length, and a share that is only logged
 }
 PRESETS: Presets = {
@@ -194,7 +186,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": report.question}], "answer": report.summary,
          "facts": list(report.facts)}
-        for report in take(reports(split, seed), size)
+        for report in take(distinct(split, seed, draw_report, repr), size)
     ])
 
 

@@ -46,20 +46,6 @@ class WarmUp:
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of SFTConfig. Other fields that GRPOConfig has too are as in the run."""
 
-    def is_over(self, setup: Setup) -> bool:
-        """Return whether the run resumes from a checkpoint, whose adapter was fine-tuned already."""
-        return setup.resume and bool(last_good(Path(setup.config.output_dir))[0])
-
-    def teach(self, model: FastPeftModel, setup: Setup, console: Console) -> bool:
-        """Teach the format; return False if it was stopped. Raises SystemExit after Ctrl-C."""
-        trainer = self.trainer(model, setup)
-        result = trainer.train()
-        if not result.finished:
-            console.print(f"stopped in step {result.global_step} of the warm-up; with resume=true it begins again")
-        if trainer.interrupt.requested:
-            raise SystemExit(trainer.interrupt.exit_status)
-        return result.finished
-
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:
         """Return the trainer of the warm-up, with the run's values of SHARED unless `settings` has others."""
         config = setup.config
@@ -74,20 +60,6 @@ class WarmUp:
     def share(self, answers: Answers) -> float:
         """Return the share of answers in the format."""
         return sum(self.has_form(texts[0]) for texts in answers.texts) / len(answers.texts)
-
-    def report_taught(self, before: Answers, after: Answers, console: Console) -> dict[str, float]:
-        """Print how fine-tuning changed the answers; return entries for summary.json."""
-        shares = self.share(before), self.share(after)
-        print_line(console, f"answers as `{self.form}`: {shares[0]:.1%} before, {shares[1]:.1%} after "
-                            f"{self.steps} steps of fine-tuning; accuracy {after.accuracy:.1%}")
-        return {"accuracy_after_sft": after.accuracy, "taught_format_before": shares[0],
-                "taught_format_after_sft": shares[1]}
-
-    def report_kept(self, after: Answers, console: Console) -> dict[str, float]:
-        """Print the share of answers in the format after GRPO; return it for summary.json."""
-        share = self.share(after)
-        console.print(f"answers as `{self.form}`: {share:.1%} after GRPO", markup=False)
-        return {"taught_format_after": share}
 
 
 @dataclass(frozen=True)
@@ -239,15 +211,26 @@ def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRe
 def warm_up(
     taught: WarmUp, model: FastPeftModel, setup: Setup, lesson: Lesson, before: Answers | None, console: Console
 ) -> dict[str, Any] | None:
-    """Fine-tune before GRPO unless a checkpoint is resumed; return entries for summary.json, None if stopped."""
+    """Fine-tune before GRPO unless a checkpoint is resumed, whose adapter was fine-tuned already; return entries for
+    summary.json, None if stopped. Raises SystemExit after Ctrl-C."""
     facts: dict[str, Any] = {"sft_steps": taught.steps}
-    if taught.is_over(setup):
+    if setup.resume and last_good(Path(setup.config.output_dir))[0]:
         return facts
-    if not taught.teach(model, setup, console):
+    trainer = taught.trainer(model, setup)
+    result = trainer.train()
+    if not result.finished:
+        console.print(f"stopped in step {result.global_step} of the warm-up; with resume=true it begins again")
+    if trainer.interrupt.requested:
+        raise SystemExit(trainer.interrupt.exit_status)
+    if not result.finished:
         return None
     after = measured(model, setup, lesson, model.current_lora())
     if before is not None and after is not None:
-        facts |= taught.report_taught(before, after, console)
+        shares = taught.share(before), taught.share(after)
+        print_line(console, f"answers as `{taught.form}`: {shares[0]:.1%} before, {shares[1]:.1%} after {taught.steps} "
+                            f"steps of fine-tuning; accuracy {after.accuracy:.1%}")
+        facts |= {"accuracy_after_sft": after.accuracy, "taught_format_before": shares[0],
+                  "taught_format_after_sft": shares[1]}
     return facts
 
 
@@ -256,7 +239,9 @@ def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) 
     changes: dict[str, Any] = {"accuracy_after": after.accuracy, "difference": difference(before, after)}
     print_accuracy(console, before.accuracy, after.accuracy, len(after.texts), changes["difference"]["interval"])
     if lesson.warm_up is not None:
-        changes |= lesson.warm_up.report_kept(after, console)
+        changes["taught_format_after"] = lesson.warm_up.share(after)
+        kept = f"answers as `{lesson.warm_up.form}`: {changes['taught_format_after']:.1%} after GRPO"
+        console.print(kept, markup=False)
     changes["samples"] = side_by_side(lesson.test, before, after)
     print_samples(console, changes["samples"])
     return changes

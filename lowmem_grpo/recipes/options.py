@@ -79,6 +79,16 @@ class RecipeOptions:
         return modes[self.gradient_checkpointing_mode]
 
 
+@dataclass
+class ProblemOptions(RecipeOptions):
+    """The options of recipes whose problems are generated."""
+
+    train_size: int = 4096
+    """Problems to train on."""
+    eval_problems: int = 256
+    """Held-out problems that are answered before and after training."""
+
+
 def parse(arguments: list[str]) -> dict[str, str]:
     """Parse ["key=value"], ["--key", "value"] or ["--key=value"] to {"key": "value"}; click.UsageError for others."""
     options: dict[str, str] = {}

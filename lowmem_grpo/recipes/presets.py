@@ -21,6 +21,10 @@ OTHER_MODELS = (  # newer models, each of which fits every recipe's preset on ev
     "HuggingFaceTB/SmolLM3-3B", "Qwen/Qwen3.5-4B", "google/gemma-4-E4B-it", "allenai/Olmo-3-7B-Instruct",
     "mistralai/Ministral-3-8B-Instruct-2512-BF16", "Qwen/Qwen3.5-9B",
 )
+USUAL: dict[str, Any] = {  # DEFAULTS of most recipes, where they differ from GRPOConfig's own
+    "seed": 0, "learning_rate": 1e-5, "gradient_accumulation_steps": 8, "loss_type": "dr_grpo", "scale_rewards": "none",
+    "adam_beta2": 0.99, "max_grad_norm": 0.2, "save_steps": 25, "save_total_limit": 2,
+}
 FULL = 0.9  # a card reports at least this share of its nominal size
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, WarmUp, teach
-from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.options import ProblemOptions
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
 from lowmem_grpo.recipes.tasks import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.ready.answers import number_equal, number_match, proximity, regex_match
@@ -28,11 +28,9 @@ from lowmem_grpo.rewards.ready.reading import Place, after, in_tag, last_line
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.verifier import Verifier
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/proximity", "seed": 0, "max_steps": 150, "learning_rate": 5e-6, "max_completion_length": 512,
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8, "loss_type": "dr_grpo",
-    "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2, "warmup_ratio": 0.05,
-    "lr_scheduler_type": "linear", "save_steps": 25, "save_total_limit": 2,
+DEFAULTS = USUAL | {
+    "output_dir": "runs/proximity", "max_steps": 150, "learning_rate": 5e-6, "max_completion_length": 512,
+    "warmup_ratio": 0.05,
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny", 128, 16, 32, {
@@ -123,7 +121,6 @@ def draw_step(rng: random.Random, stock: int) -> Step:
 
 
 def stock_problems(split: str, seed: int) -> Iterator[StockProblem]:
-    """Yield different problems of one split, practically without end."""
     return distinct(split, seed, draw_problem, lambda problem: problem.question)
 
 
@@ -165,11 +162,7 @@ STEPS = Task(arithmetic_problems.problems, "", "Answer = N", lambda lines,
 
 
 @dataclass
-class ProximityOptions(RecipeOptions):
-    train_size: int = 4096
-    """Problems to train on."""
-    eval_problems: int = 256
-    """Held-out problems that are answered before and after training."""
+class ProximityOptions(ProblemOptions):
     sft_steps: int = 15
     """Steps of supervised fine-tuning before GRPO; 0 skips it."""
 

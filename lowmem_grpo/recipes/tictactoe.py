@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 from datasets import Dataset
 
@@ -18,20 +17,17 @@ from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.recipes.eval_task import Exam, baselines, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
 from lowmem_grpo.trainer.play import Play
 
-DEFAULTS: dict[str, Any] = {
-    "output_dir": "runs/tictactoe", "seed": 0, "max_steps": 200, "learning_rate": 5e-6, "max_completion_length": 768,
-    "max_turn_tokens": 48, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_generations": 8,
-    "loss_type": "dr_grpo", "scale_rewards": "none", "adam_beta2": 0.99, "max_grad_norm": 0.2,
-    "lr_scheduler_type": "linear", "reward_weights": [0.0], "save_steps": 25, "save_total_limit": 2,
+DEFAULTS = USUAL | {
+    "output_dir": "runs/tictactoe", "max_steps": 200, "learning_rate": 5e-6, "max_completion_length": 768,
+    "max_turn_tokens": 48, "reward_weights": [0.0],
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny-games", 320, 16, 32, {
         "max_steps": 120, "learning_rate": 1e-3, "max_completion_length": 256, "max_turn_tokens": 4,
-        "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "num_generations": 8,
-        "max_grad_norm": 1.0,
+        "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0,
     }),
     "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1280, 32, 64, {"optim": "paged_adamw_8bit"}),
     "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1280, 32, 64, {"optim": "paged_adamw_8bit"}),

@@ -71,19 +71,10 @@ def test_one_failure_too_many_is_raised_and_all_others_are_cancelled(rollouts: R
     assert rollouts.cancelled == 3
 
 
-def test_a_rollout_that_never_ends_is_cut_at_its_timeout_and_one_that_is_cancelled_is_one_failure(
-    rollouts: Rollouts
-) -> None:
-    async def play() -> list[art.TrajectoryGroup]:
-        task = asyncio.ensure_future(rollouts.one("never"))
-        asyncio.get_running_loop().call_soon(task.cancel)
-        return await art.gather_trajectory_groups([art.TrajectoryGroup([task, rollouts.one(1.0)])], max_exceptions=1)
-
+def test_a_rollout_that_never_ends_is_cut_at_its_timeout(rollouts: Rollouts) -> None:
     (group,) = gather(rollouts.groups([1.0, "never"]), timeout=0.05, max_exceptions=1)
     assert len(group) == 1 and rollouts.cancelled == 1
     assert group.exceptions[0].message == "the rollout did not end within 0.05 s and was cancelled"
-    (group,) = asyncio.run(play())
-    assert len(group) == 1 and group.exceptions[0].type == "CancelledError"
 
 
 def test_cancelling_a_gathering_cancels_every_rollout_and_puts_the_bar_away(rollouts: Rollouts) -> None:

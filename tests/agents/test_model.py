@@ -51,18 +51,6 @@ async def rollout(model: Any, question: str) -> art.Trajectory:
     return art.Trajectory(messages_and_choices=[*messages, reply.choices[0]], reward=float(len(question)))
 
 
-def test_a_rollout_asks_the_model_in_this_process_and_its_choice_names_its_turn(
-    model: art.TrainableModel[Any], backend: ScriptedBackend
-) -> None:
-    async def main() -> list[art.TrajectoryGroup]:
-        return await art.gather_trajectory_groups([art.TrajectoryGroup(rollout(model, "Hi") for _ in range(3))])
-
-    (group,) = asyncio.run(main())
-    turns = [one.messages_and_choices[1].turn for one in group]  # type: ignore[union-attr]
-    assert len(set(turns)) == 3 and all(backend.chat.turn(turn).text == "Yes." for turn in turns)  # type: ignore[union-attr]
-    assert group.trajectories[0].messages()[1] == {"role": "assistant", "content": "Yes."}
-
-
 def test_rollouts_that_say_the_same_keep_apart(model: art.TrainableModel[Any], backend: ScriptedBackend) -> None:
     async def two_turns() -> art.Trajectory:
         trajectory = await rollout(model, "Hi")
@@ -77,6 +65,7 @@ def test_rollouts_that_say_the_same_keep_apart(model: art.TrainableModel[Any], b
     for one in asyncio.run(main()):
         first, second = one.messages_and_choices[1], one.messages_and_choices[3]
         assert backend.chat.parent(second.turn) == first.turn  # type: ignore[union-attr]
+        assert backend.chat.turn(second.turn).text == one.messages()[3]["content"] == "Yes."  # type: ignore[union-attr]
 
 
 def test_training_passes_groups_and_options_on(model: art.TrainableModel[Any], backend: ScriptedBackend) -> None:

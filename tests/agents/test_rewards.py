@@ -67,18 +67,6 @@ def test_a_judge_that_fails_raises_or_drops_its_group(caplog: pytest.LogCaptureF
     assert "a group of 2 trajectories is left out" in caplog.text
 
 
-def test_a_failing_judge_costs_a_gathering_only_its_groups() -> None:
-    async def rollout(answer: str) -> art.Trajectory:
-        return trajectory(answer)
-
-    async def main(judge: Any) -> list[art.TrajectoryGroup]:
-        return await art.gather_trajectory_groups(
-            [art.TrajectoryGroup(map(rollout, pair)) for pair in ("ab", "cd")],
-            after_each=lambda group: ruler_score_group(group, judge, swallow_exceptions=True))
-
-    assert len(asyncio.run(main(Scripted()))) == 2 and asyncio.run(main(Scripted(fails=True))) == []
-
-
 def test_a_judge_at_a_url_is_named_as_in_litellm_and_asked_once_for_the_same() -> None:
     with serving(by_length) as server:
         params = {"base_url": server.url, "api_key": "local", "temperature": 0, "num_retries": 1}

@@ -99,15 +99,6 @@ def test_a_report_is_remade_and_its_name_printed_in_any_encoding_of_the_terminal
     assert "there is no summary.json that can be read" in (run / "report.html").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["ascii", "cp932"])
-def test_a_run_comes_to_its_end_in_any_encoding_of_the_terminal(encoding: str, tmp_path: Path) -> None:
-    words = ["run", "arithmetic", "max_steps=1", "eval_problems=4", f"output_dir={tmp_path / 'run'}"]
-    result = CliRunner(charset=encoding).invoke(main, words)
-    assert result.exit_code == 0, result.output
-    assert "? wrong" in result.stdout and "report.html" in result.stdout  # the mark before it is not in these
-
-
 def test_a_prompt_that_is_too_long_is_refused_in_words() -> None:
     result = invoke("generate", "x" * 4000)
     assert result.exit_code == 1 and "leaves no room in a context of 2048" in result.output

@@ -1,7 +1,6 @@
 """`serve`, `submit`, `jobs`, `logs`, `cancel`, `resume` as a user types them, and over a killed server."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -94,21 +93,14 @@ def test_a_job_runs_and_its_log_is_followed_to_its_end(served: Served) -> None:
     assert "small.py" in served("jobs").stdout
 
 
-REFUSED = {
-    "no option 'max_stepz'; did you mean max_steps": ("submit", "arithmetic", "max_stepz=3"),
-    "no recipe 'aritmetic'; did you mean arithmetic": ("submit", "aritmetic"),
-    "there is no recipe file 'other.py' on the server, which has small.py": ("submit", "other.py"),
-    "the queue sets output_dir itself": ("submit", "arithmetic", "output_dir=/tmp/x"),
-    "the time 'soon' cannot be read": ("submit", "arithmetic", "--time-limit", "soon"),
-    "share is 1.5": ("submit", "arithmetic", "--share", "1.5"),
-    "there is no job 999": ("cancel", "999"),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_is_wrong_is_refused_in_words(words: str, served: Served) -> None:
-    found = served(*REFUSED[words])
-    assert found.returncode == 1 and words in found.stderr and "Traceback" not in found.stderr
+@pytest.mark.parametrize(("words", "said"), [
+    ("submit arithmetic max_stepz=3", "no option 'max_stepz'; did you mean max_steps"),
+    ("submit other.py", "there is no recipe file 'other.py' on the server, which has small.py"),
+    ("submit arithmetic --time-limit soon", "the time 'soon' cannot be read"), ("cancel 999", "there is no job 999"),
+])
+def test_what_is_wrong_is_refused_in_words(words: str, said: str, served: Served) -> None:
+    found = served(*words.split())
+    assert found.returncode == 1 and said in found.stderr and "Traceback" not in found.stderr
 
 
 @pytest.mark.slow
@@ -141,12 +133,7 @@ def test_a_stopped_job_is_resumed(served: Served) -> None:
 
 
 def test_only_a_key_with_the_right_reaches_jobs_and_only_its_own(served: Served) -> None:
-    assert served.ask("/jobs", "nobody")[0] == 401
-    status, words = served.ask("/jobs", "b" * 30)
-    assert status == 403 and "the key of bob may not use jobs" in words
-    assert served.ask("/jobs", "a" * 30) == (200, '{"jobs":[]}')
-    assert served.ask("/jobs/1", "a" * 30)[0] == 404
-    assert served.ask("/health", "")[0] == 200
+    assert served.ask("/jobs", "b" * 30)[0] == 403 and served.ask("/jobs", "a" * 30) == (200, '{"jobs":[]}')
 
 
 def test_a_server_that_is_gone_is_told_from_a_wrong_request(tmp_path: Path) -> None:
@@ -156,9 +143,3 @@ def test_a_server_that_is_gone_is_told_from_a_wrong_request(tmp_path: Path) -> N
         (tmp_path / "server.json").write_text(json.dumps({"url": url, "key": "tml-x"}))
         found = ran("jobs", "--server", str(tmp_path))
     assert found.returncode == 1 and "is not reached" in found.stderr
-
-
-def test_two_servers_do_not_share_a_folder(served: Served) -> None:
-    found = ran("serve", "--port", "0", "--folder", str(served.home))
-    assert found.returncode == 1 and "another server has" in found.stderr
-    assert os.path.exists(served.home / "server.json")

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from tables import every_row
 
 from lowmem_grpo.cli.main import main
-from lowmem_grpo.cli.options import file_of, recipe_help
+from lowmem_grpo.cli.options import assigned, file_of, literal, recipe_help, recipe_tree
 from lowmem_grpo.recipes import RECIPES
 
 OWN = '''"""My recipe."""
@@ -44,7 +44,8 @@ def test_help_shows_every_option_and_preset_of_a_recipe(name: str) -> None:
         words = f"{size} model={preset.model}, max_seq_length={preset.max_seq_length}, lora_rank={preset.lora_rank}, "
         assert f"{words}lora_alpha={preset.lora_alpha}" in told
         assert all(f"{setting}=" in told for setting in preset.settings)
-    assert text.startswith((module.__doc__ or "").strip().partition("\n")[0])
+    assert text.startswith((module.__doc__ or "").strip().partition("\n")[0]) and "RANGES" not in text
+    assert literal(assigned(recipe_tree(name), "DEFAULTS")) == module.DEFAULTS
 
 
 def test_help_of_a_recipe_file_does_not_run_the_file(tmp_path: Path) -> None:

@@ -104,15 +104,12 @@ def test_unknown_options_are_refused_with_the_closest_names() -> None:
         GRPOConfig(evaluation_strategy="steps", eval_strategy="no")
 
 
-def test_a_typical_notebook_runs_unchanged_and_its_rounding_is_told() -> None:
+def test_a_typical_notebook_runs_unchanged_and_only_rounding_is_told() -> None:
     config = GRPOConfig(**NOTEBOOK)
     assert config.completions_per_step == 6 and config.prompts_per_step == 1
     assert "= 1 completions" in config.rounding() and "each step uses 6" in config.rounding()
     for name, value in NOTEBOOK.items():
         assert getattr(config, name) == ([value] if name == "report_to" else value)
-
-
-def test_whole_groups_are_not_rounded() -> None:
     config = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=8)
     assert config.rounding() is None
     assert (config.completions_per_step, config.optimizer_steps_per_generation) == (16, 2)

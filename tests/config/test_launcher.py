@@ -94,7 +94,7 @@ def test_every_prompt_belongs_to_one_rank_in_order_and_no_rank_has_two_more_than
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_groups_are_divided_by_their_tokens_and_keep_their_order() -> None:
+def test_groups_are_divided_by_their_tokens_keep_their_order_and_are_dealt_out_the_same_way_everywhere() -> None:
     costs = [900, 10, 20, 30, 40, 800, 50]
     parts = balanced(costs, float, 2)
     assert sorted(cost for part in parts for cost in part) == sorted(costs)
@@ -102,9 +102,6 @@ def test_groups_are_divided_by_their_tokens_and_keep_their_order() -> None:
     assert all([cost for cost in costs if cost in part] == part for part in parts)
     assert balanced([], float, 3) == [[], [], []]
     assert balanced([7], float, 2) == [[7], []]
-
-
-def test_equal_groups_are_dealt_out_the_same_way_in_every_process() -> None:
     assert balanced(list(range(5)), lambda _: 1.0, 2) == [[0, 2, 4], [1, 3]]
 
 

@@ -19,8 +19,6 @@ REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
         ({"report_to": ["all", "wandb"]}, "'all' stands by itself"),
         ({"loss_type": "orpo"}, "one of nll, chunked_nll, dft"), ({"neftune_noise_alpha": 5}, "leave it out"),
         ({"max_length": 0}, "max_length is 0; it must be a whole number, at least 1"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be 0 or above"),
-        ({"bf16": True, "fp16": True}, "both set"),
     ],
 }
 

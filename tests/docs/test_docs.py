@@ -11,7 +11,6 @@ from naive_loss import LONGEST, example
 from tables import every_row
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.strategies import STRATEGIES
 from lowmem_grpo.losses.advantages import ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS
@@ -63,7 +62,6 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("heading", "names"), [
     ("Loss types", LOSS_TYPES), ("Advantages", ESTIMATORS), ("Off-policy corrections", CORRECTIONS),
-    ("Which groups are trained on", STRATEGIES),
 ])
 def test_every_algorithm_is_on_the_page_with_its_three_lines(heading: str, names: dict[str, object]) -> None:
     (section,) = [part for part in PAGE.split("\n## ") if part.startswith(heading)]

@@ -7,8 +7,8 @@ import pytest
 from recipe_runs import run
 
 from lowmem_grpo.recipes import code
-from lowmem_grpo.recipes.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, code_problems
-from lowmem_grpo.recipes.tasks.splits import take
+from lowmem_grpo.recipes.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, draw_problem
+from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.ready.code import code_passes_tests
 from lowmem_grpo.rewards.sandbox import surroundings
 from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, SandboxError, why_not
@@ -25,7 +25,7 @@ needs_isolation = pytest.mark.skipif(not WORKING, reason="no isolation works her
 @needs_isolation
 def test_a_solution_passes_its_own_tests_and_no_other_one_does() -> None:
     """Expected results come from one function, the solution is another text: the sandbox compares the two."""
-    firsts = {problem.template: problem for problem in take(code_problems("train", 0), 200)}
+    firsts = {problem.template: problem for problem in take(distinct("train", 0, draw_problem, repr), 200)}
     assert len(firsts) == len(TEMPLATES)
     verifier = code_passes_tests(isolation=WORKING[0], limits=PATIENT, batch_seconds=600)
     problems = list(firsts.values())

@@ -18,9 +18,7 @@ from lowmem_grpo.recipes.countdown import (
     LONGEST,
     Countdown,
     Difficulty,
-    allowed,
     answer_line,
-    answer_text,
     countdowns,
     evaluate,
     given_numbers,
@@ -95,11 +93,11 @@ def test_no_puzzle_comes_twice_in_any_order_and_every_operator_occurs_often() ->
 
 
 def test_a_difficulty_with_too_few_puzzles_or_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(countdown, "HOPELESS", 2000)
+    monkeypatch.setattr(countdown, "FRUITLESS", 2000)
     for split, difficulty, message in (
-        ("train", Difficulty(2, 2, 4, 10), r"only about \d+ train puzzles with .*largest_number=4.*allow more"),
-        ("train", Difficulty(6, 6, 50, 5, "+"), r"no train puzzle .*largest_target=5, operators='\+'\); allow few"),
-        ("test", Difficulty(2, 2, 4, 4, "*"), r"no test puzzle .*min_numbers=2.*a larger target"),
+        ("train", Difficulty(2, 2, 4, 10), r"only \d+ different train problems; ask for fewer, .*largest_number=4"),
+        ("train", Difficulty(6, 6, 50, 5, "+"), r"only 0 different train .*largest_target=5, operators='\+'\).* fewer"),
+        ("test", Difficulty(2, 2, 4, 4, "*"), r"only 0 different test .*min_numbers=2.*a larger target"),
     ):
         with pytest.raises(ValueError, match=message):
             make_dataset(split, 5000, difficulty=difficulty)
@@ -170,23 +168,6 @@ def test_no_strange_text_breaks_the_rewards(text: str) -> None:
         assert values[0] in (0.0, 1.0) and set(values[1:]) <= {0.0, 0.1}
 
 
-def test_only_given_numbers_count_and_each_only_once() -> None:
-    for text, numbers, right in (
-        ("25 - 7", NUMBERS, True), ("25 - 7 - 3", NUMBERS, True), ("25 - 25", NUMBERS, False),
-        ("4 + 3", NUMBERS, False), ("5 + 5", [5, 5, 1], True), ("5 + 5 + 5", [5, 5, 1], False), ("no", NUMBERS, False),
-    ):
-        assert allowed(evaluate(text), numbers) is right, text
-
-
-def test_the_answer_is_what_follows_the_last_mark() -> None:
-    answers = {
-        "Answer: 1 + 2": "1 + 2", "Answer: 1\nAnswer: 2": "2", "**Answer:** `3 * 4`.": "3 * 4`.", "none": None,
-        "Answer: 3 \u00d7 4 \u00f7 2 \u2212 1": "3 * 4 / 2 - 1", "Answer:": "", "Answer: 1\nmore": "1",
-        "Answer: **3 * 4**": "3 * 4",
-    }
-    assert {text: answer_text(text) for text in answers} == answers
-
-
 # rewards
 
 
@@ -197,6 +178,8 @@ EARNED = [  # by reaching the target, by the given numbers, and by the line of t
     ("Answer: 25", 0.0, 0.0, 0.1), ("Answer: (25 - 7) * 3 * 1", 0.0, 0.0, 0.1), ("Answer: 25 - 7 * 3", 0.0, 0.1, 0.1),
     ("**Answer: (25 - 7) * 3**", 1.0, 0.1, 0.0), ("Answer: (25 - 7) * 3\nThat is it.", 1.0, 0.1, 0.0),
     ("Answer: (25 - 7) * 3\nAnswer: 25 + 7", 0.0, 0.1, 0.1), ("Answer: 3 * 3 * 3 + 3 * 3 * 3", 0.0, 0.0, 0.1),
+    ("**Answer:** `(25 - 7) * 3`", 1.0, 0.1, 0.0), ("Answer: (25 \u2212 7) \u00d7 3", 1.0, 0.1, 0.0),
+    ("Answer: 25 \u00f7 3", 0.0, 0.1, 0.0), ("Answer:", 0.0, 0.0, 0.0), ("Answer: 25 - 7 + 7", 0.0, 0.0, 0.1),
 ]
 
 
@@ -206,3 +189,4 @@ def test_a_completion_earns_what_it_deserves() -> None:
     for text, *earned in EARNED:
         for completion in (text, [{"role": "assistant", "content": text}]):
             assert [reward([completion], **told) for reward in rewards] == [[one] for one in earned], completion
+    assert given_numbers(["Answer: 5 + 5", "Answer: 5 + 5 + 5"], numbers=[[5, 5, 1]] * 2) == [0.1, 0.0]

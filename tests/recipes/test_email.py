@@ -5,13 +5,13 @@ import email as standard_email
 from typing import Any
 
 from lowmem_grpo.recipes import email
-from lowmem_grpo.recipes.email import KINDS, NAMES, SIGNATURE, requests
-from lowmem_grpo.recipes.tasks.splits import take
+from lowmem_grpo.recipes.email import KINDS, NAMES, SIGNATURE, draw_request
+from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.ready.mail import email_rewards, has_word
 
 
 def test_a_keyword_answers_only_its_question_and_every_kind_and_name_comes_often() -> None:
-    drawn = take(requests("train", 0), 2000)
+    drawn = take(distinct("train", 0, draw_request, repr), 2000)
     for request in drawn:
         assert [fact for fact in request.facts if has_word(fact, request.keyword)] == [request.fact]
         assert has_word(request.ideal, request.keyword) and request.text.count(request.fact) == 1

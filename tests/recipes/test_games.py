@@ -19,7 +19,7 @@ def test_the_games_own_pay_decides_and_not_the_count_of_wins(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("name", "model"), [
     ("guess", "tiny-games"), ("calculator", "tiny-games"), ("tictactoe", "tiny-games"), ("game2048", "tiny-talks"),
-    ("twenty_questions", "tiny-talks"),
+    ("twenty_questions", "tiny-talks"), ("inbox", "tiny-inbox"),
 ])
 @pytest.mark.every(3)
 def test_eval_plays_the_same_games(name: str, model: str, tmp_path: Path) -> None:

@@ -7,15 +7,15 @@ import pytest
 from recipe_runs import records, run
 
 from lowmem_grpo.recipes import judge
-from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, is_short, reports, share_kept
-from lowmem_grpo.recipes.tasks.splits import take
+from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, draw_report, is_short, share_kept
+from lowmem_grpo.recipes.tasks.splits import distinct, take
 from tests.attacks.judge_server import by_length, serving
 
 # reports
 
 
 def test_a_report_holds_each_of_its_facts_once_and_says_how_long_a_summary_may_be() -> None:
-    drawn = take(reports("train", 0), 200)
+    drawn = take(distinct("train", 0, draw_report, repr), 200)
     assert {report.kind for report in drawn} == set(range(len(KINDS)))
     assert f"more than {WORDS_ALLOWED} words" in judge.RUBRIC
     for report in drawn:

@@ -31,7 +31,6 @@ from lowmem_grpo.recipes.tasks import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.rewards import RewardError
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 RULES: dict[str, Callable[[int, int], int]] = {
     "Add": lambda total, by: total + by, "Subtract": lambda total, by: total - by,
     "Multiply by": lambda total, by: total * by,
@@ -105,16 +104,13 @@ def test_a_completion_earns_what_its_last_number_and_line_deserve() -> None:
 # options
 
 
-def test_every_way_to_write_an_option_is_understood() -> None:
+def test_every_way_to_write_an_option_is_understood_with_dashes_and_equals_signs_in_its_value() -> None:
     for words in ("max_steps=7", "--max_steps 7", "--max_steps=7", "--max-steps 7", "--max-steps=7", "max-steps=7"):
         assert parse(words.split()) == {"max_steps": "7"}, words
         assert fill(ArithmeticOptions, words.split()).config == {"max_steps": 7}, words
     options = fill(Gsm8kOptions, ["gpu=24", "lora-rank=8", "load_in_4bit=false", "seed=1", "resume=true"])
     assert (options.gpu, options.lora_rank, options.load_in_4bit, options.resume) == ("24", 8, False, True)
     assert options.config == {"seed": 1}
-
-
-def test_values_may_hold_dashes_and_equals_signs() -> None:
     assert parse(["output_dir=a=b", "--run-name", "x-y=z", "--seed", "-1", "learning_rate=1e-3"]) == {
         "output_dir": "a=b", "run_name": "x-y=z", "seed": "-1", "learning_rate": "1e-3",
     }
@@ -169,15 +165,6 @@ def test_gsm8k_trains_on_a_local_file(tmp_path: Path) -> None:
     assert {f"rewards/{function.__name__}/mean" for function in gsm8k.REWARDS} <= steps[0].keys()
     assert (tmp_path / "out" / "report.html").is_file()
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K rows are not on this machine")
-def test_every_real_gsm8k_row_has_a_number_as_its_label() -> None:
-    dataset = gsm8k.make_dataset(str(GSM8K))
-    assert len(dataset) > 7000
-    assert all(re.fullmatch(r"-?\d+", answer) for answer in dataset["answer"])
-    assert [message["role"] for message in dataset[0]["prompt"]] == ["system", "user"]
-    assert dataset[0]["prompt"][1]["content"] == dataset[0]["question"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])

@@ -13,11 +13,8 @@ from lowmem_grpo.recipes.twenty_questions import (
     WORLDS,
     TwentyQuestions,
     TwentyQuestionsOptions,
-    about,
     answered_truly,
     narrowed,
-    question_of,
-    truth,
     truthful,
 )
 
@@ -88,28 +85,6 @@ def test_the_last_turn_has_to_be_a_guess() -> None:
     said = [game.step("Is it above 8?") for _ in range(6)]
     assert said[:5] == [(f"no: 1 to 8, {left} left", 0.0, False) for left in (5, 4, 3, 2, 1)]
     assert said[5] == ("It is 5.", 0.0, True)
-
-
-def test_a_person_may_take_the_other_side() -> None:
-    game, asked = game_of("5"), []
-
-    def person(told: str) -> str:
-        asked.append(told)
-        return "Yes!"
-
-    game.opponent = person
-    assert game.step("Is it above 4?") == ("yes: 5 to 16, 5 left", 0.0, False)
-    assert asked == [about("5", "Is it above 4?")] and TwentyQuestions.opponent is None
-
-
-def test_true_answers_to_all_questions_leave_the_number_over() -> None:
-    for number in NUMBERS:
-        low, high = 1, 16
-        for limit in range(1, 16):
-            low, high = narrowed(low, high, question_of(limit), truth(number, question_of(limit)))
-        assert low == high == int(number)
-    with pytest.raises(ValueError, match="'What is it\\?' is not of the form 'Is it above N\\?'"):
-        truth("5", "What is it?")
 
 
 def test_everything_is_thought_of_equally_often_and_a_seed_always_thinks_of_the_same() -> None:

@@ -2,16 +2,15 @@
 
 import random
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TypeVar
 
 SPLITS = ("train", "test")
 TEST_SHARE = 8  # one problem in eight is a test problem
-FRUITLESS = 20_000  # draws in a row without a new problem, after which there are taken to be no more
+FRUITLESS = 20_000
 
 T = TypeVar("T")
-P = TypeVar("P", bound=Hashable)
 
 
 def split_of(text: str) -> str:
@@ -25,18 +24,21 @@ def check_split(split: str) -> None:
         raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
 
 
-def distinct(split: str, seed: int, draw: Callable[[random.Random], P], text: Callable[[P], str]) -> Iterator[P]:
-    """Yield different problems of one split, drawn with a seed; `text` identifies one. ValueError once none is left."""
+def distinct(
+    split: str, seed: int, draw: Callable[[random.Random], T | None], text: Callable[[T], str],
+    fruitless: int = FRUITLESS,
+) -> Iterator[T]:
+    """Yield different problems of one split, drawn with a seed; `text` identifies one, and a draw may give None.
+    ValueError after that many `fruitless` draws in a row, when there are taken to be no more."""
     check_split(split)
     rng = random.Random(f"{split}-{seed}")
-    seen: set[Hashable] = set()
-    fruitless = 0
-    while fruitless < FRUITLESS:
-        problem = draw(rng)
-        fruitless += 1
-        if split_of(text(problem)) == split and problem not in seen:
-            fruitless = 0
-            seen.add(problem)
+    seen: set[str] = set()
+    last = 0
+    while last < fruitless:
+        last += 1
+        if (problem := draw(rng)) is not None and (key := text(problem)) not in seen and split_of(key) == split:
+            last = 0
+            seen.add(key)
             yield problem
     raise ValueError(f"there are only {len(seen)} different {split} problems; ask for fewer")
 
