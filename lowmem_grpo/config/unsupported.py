@@ -40,6 +40,20 @@ class Fixed:
         return (*usual, *self.values)
 
 
+@dataclass(frozen=True)
+class Harmless(Fixed):
+    """An object or a dict of options: those in `free` change nothing here, the others must have their defaults."""
+
+    free: tuple[str, ...] = ()
+    usual: tuple[tuple[str, Any], ...] = ()
+
+    def accepts(self, name: str, value: Any) -> bool:
+        """Return whether everything that is not free is at its default."""
+        options, usual = value.to_dict() if hasattr(value, "to_dict") else value or {}, dict(self.usual)
+        return isinstance(options, Mapping) and all(key in self.free or (key in usual and usual[key] == setting)
+                                                  for key, setting in options.items())
+
+
 Table = dict[str, Fixed]
 
 
@@ -114,7 +128,12 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
     **at_default("Use shuffle_dataset=False to keep the order of the rows.", "train_sampling_strategy"),
     **any_value("dataset_num_proc"),  # the number of processes that read rows changes no result
     **any_value("dataloader_num_workers", usual=0),
-    **at_default("There are no data loaders to split or to dispatch; leave it out.", "accelerator_config", also=({},)),
+    "accelerator_config": Harmless(
+        "There are no data loaders to split; leave split_batches and gradient_accumulation_kwargs out of it.",
+        (None, {}), free=("dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking",
+                          "use_configured_state"),
+        usual=(("split_batches", False), ("gradient_accumulation_kwargs", None)),
+    ),
     **any_value("pad_to_multiple_of"),  # sequences are packed, without padding
     **at_default("Use logging_steps; a large value logs almost nothing.", "logging_strategy"),
     **only("Logs go to output_dir; set that.", logging_dir=None),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from tables import not_refused
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lowmem_grpo import GRPOConfig, SFTConfig
 from lowmem_grpo.config.shared import ONE_MEANING
@@ -65,8 +66,20 @@ def test_an_option_of_transformers_that_no_table_names_may_have_its_default_or_b
 
 
 @both
-def test_options_that_change_nothing_here_are_accepted(settings: Any) -> None:
-    assert settings(pad_to_multiple_of=8, cast_lm_head_to_fp32=True) == settings() and settings(no_cuda=True).use_cpu
+def test_options_of_data_loaders_are_accepted_where_they_change_nothing(settings: Any) -> None:
+    for harmless in (AcceleratorConfig(), {"dispatch_batches": False, "even_batches": False}, None):
+        assert settings(accelerator_config=harmless) == settings()
+    for other in (AcceleratorConfig(split_batches=True), {"gradient_accumulation_kwargs": {"num_steps": 2}}):
+        with pytest.raises(ValueError, match="leave split_batches and gradient_accumulation_kwargs out of it"):
+            settings(accelerator_config=other)
+    assert settings(pad_to_multiple_of=8) == settings() and settings(no_cuda=True).use_cpu
+    assert settings(cast_lm_head_to_fp32=True) == settings()
+
+
+@both
+def test_an_unknown_option_is_named_with_the_closest_ones_each_once(settings: Any) -> None:
+    with pytest.raises(TypeError, match=r"did you mean learning_rate( or embedding_learning_rate)?\?$"):
+        settings(learning_rat=1e-3)
 
 
 @both

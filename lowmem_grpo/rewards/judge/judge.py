@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
     ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
+EQUAL = 0.5  # the reward of completions that have no other to be compared with
 
 Place = tuple[Question, int]  # a completion's question, and its number among the answers
 
@@ -163,9 +164,9 @@ class JudgeReward(Reward):
 
     def rating_of(self, question: Question, number: int, now: Round) -> tuple[float | None, str]:
         """Return the reward of a completion, and the judge's reason. A group of identical completions, about which the
-        judge is not asked, has 0.5, or 0 if the text is empty."""
+        judge is not asked, has EQUAL, or 0 if the text is empty."""
         if not question.is_open:
-            return 0.5 if question.answers[0].strip() else 0.0, "nothing to compare"
+            return EQUAL if question.answers[0].strip() else 0.0, "nothing to compare"
         if question not in now.found:
             return None, "not judged"
         score, reason = now.found[question][number]

@@ -19,7 +19,6 @@ try:
 except ImportError as missing:
     raise ImportError("a judge at a URL needs the package openai: pip install openai") from missing
 
-MARGIN_SECONDS = 5.0  # for the work of `rate` besides waiting
 OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `options` must not set
 REPLY_BYTES = 4 << 20  # one response; long thinking with its scores takes a tenth of that
 SHORTEST = 8  # characters of a secret; a shorter key ("local", "EMPTY") is none, and occurs in ordinary words
@@ -71,7 +70,7 @@ class UrlJudge(Judge):
             require(name, value, rule)
         self.base_url, self.api_key, self.timeout = base_url, api_key, float(min(timeout, deadline))
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
-        self.time_limit, self.options = self.deadline + MARGIN_SECONDS, dict(options or {})
+        self.time_limit, self.options = self.deadline + 5.0, dict(options or {})  # 5 s for what is not waiting
         self.sessions: dict[Any, tuple[openai.AsyncOpenAI, asyncio.Semaphore]] = {}  # by event loop
         self.check_client(self.open_client())
 
