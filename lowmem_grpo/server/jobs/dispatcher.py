@@ -123,7 +123,9 @@ class Dispatcher:
             (folder / old).unlink(missing_ok=True)
         if self.queue.start_job(job).state == RUNNING:
             recipe = str(self.recipes / job.recipe) if self.recipes and job.recipe.endswith(".py") else job.recipe
-            own = [f"output_dir={folder / 'run'}", f"card_share={job.share:g}", f"resume={job.resume}".lower()]
+            own = [f"output_dir={folder / 'run'}"]
+            own += [f"card_share={job.share:g}"] if job.share < 1 else []
+            own += ["resume=true"] if job.resume and (folder / "run").is_dir() else []
             command = ["sh", "-c", COMMAND, sys.executable, recipe, *job.options, *own]
             keeper.start_keeper(folder, command, job.time_limit)
             logger.info("job %d (%s) begins", job.id, job.recipe)
