@@ -99,8 +99,8 @@ async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajec
 
 
 def yield_trajectory(trajectory: Trajectory) -> None:
-    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine; outside of one do nothing, as in
-    ART, so that the coroutine also runs by itself."""
+    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine. Without one do nothing, as in
+    ART: the coroutine can also be run alone."""
     taken = YIELDED.get()
     if taken is not None:
         taken.append(trajectory)

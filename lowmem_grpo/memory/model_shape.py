@@ -117,7 +117,7 @@ class ModelShape:
         return self.kv_heads * self.head_size
 
     def linears(self) -> Iterator[Linear]:
-        """Yield the linear weights of one layer, which are quantized; `lora` marks those that get LoRA by default."""
+        """Yield each linear weight of a layer that can be quantized; `lora` marks those that get LoRA by default."""
         bias, lora = self.attention_bias, self.family.experts is None  # with experts, only attention gets LoRA
         if self.delta is not None:
             sizes = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
@@ -260,7 +260,7 @@ class ModelShape:
 
 
 def turned_share(fields: Mapping[str, Any], row: Family) -> float:
-    """Return the share of a head that RoPE rotates; 1.0 if layers differ, since their tables are as wide as a head."""
+    """Return the share of a head that RoPE rotates; 1.0 if layers differ: their RoPE table spans the head."""
     if row.unlike_layers:
         return 1.0
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

@@ -218,7 +218,7 @@ class Quantize(ConversionOps):
 
 
 def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None:
-    """Log in one line that scales of activations are not read, instead of transformers' table of unexpected keys."""
+    """Log one line that scales of activations are ignored, and keep transformers from listing them as unexpected."""
     scales = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
     if scales:
         logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(scales),

@@ -180,7 +180,7 @@ def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequenc
 
 
 def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
-    """Split (S, H, T, K) along T, so that the gradient is concatenated in memory order, (S, T, H, K)."""
+    """Split (S, H, T, K) along T, so that the backward pass concatenates the gradients as (S, T, H, K), as stored."""
     pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
     return [piece.transpose(1, 2) for piece in pieces]
 

@@ -19,7 +19,7 @@ PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter
 def own_or_made(
     optimizers: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Return the user's (optimizer, schedule), or make those of the settings; TypeError or ValueError if unusable."""
+    """Return the user's (optimizer, schedule), or build them from the settings; TypeError or ValueError if unusable."""
     if optimizers is None:
         optimizers = (None, None)
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:

@@ -232,7 +232,7 @@ class TrlApi:
         self.notify("on_log", logs=line)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics for display: seconds in words, floats with four places."""
+        """Return the metrics for display: durations as "2 h 3 min", floats with four places."""
         return {name: time_text(value) if name.endswith(("_runtime", "_time")) else round(value, 4)
                 if isinstance(value, float) else value for name, value in metrics.items()}
 

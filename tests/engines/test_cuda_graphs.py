@@ -13,7 +13,7 @@ from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 
 
 @pytest.mark.parametrize(("engine", "device", "kind", "offloaded", "why"), [
-    ("transformers", "cpu", "Llama", False, "and model is on the cpu; leave enforce_eager out, and token steps run"),
+    ("transformers", "cpu", "Llama", False, "the model is on the cpu; leave enforce_eager out, and token steps run"),
     ("transformers", "cuda:0", "Llama", True, "embedding is on the host; leave enforce_eager or offload_embedding out"),
     ("vllm", "cuda:0", "Qwen3Moe", False, "how many tokens each expert has is read on the host"),
     ("transformers", "cuda:0", "Qwen3_5Text", False, "gated delta nets"),
