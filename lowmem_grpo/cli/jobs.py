@@ -37,9 +37,10 @@ def submit(
     with plain_errors():
         from lowmem_grpo.server.jobs.queue import JobRequest
 
-        asked = {"recipe": recipe, "options": list(options), "priority": priority, "share": share,
-                 "time_limit": None if time_limit is None else seconds_of(time_limit)}
-        job = remote(server).post("/jobs", vars(JobRequest.from_json(asked)))
+        asked = JobRequest.from_json({
+            "recipe": recipe, "options": list(options), "priority": priority, "share": share,
+            "time_limit": None if time_limit is None else seconds_of(time_limit)})
+        job = remote(server).post("/jobs", vars(asked))
         click.echo(f"job {job['id']}: {job['state']}. `lowmem-grpo logs -f {job['id']}` follows it")
 
 
