@@ -61,8 +61,9 @@ def settings_of(settings: Any, ours: type[Settings]) -> Settings:
         return settings
     base = origin_of(settings)
     if base is None or CLASSES[known_as(base)] not in (ours.__name__, "TrainSettings"):
+        theirs = f"trl.{ours.__name__} and " if ("trl", ours.__name__) in CLASSES else ""
         raise TypeError(f"args is a {type(settings).__module__}.{type(settings).__name__}; allowed are {ours.__name__} "
-                        f"of lowmem_grpo, trl.{ours.__name__} and transformers.TrainingArguments")
+                        f"of lowmem_grpo, {theirs}transformers.TrainingArguments")
     return converted(settings, base, ours)
 
 

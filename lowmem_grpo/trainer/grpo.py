@@ -24,6 +24,7 @@ from lowmem_grpo.rollout.collector import Collector, SharedCollector
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring, rollout_metrics
 from lowmem_grpo.trainer.evaluation import OF_LOSS
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, lengths, make_policy_parts, tokens_of_row
@@ -39,6 +40,7 @@ class GRPOTrainer(Trainer):
     args: GRPOConfig
     parts: PolicyParts
     settings: type[GRPOConfig] = GRPOConfig
+    objective_class: type[GRPOObjective] = GRPOObjective
     samples = True
 
     def __init__(
@@ -53,7 +55,7 @@ class GRPOTrainer(Trainer):
         calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name of `processing_class`;
         `others` may be settings, and are refused otherwise."""
         check_model(model, type(self))
-        config = taken_in(others, settings_of(args, self.settings), GRPOTrainer)
+        config = taken_in(others, settings_of(args, self.settings), type(self))
         players = self.players = EpisodeSetup(config, tools, environment_factory, rollout_func, parse)
         overridden = type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards
         self.scorer = RewardScorer(*players.paid(reward_funcs, reward_processing_classes), config.reward_limit,
@@ -72,7 +74,7 @@ class GRPOTrainer(Trainer):
             PromptEncoder(trained.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts))
         self.turns, self.player = players.turns, players.player(self, context)
         parts = make_policy_parts(trained, config, prompt_source(config, rows, encoder), first, context, optimizers,
-                                  reward_models)
+                                  reward_models, objective_class=self.objective_class)
         self.parity = parts.parity
         self.sampler = Sampler(trained.model, trained.policy, trained.tokenizer, parts.memory, parts.state, parts.clock,
                                first, engine is not None, self.player)

@@ -144,6 +144,7 @@ class PolicyParts(TrainerParts):
 def make_policy_parts(
     trained: TrainedModel, config: GRPOConfig, source: Any, engine: Engine, context: int,
     optimizers: Any = (None, None), reward_models: Sequence[RewardModel] = (), keeps_reference: bool = False,
+    objective_class: type[GRPOObjective] = GRPOObjective,
 ) -> PolicyParts:
     """Return the parts of a trainer on groups that `engine` samples, in sequences of at most `context` tokens. With
     `keeps_reference` a KL reference is kept even if beta is 0, because single steps may set another beta."""
@@ -152,7 +153,7 @@ def make_policy_parts(
         policy.keep_reference(config.sync_ref_model)
     memory, peaks = plan_memory(trained.model, config, policy, context, "max_completion_length", trained.ranks, engine,
                                 reward_models)
-    objective = GRPOObjective(config, exact=not policy.drops)
+    objective = objective_class(config, exact=not policy.drops)
     parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
     parity = ParityGate(policy, config.sampling(None), config.parity_steps, config.parity_bound, state=parts.state,
                         stride=config.steps_per_rollout, memory=memory.train, mismatch=objective.mismatch,

@@ -20,7 +20,7 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w/.]+\.(?:py|md|toml)|[\w/]+/")
 PLACEHOLDER = "NAME"
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
-NOT_YET = {"environments/", "rewards/ready/politeness.py"}  # to come, and of an example
+NOT_YET = {"environments/"}  # to come
 FUNCTION, ENTRY, SHORT, POLITE = re.findall(r"```python\n(.*?)```", EXAMPLES, flags=re.DOTALL)
 
 

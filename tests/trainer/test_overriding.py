@@ -1,5 +1,6 @@
 """A subclass of a trainer: what our loop calls counts, and what it never calls is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from trainer_runs import ROWS, SMALL, digit_sum, load
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer, RLOOTrainer, SFTTrainer
 from lowmem_grpo.rewards.calling.scorer import RewardError
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.trl_api import NEVER_CALLED
 from lowmem_grpo.utils import UnsupportedError
 
@@ -45,6 +47,20 @@ def test_trls_methods_that_our_trainers_lack_are_all_refused() -> None:
     ours = {name for cls in (GRPOTrainer, SFTTrainer) for name in dir(cls)}
     assert sorted(theirs - ours - set(NEVER_CALLED)) == []
     assert sorted(ours & set(NEVER_CALLED)) == []
+
+
+def test_a_subclass_trains_on_the_objective_that_it_names(tmp_path: Path) -> None:
+    class LogLikelihood(GRPOObjective):
+        def loss(self, batch: Any, logprobs: Any, *rest: Any) -> Any:
+            out = super().loss(batch, logprobs, *rest)
+            return replace(out, loss=-logprobs.sum())
+
+    class Imitation(GRPOTrainer):
+        objective_class = LogLikelihood
+
+    trainer = Imitation(load(), digit_sum, GRPOConfig(output_dir=str(tmp_path), **SMALL), ROWS)
+    groups = trainer.rollout()
+    assert trainer.forward_backward(groups)["loss"] > 1.0, "the sum of all log-likelihoods, and no policy gradient"
 
 
 def word_count(completions: list[Any], answer: list[str], log_metric: Any, **kwargs: Any) -> list[float | None]:
