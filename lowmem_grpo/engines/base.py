@@ -74,6 +74,10 @@ class Engine(Protocol):
         """Free everything but the weights, before training."""
         ...
 
+    def wake(self) -> None:
+        """Get ready to generate; `generate` does this itself if needed."""
+        ...
+
     # An engine may have an attribute `pace` (`engines/progress.py`), whose timings go into the step's log.
 
     @property
@@ -85,6 +89,10 @@ class Engine(Protocol):
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV cache: those held now, or the peak of the last call."""
+        ...
+
+    def close(self) -> None:
+        """Free everything that the engine owns."""
         ...
 
 

@@ -92,6 +92,13 @@ class TransformersEngine:
         if not self.decoding:
             self.sleep()
 
+    def wake(self) -> None:
+        """Do nothing: each call allocates what it needs."""
+
+    def close(self) -> None:
+        self.forget()
+        self.free_weights()
+
     def forget(self) -> None:
         """Drop the cached turns and the buffers of the current rows."""
         self.kept.rows.clear()
