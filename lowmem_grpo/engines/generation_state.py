@@ -215,4 +215,3 @@ class GenerationState:
             ran = len(rollout.completion_ids) - 1
             own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
             rollout.routes = Routes((*self.prompt_routes[row].parts, *own))
-

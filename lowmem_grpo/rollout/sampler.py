@@ -125,4 +125,3 @@ class Sampler:
             )
             self.said = True
         return False
-

@@ -293,4 +293,3 @@ class Trainer(TrlApi):
             self.log(line, self.began_at)
         finally:  # after `log`, where a subclass may add values; and also if a listener fails
             self.records.metrics(line)
-

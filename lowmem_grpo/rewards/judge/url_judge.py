@@ -52,7 +52,7 @@ class UrlJudge(Judge):
                  options: dict[str, Any] | None = None, **gone: Any) -> None:
         """None for `base_url` or `api_key` means the client's default (OpenAI's URL, OPENAI_API_KEY).
 
-        timeout: seconds for one request. deadline: seconds for all questions of one call, with retries.
+        timeout: seconds without any answer. deadline: seconds for all questions of one call, with retries.
         retries: further requests after a transient error (408, 409, 429, 5xx, a time-out, a lost connection; 0.5 to 8 s
         later or when the server says), and after a reply without scores. concurrency: concurrent requests in the whole
         run. options: further arguments of each request, such as

@@ -5,6 +5,7 @@ the GPU has the memory that the recipe's plan asks for."""
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -155,7 +156,8 @@ def wait_for_room(recipe: str, arguments: list[str]) -> None:
         print(f"the plan says that it needs {size_text(plan.peak)}, and it may fill {size_text(card.budget)} of this "
               f"card{share}. {'; '.join(plan.advice)}")
         raise SystemExit(TOO_LARGE)
-    while True:
+    shell = os.getppid()
+    while os.getppid() == shell:  # a job that lost its keeper is stopped by a signal to the shell alone
         free = torch.cuda.mem_get_info()[0]
         why = "" if plan.peak <= free else (f"needs {size_text(plan.peak)}, and {size_text(free)} of the card are "
                                             "free: another program has the rest")

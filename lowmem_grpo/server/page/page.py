@@ -49,7 +49,7 @@ KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
 class Page:
-    """What the page of a source's runs shows, and the handlers of its routes."""
+    """The content of the page of a source's runs, and the handlers of its routes."""
 
     def __init__(self, source: RunSource, sign_in: SignIn) -> None:
         self.source, self.sign_in, self.lock = source, sign_in, Lock()

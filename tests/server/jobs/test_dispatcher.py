@@ -145,6 +145,15 @@ def test_a_job_waits_until_the_card_has_room_for_its_plan_and_says_so(
     assert said == [f"needs {size_text(peak)}, and 1.00 GiB of the card are free: another program has the rest"]
 
 
+def test_a_wait_for_room_ends_with_the_shell_that_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_card(monkeypatch, 24 * GIB, GIB)  # a second look would raise StopIteration
+    parents = iter((7, 7, 1))
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(dispatcher_module, "time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    wait_for_room("gsm8k", ["engine=transformers", f"output_dir={tmp_path / 'run'}"])
+    assert next(parents, None) is None
+
+
 def test_a_plan_that_fits_no_card_ends_a_job_with_its_advice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
