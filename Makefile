@@ -7,7 +7,8 @@ FIT := import ensurepip, pathlib, sys, sysconfig; \
 PYTHON ?= $(shell /usr/bin/python3 -c '$(FIT)' 2> /dev/null && echo /usr/bin/python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Modules are compiled when they are first imported: most of the 22,000 never are.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: demo test test-long test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry gpu-dry-pip \
 	bench-launches bench-memory bench-step bench-rollout compile-kernels
@@ -81,8 +82,9 @@ bench-rollout: $(VENV)/.installed-vllm  ## sampling with the trainer's own weigh
 compile-kernels: $(VENV)/.installed  ## every kernel compiled for every chip, without a card
 	$(BIN)/python -m bench.kernels.compile $(ROWS)
 
-$(VENV)/.python:
+$(VENV)/.python:  # a pip that resolves everything in seconds; the one that comes with Python may take minutes
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) pip==26.3
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.python pyproject.toml constraints.txt

@@ -64,7 +64,7 @@ def environment(folder: Path) -> Path:
     import torch
 
     python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
     child.made_once(folder, [sys.executable, "-m", "venv", folder],
                     [*install, f"torch=={torch.__version__.partition('+')[0]}"], [*install, *PACKAGES])
     return python

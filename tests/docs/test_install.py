@@ -166,9 +166,10 @@ def test_the_table_of_vllm_has_the_versions_that_the_package_takes() -> None:
 
 def resolved(folder: Path, *wanted: str) -> dict[str, str]:
     """The versions that pip would install in a fresh environment; the test is skipped where pip reaches no index."""
-    python, report = folder / "venv" / "bin" / "python", folder / "report.json"
-    venv.create(folder / "venv", with_pip=True)
-    words = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", report, *wanted]
+    report = folder / "report.json"
+    venv.create(folder / "venv")
+    pip = [sys.executable, "-m", "pip", "--python", folder / "venv" / "bin" / "python"]
+    words = [*pip, "install", "--dry-run", "--quiet", "--report", report, *wanted]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != 0 and re.search("(?i)connection|resolve host|network|timed out", done.stderr):
         pytest.skip("pip reaches no package index")
