@@ -13,43 +13,42 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.logits import (
-    Head,
     LogitShape,
     floor_,
     kernels_take,
+    new_logits,
     packed_gradient,
     row_dot,
     row_statistics,
     shape_logits,
     types_of_logits,
 )
+from lowmem_grpo.kernels.matmul import matmul_fp32
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
-
-Rows = tuple[Tensor, Tensor, Tensor, Tensor]  # logprobs, entropy, m and log s: log sum exp(z) = m + log s
 
 
 def forward_rows(
-    head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, keep_gradient: bool
-) -> tuple[Rows, Tensor | None]:
-    """Return ((logprobs, entropy, m, log s) each (N,), U (N, D) in the dtype of hidden or None), for a plain weight."""
-    rows, size = head.hidden.shape
-    weight, band = head.weight_rows(slice(0, head.vocabulary)), slice(0, head.vocabulary)
-    buffer = head.buffer(min(chunk_rows, rows), head.vocabulary)
-    results = torch.empty(4, rows, dtype=buffer.dtype, device=buffer.device)
-    gradient = head.hidden.new_empty(rows, size) if keep_gradient else None
-    gradient_dtype = weight.dtype if keep_gradient else None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, scale: float,
+    softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return logprobs, entropy, m and log s, (4, N) together, where log sum exp(z) = m + log s, and U (N, D) in the
+    dtype of hidden, empty if it is not kept; hidden (N, D), weight (V, D), bias (V,)."""
+    rows, vocabulary = hidden.shape[0], weight.shape[0]
+    buffer = new_logits(hidden, min(chunk_rows, rows), vocabulary)
+    results = buffer.new_empty(4, rows)
+    gradient = hidden.new_empty(hidden.shape if keep_gradient else 0)
+    numbers, dtype = (temperature, scale, softcap, ignore_index), weight.dtype if keep_gradient else None
     finish = logprob_rows if kernels_take(buffer) else finish_rows_ref
     for start in range(0, rows, chunk_rows):
         chunk = slice(start, min(start + chunk_rows, rows))
-        logits = head.logits(chunk, band, weight, out=buffer[: chunk.stop - start])
-        results[:, chunk] = finish(logits, targets[chunk], head.bias, *shape.numbers(), gradient_dtype)
-        if gradient is not None:
+        logits = matmul_fp32(hidden[chunk], weight.T, out=buffer[: chunk.stop - start])
+        results[:, chunk] = finish(logits, targets[chunk], bias, *numbers, dtype)
+        if keep_gradient:
             difference = packed_gradient(logits, weight.dtype)
             if not difference.is_cuda:  # oneDNN reads past the end of padded rows of odd length, and 0 * NaN is NaN
                 difference = difference.contiguous()
             torch.mm(difference, weight, out=gradient[chunk])
-    logprobs, entropy, maximum, log_sum = (row.clone() for row in results)
-    return (logprobs, entropy, maximum, log_sum), gradient
+    return results, gradient
 
 
 def finish_rows_ref(
