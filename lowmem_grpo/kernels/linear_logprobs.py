@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
 from lowmem_grpo.kernels.logits import NONE_IGNORED, new_logits
-from lowmem_grpo.kernels.logprob_rows import forward_rows
-from lowmem_grpo.kernels.logprob_tiles import backward_tiles, new_gradients
+from lowmem_grpo.kernels.logprob_kernels import backward_tiles, forward_rows, new_gradients
 from lowmem_grpo.kernels.matmul import accumulator_dtype
 
 CPU_CHUNK_BYTES = 32 * 2**20  # fp32 logits at a time, if chunk_rows is None
@@ -96,7 +95,7 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, numbers, chunk_rows, keep_gradient):
-        forward = forward_op if torch.compiler.is_compiling() else forward_rows
+        forward: Any = forward_op if torch.compiler.is_compiling() else forward_rows
         results, gradient = forward(hidden, weight, bias, targets, *numbers, chunk_rows, keep_gradient)
         ctx.save_for_backward(gradient)
         logprobs, entropy, _, log_sum = (row.clone() for row in results)
@@ -117,7 +116,7 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, numbers, chunk_rows, entropy_grad):
-        forward = forward_op if torch.compiler.is_compiling() else forward_rows
+        forward: Any = forward_op if torch.compiler.is_compiling() else forward_rows
         results, _ = forward(hidden, weight, bias, targets, *numbers, chunk_rows, False)
         ctx.save_for_backward(hidden, weight, bias, targets, results)
         ctx.numbers, ctx.tile = numbers, max(1, chunk_rows * len(weight) // max(len(hidden), 1))  # as large as a chunk
@@ -133,7 +132,8 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 7
         grad_logprobs = torch.zeros_like(grad_entropy) if grad_logprobs is None else grad_logprobs
-        backward, needed = backward_op if torch.compiler.is_compiling() else backward_tiles, ctx.needs_input_grad[:3]
+        needed = ctx.needs_input_grad[:3]
+        backward: Any = backward_op if torch.compiler.is_compiling() else backward_tiles
         grads = backward(hidden, weight, bias, targets, *ctx.numbers, ctx.tile, results, grad_logprobs, grad_entropy,
                          list(needed))
         return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *[None] * 4
@@ -149,7 +149,7 @@ def new_results(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 forward_op = custom_op("linear_logprobs_fwd", forward_rows, fake=new_results)
 backward_op = custom_op("linear_logprobs_bwd", backward_tiles,
-                        fake=lambda *arguments: new_gradients(*arguments[:3], arguments[-1]))
+                        fake=lambda hidden, weight, bias, *others: new_gradients(hidden, weight, bias, others[-1]))
 
 
 def check_arguments(

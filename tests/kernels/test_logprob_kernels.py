@@ -12,9 +12,9 @@ from tables import pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.kernels import logprob_tiles as kernels
+from lowmem_grpo.kernels import logprob_kernels as kernels
 from lowmem_grpo.kernels.linear_logprobs import backward_op, default_rows, forward_op
-from lowmem_grpo.kernels.logprob_rows import finish_rows_ref, logprob_rows, logprob_rows_triton
+from lowmem_grpo.kernels.logprob_kernels import finish_rows_ref, logprob_rows, logprob_rows_triton
 
 NUMBERS = [(1.0, 1.0, None, -100), (0.7, 1.0, None, -100), (1.3, 2.0, 3.0, -100)]  # of LogitShape
 COLD = [(0.01, 1.0, None, -100), (0.01, 1.0, 30.0, -100), (0.01, 0.05, 1000.0, -100)]
