@@ -15,8 +15,9 @@ from tables import every_row
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lowmem_grpo.kernels.glu import APPROXIMATE
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
-from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp, lora_mlp_ref
+from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
 
 IN, INNER = 63, 130  # odd, and no multiple of a block
 outcome = partial(outcome_of, drawn=torch.float64)
@@ -68,7 +69,7 @@ def test_mlp_errors_are_no_larger_than_the_references(dtype: torch.dtype, device
         assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, dtype)
 
 
-@every_row("activation", ACTIVATIONS)
+@every_row("activation", APPROXIMATE)
 @every_row("fused", [False, True])
 def test_mlp_gradients_are_the_derivatives(activation: str, fused: bool) -> None:
     arguments = in_float64(mlp_problem(2, torch.float32, fused))
