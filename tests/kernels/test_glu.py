@@ -142,11 +142,3 @@ def test_calls_without_autograd_refuse_to_write_into_a_copy(name: str) -> None:
                    for key, values in tensors.items()}
         with pytest.raises(ValueError, match=f"{name} is written in place"):
             glu_backward(activation="silu", **(changed | {name: change(tensors[name])}))
-
-
-def test_every_width_has_a_compiled_configuration_without_shared_entries() -> None:
-    listed = [variant.launch for variant in module.variants(90, torch.bfloat16)]
-    for width in [1, 64, 65, 256, 257, 1024, 14336]:
-        launch = module.launch_rule(width)
-        assert launch in listed
-        assert launch.constexprs["BLOCK_N"] * launch.constexprs["BLOCK_F"] >= 32 * launch.num_warps

@@ -177,12 +177,3 @@ def test_no_tokens_give_no_results_and_no_k_heads_turn_q_alone() -> None:
     expected = rope(*list(some.values())[:4])[0]
     q, k = rope(some["q"], some["k"][:, :0], some["cos"], some["sin"])
     assert torch.equal(q, expected) and k.shape == (2, 0, 7, 10)
-
-
-def test_every_width_has_a_compiled_configuration_without_shared_entries() -> None:
-    listed = [variant.launch for variant in module.variants(90, torch.bfloat16)]
-    for turning in [2, 64, 72, 96, 128, 256, module.MAX_WIDTH]:
-        launch = module.launch_rule(turning // 2)
-        assert launch in listed
-        tile = launch.constexprs["BLOCK_H"] * launch.constexprs["BLOCK_R"]
-        assert 2 * launch.constexprs["BLOCK_R"] >= turning and tile >= 32 * launch.num_warps
