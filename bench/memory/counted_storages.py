@@ -25,8 +25,8 @@ OURS = "lowmem_grpo"
 PLACES = (OURS, "peft", "transformers", "bitsandbytes")  # packages whose code names a storage
 WORTH_NAMING = 2**20  # bytes; smaller storages are only named by their operation
 CPU_FORMS = (  # file, function, and operations that allocate only in the CPU's form of a kernel
-    ("logprob_rows.py", "finish_rows_ref", ("aten::exp", "aten::clone", "aten::where")),  # a second chunk of logits
-    ("logprob_rows.py", "forward_rows", ("aten::clone",)),
+    ("logprob_kernels.py", "finish_rows_ref", ("aten::exp", "aten::clone", "aten::where")),  # a second chunk of logits
+    ("logprob_kernels.py", "forward_rows", ("aten::clone",)),
     ("logits.py", "row_dot", ("aten::mul",)),
     ("logits.py", "<listcomp>", ("aten::mul",)),
 )

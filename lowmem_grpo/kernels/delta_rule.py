@@ -26,20 +26,23 @@ The convolution: y_t = silu(sum_j w_j x_{t - W + 1 + j}), j = 0 .. W - 1, for x,
 import logging
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowmem_grpo.kernels import fla
 from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.varlen import CHUNK, VarlenSequences
 
 NORM_EPSILON = 1e-6
 AGREEMENT = 0.02  # relative norm; rounding to 16 bits takes about 0.005
 SCRATCH = 2**22  # numbers (T, heads, K) that are computed at a time
+FLA, OLDEST = "flash-linear-attention", (0, 6)  # names and layout of states are those of 0.6.0
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,8 @@ def delta_rule(
         initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
     if not runs.tokens:
         return value, initial
-    if fla.serve(value) and fla_agrees(value.device, value.dtype):
-        return fla.delta_rule(query, key, value, g, beta, runs, initial)
+    if fla_serves(value) and fla_agrees(value.device, value.dtype):
+        return by_fla(query, key, value, g, beta, runs, initial)
     return DeltaRuleFunction.apply(query, key, value, g, beta, initial, runs)
 
 
@@ -75,20 +78,56 @@ def delta_rule_ref(
 
 
 @cache
+def fla_version() -> str | None:
+    """Return flash-linear-attention's version; None if it is not installed, or too old."""
+    try:
+        release = version(FLA)
+    except PackageNotFoundError:
+        return None
+    return release if tuple(int(part) for part in release.split(".")[:2]) >= OLDEST else None
+
+
+def fla_serves(x: Tensor) -> bool:
+    """Return whether the package's kernels may compute for x: on a card, in 16 bits, if it is installed."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and fla_version() is not None
+
+
+def describe_kernels(x: Tensor) -> str:
+    """Return, in words, the kernels that the rule uses for x."""
+    if fla_serves(x):
+        return f"the kernels of {FLA} {fla_version()}"
+    wish = f"; {FLA} {OLDEST[0]}.{OLDEST[1]} or later is faster" if x.is_cuda and fla_version() is None else ""
+    return f"plain torch{wish}"
+
+
+def by_fla(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute `delta_rule` with the package's kernels, which take no runs without tokens."""
+    rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    states = list(zip(initial.split(1), runs.lengths, strict=True))
+    result, final = rule(query[None], key[None], value[None], g[None], beta[None], output_final_state=True,
+                         initial_state=torch.cat([state for state, length in states if length]),
+                         use_qk_l2norm_in_kernel=True, cu_seqlens=runs.filled.cu_seqlens)
+    new = iter(final.split(1))
+    return result[0], torch.cat([next(new) if length else state for state, length in states])
+
+
+@cache
 def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once per card and dtype."""
     runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
         inputs = example(runs, device, dtype)
         query, key, value, g, beta, initial = inputs
-        for rule in (fla.delta_rule, delta_rule_ref):
+        for rule in (by_fla, delta_rule_ref):
             result, final = rule(query, key, value, g, beta, runs, initial)
             grads = torch.autograd.grad(result.float().sin().sum() + final.cos().sum(), inputs)
             outcomes.append([tensor.detach().float() for tensor in (result, final, *grads)])
     worst = max(float((tensor - other).norm() / other.norm()) for tensor, other in zip(*outcomes, strict=True))
     if not worst < AGREEMENT:
         logger.warning("%s and the gated delta rule differ by %.3f of its size: plain torch computes it. Install "
-                       "another version of it, or none", fla.describe(value), worst)
+                       "another version of it, or none", describe_kernels(value), worst)
     return worst < AGREEMENT
 
 
@@ -230,8 +269,9 @@ def causal_conv(
         return x, initial
     stream = torch.cat([part for run in zip(initial, x.split(runs.lengths), strict=True) for part in run])
     ends = list(accumulate(length + before for length in runs.lengths))
-    if fla.serve(x):
-        wide = fla.causal_conv(stream, weight)
+    if fla_serves(x):
+        conv: Any = import_module("fla.modules.causal_conv1d").causal_conv1d
+        wide = conv(stream[None], weight, activation="silu")[0][0]
     else:
         convolved = F.conv1d(stream.T[None], weight[:, None], padding=before, groups=len(weight))
         wide = F.silu(convolved[0, :, : len(stream)].T)

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
-from lowmem_grpo.kernels.logits import NONE_IGNORED, Head, LogitShape
-from lowmem_grpo.kernels.logprob_rows import Rows, forward_rows
-from lowmem_grpo.kernels.logprob_tiles import backward_tiles, forward_tiles
+from lowmem_grpo.kernels.logits import NONE_IGNORED, new_logits
+from lowmem_grpo.kernels.logprob_kernels import backward_tiles, forward_rows, new_gradients
 from lowmem_grpo.kernels.matmul import accumulator_dtype
-from lowmem_grpo.kernels.nf4 import NF4Weight
 
 CPU_CHUNK_BYTES = 32 * 2**20  # fp32 logits at a time, if chunk_rows is None
 CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card
@@ -50,43 +48,35 @@ def linear_logprobs_ref(
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, *, bias: Tensor | None = None,
-    temperature: float = 1.0, logit_scale: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
-    entropy_grad: bool = False, lora_a: Tensor | None = None, lora_b: Tensor | None = None, lora_scale: float = 1.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    logit_scale: float = 1.0, softcap: float | None = None, return_entropy: bool = False, entropy_grad: bool = False,
     chunk_rows: int | None = None, ignore_index: int | None = None, return_best: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Return the log-probability of each target token, the entropy with `return_entropy`, and the log-probability of
     the likeliest token with `return_best`.
 
-    hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional; a 4-bit weight
-    is an `NF4Weight` (or bitsandbytes' Params4bit). lora_a (r, D) and lora_b (V, r) add lora_scale * hidden A^T B^T.
-    Returns logprobs (N,) in float32 (float64 for float64 input), or a tuple with the other values asked for, each (N,).
-    Rows whose target is `ignore_index` give 0 and no gradient. The log-probability of the likeliest token has no
-    gradient; where it equals the target's, the target is the likeliest token.
+    hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional. Returns
+    logprobs (N,) in float32 (float64 for float64 input), or a tuple with the other values asked for, each (N,). Rows
+    whose target is `ignore_index` give 0 and no gradient. The log-probability of the likeliest token has no gradient;
+    where it equals the target's, the target is the likeliest token.
 
-    hidden, weight, bias, lora_a and lora_b get gradients if they require them (a 4-bit weight never does). The
-    entropy is a value without gradient unless `entropy_grad` is set, for a loss with an entropy bonus; that costs a
-    third matrix product. `chunk_rows` rows of logits exist at a time, chosen from the device's memory by default.
+    hidden, weight and bias get gradients if they require them. The entropy is a value without gradient unless
+    `entropy_grad` is set, for a loss with an entropy bonus; that costs a third matrix product. `chunk_rows` rows of
+    logits exist at a time, chosen from the device's memory by default.
     """
-    if hasattr(weight, "quant_state"):
-        weight = NF4Weight.from_bitsandbytes(weight)
     check_arguments(hidden, weight, targets, bias, temperature, chunk_rows)
-    check_lora(hidden, weight, lora_a, lora_b)
     ignored = NONE_IGNORED if ignore_index is None else ignore_index
-    shape = LogitShape(float(temperature), float(logit_scale), softcap, ignored)
+    numbers = float(temperature), float(logit_scale), softcap, ignored
     rows = default_rows(hidden.device, weight.shape[0]) if chunk_rows is None else chunk_rows
+    learns, head = (torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
+                    for parts in ((hidden,), (weight, bias)))
     with torch.autocast(hidden.device.type, enabled=False):  # the logits keep fp32, whatever surrounds the call
-        low = None
-        if lora_a is not None and lora_b is not None:
-            low = (hidden @ lora_a.to(hidden.dtype).T) * lora_scale
-            lora_b = lora_b.to(hidden.dtype)
-        operands = (hidden, weight, bias, low, lora_b)
-        needed = [torch.is_grad_enabled() and getattr(operand, "requires_grad", False) for operand in operands]
-        if any(needed[1:]) or (entropy_grad and needed[0]):
-            function: Any = RecomputedLogprobsFunction
+        if head or (learns and entropy_grad):
+            logprobs, entropy, log_sum = RecomputedLogprobsFunction.apply(hidden, weight, bias, targets, numbers, rows,
+                                                                          entropy_grad)
         else:
-            function = FrozenHeadLogprobsFunction
-        logprobs, entropy, log_sum = function.apply(*operands, targets, shape, rows, needed, entropy_grad)
+            logprobs, entropy, log_sum = FrozenHeadLogprobsFunction.apply(hidden, weight, bias, targets, numbers, rows,
+                                                                          learns)
     asked = [entropy] * return_entropy + [-log_sum] * return_best
     return (logprobs, *asked) if asked else logprobs
 
@@ -104,12 +94,13 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
     """Forward: logprobs, entropy and (if hidden needs a gradient) U. Backward: one row scaling of U."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low, lora_b, targets, shape, chunk_rows, needed, _entropy_grad):
-        head = Head(hidden, weight, bias, low, lora_b)
-        results, gradient = forward_pass(head, targets, shape, chunk_rows, needed[0])
+    def forward(ctx, hidden, weight, bias, targets, numbers, chunk_rows, keep_gradient):
+        forward: Any = forward_op if torch.compiler.is_compiling() else forward_rows
+        results, gradient = forward(hidden, weight, bias, targets, *numbers, chunk_rows, keep_gradient)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(results[1], results[3])
-        return results[0], results[1], results[3]
+        logprobs, entropy, _, log_sum = (row.clone() for row in results)
+        ctx.mark_non_differentiable(entropy, log_sum)
+        return logprobs, entropy, log_sum
 
     @staticmethod
     @once_differentiable
@@ -117,109 +108,57 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         # the product is taken in fp32 and rounded once, straight into place
         grad_hidden = torch.mul(gradient, grad_logprobs[:, None], out=torch.empty_like(gradient))
-        return grad_hidden, *[None] * 9
+        return grad_hidden, *[None] * 6
 
 
 class RecomputedLogprobsFunction(torch.autograd.Function):
     """Forward: logprobs and entropy. Backward: recomputes the logits, for every gradient that is needed."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, low, lora_b, targets, shape, chunk_rows, needed, entropy_grad):
-        results, _ = forward_pass(Head(hidden, weight, bias, low, lora_b), targets, shape, chunk_rows, False)
-        plain = None if isinstance(weight, NF4Weight) else weight
-        ctx.save_for_backward(hidden, plain, bias, low, lora_b, targets, *results[1:])
-        ctx.quantized = weight if plain is None else None
-        ctx.settings = shape, chunk_rows, needed
+    def forward(ctx, hidden, weight, bias, targets, numbers, chunk_rows, entropy_grad):
+        forward: Any = forward_op if torch.compiler.is_compiling() else forward_rows
+        results, _ = forward(hidden, weight, bias, targets, *numbers, chunk_rows, False)
+        ctx.save_for_backward(hidden, weight, bias, targets, results)
+        ctx.numbers, ctx.tile = numbers, max(1, chunk_rows * len(weight) // max(len(hidden), 1))  # as large as a chunk
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(results[3], *([] if entropy_grad else [results[1]]))
-        return results[0], results[1], results[3]
+        logprobs, entropy, _, log_sum = (row.clone() for row in results)
+        ctx.mark_non_differentiable(log_sum, *([] if entropy_grad else [entropy]))
+        return logprobs, entropy, log_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, _grad_log_sum):
-        hidden, weight, bias, low, lora_b, targets, entropy, *sums = ctx.saved_tensors
-        shape, chunk_rows, needed = ctx.settings
+        hidden, weight, bias, targets, results = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 10
-        head = Head(hidden, ctx.quantized or weight, bias, low, lora_b)
-        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
-        rows = (*sums, entropy, grad_logprobs, grad_entropy)
-        grads = backward_pass(head, targets, shape, chunk_rows, rows, needed)
-        return *grads, *[None] * 5
-
-
-def forward_pass(
-    head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int, keep_gradient: bool
-) -> tuple[Rows, Tensor | None]:
-    """Return ((logprobs, entropy, m, log s), U or None): by rows for a plain weight, by tiles for a 4-bit one."""
-    if isinstance(head.weight, NF4Weight):
-        return forward_tiles(head, targets, shape, tile_columns(head, chunk_rows), keep_gradient)
-    if not torch.compiler.is_compiling():
-        return forward_rows(head, targets, shape, chunk_rows, keep_gradient)
-    *rows, gradient = forward_op(*head.operands, targets, *shape.numbers(), chunk_rows, keep_gradient)
-    return (rows[0], rows[1], rows[2], rows[3]), gradient if keep_gradient else None
-
-
-def backward_pass(
-    head: Head, targets: Tensor, shape: LogitShape, chunk_rows: int,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], needed: list[bool],
-) -> list[Tensor | None]:
-    """Return the gradients of the head's five operands, None if not needed; `rows` as `backward_tiles` takes them."""
-    tile = tile_columns(head, chunk_rows)
-    if isinstance(head.weight, NF4Weight) or not torch.compiler.is_compiling():
-        return backward_tiles(head, targets, shape, tile, *rows, needed)
-    grads = backward_op(*head.operands, targets, *shape.numbers(), tile, *rows, needed)
-    return [grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)]
-
-
-def tile_columns(head: Head, chunk_rows: int) -> int:
-    """Return the columns of a tile over all rows that is as large as `chunk_rows` whole rows of logits."""
-    return max(1, chunk_rows * head.vocabulary // max(head.hidden.shape[0], 1))
+            return (None,) * 7
+        grad_logprobs = torch.zeros_like(grad_entropy) if grad_logprobs is None else grad_logprobs
+        needed = ctx.needs_input_grad[:3]
+        backward: Any = backward_op if torch.compiler.is_compiling() else backward_tiles
+        grads = backward(hidden, weight, bias, targets, *ctx.numbers, ctx.tile, results, grad_logprobs, grad_entropy,
+                         list(needed))
+        return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *[None] * 4
 
 
 # The two ops keep the loops over chunks out of graphs that torch.compile makes; elsewhere the loops run as they are.
 
 
-def forward_compiled(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
-    temperature: float, scale: float, softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return logprobs, entropy, m, log s, each (N,), and U (N, D), empty if it is not kept."""
-    head, shape = Head(hidden, weight, bias, low, lora_b), LogitShape(temperature, scale, softcap, ignore_index)
-    rows, gradient = forward_rows(head, targets, shape, chunk_rows, keep_gradient)
-    return *rows, hidden.new_empty(0) if gradient is None else gradient
+def new_results(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return uninitialised results of `forward_rows`."""
+    return new_logits(hidden, 4, len(hidden)), hidden.new_empty(hidden.shape if arguments[-1] else 0)
 
 
-def forward_fake(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = [hidden.new_empty(hidden.shape[0], dtype=accumulator_dtype(hidden.dtype)) for _ in range(4)]
-    return rows[0], rows[1], rows[2], rows[3], hidden.new_empty(hidden.shape if arguments[-1] else 0)
-
-
-def backward_compiled(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, lora_b: Tensor | None, targets: Tensor,
-    temperature: float, scale: float, softcap: float | None, ignore_index: int, tile: int, maximum: Tensor,
-    log_sum: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, needed: list[bool],
-) -> list[Tensor]:
-    """Return the gradients of hidden, weight, bias, low and lora_b; empty if not needed."""
-    head, shape = Head(hidden, weight, bias, low, lora_b), LogitShape(temperature, scale, softcap, ignore_index)
-    grads = backward_tiles(head, targets, shape, tile, maximum, log_sum, entropy, grad_logprobs, grad_entropy, needed)
-    return [hidden.new_empty(0) if grad is None else grad for grad in grads]
-
-
-def backward_fake(*arguments: Any) -> list[Tensor]:
-    return [torch.empty_like(operand, memory_format=torch.contiguous_format) if needed else arguments[0].new_empty(0)
-            for operand, needed in zip(arguments[:5], arguments[-1], strict=True)]
-
-
-forward_op = custom_op("linear_logprobs_fwd", forward_compiled, fake=forward_fake)
-backward_op = custom_op("linear_logprobs_bwd", backward_compiled, fake=backward_fake)
+forward_op = custom_op("linear_logprobs_fwd", forward_rows, fake=new_results)
+backward_op = custom_op("linear_logprobs_bwd", backward_tiles,
+                        fake=lambda hidden, weight, bias, *others: new_gradients(hidden, weight, bias, others[-1]))
 
 
 def check_arguments(
-    hidden: Tensor, weight: Tensor | NF4Weight, targets: Tensor, bias: Tensor | None, temperature: float,
-    chunk_rows: int | None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, chunk_rows: int | None
 ) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
+    if not isinstance(weight, Tensor) or hasattr(weight, "quant_state"):
+        raise ValueError(f"expected a head (V, D) of the dtype of hidden; got a {type(weight).__name__} in 4 bits. "
+                         "Dequantize it once, with nf4_dequantize, and leave lm_head out of quantization")
     if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
@@ -228,26 +167,12 @@ def check_arguments(
         raise ValueError(f"expected bias ({weight.shape[0]},); got {tuple(bias.shape)}")
     if not hidden.is_floating_point():
         raise ValueError(f"expected a floating dtype; got {hidden.dtype}")
-    device = weight.packed.device if isinstance(weight, NF4Weight) else weight.device
-    if bias is not None and bias.device != device:
-        raise ValueError(f"expected bias on {device}; got {bias.device}")
-    if hidden.dtype != weight.dtype or hidden.device != device or targets.device != hidden.device:
+    if bias is not None and bias.device != weight.device:
+        raise ValueError(f"expected bias on {weight.device}; got {bias.device}")
+    if hidden.dtype != weight.dtype or hidden.device != weight.device or targets.device != hidden.device:
         raise ValueError(f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight "
-                         f"{weight.dtype} on {device}, targets on {targets.device}")
+                         f"{weight.dtype} on {weight.device}, targets on {targets.device}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
-
-
-def check_lora(hidden: Tensor, weight: Tensor | NF4Weight, lora_a: Tensor | None, lora_b: Tensor | None) -> None:
-    """Raise ValueError if only one factor of the head's adapter is given, or if they do not fit."""
-    if lora_a is None and lora_b is None:
-        return
-    if lora_a is None or lora_b is None:
-        raise ValueError("lora_a and lora_b belong together; got only one of them")
-    rank = lora_a.shape[0]
-    expected = ((rank, hidden.shape[1]), (weight.shape[0], rank))
-    if (tuple(lora_a.shape), tuple(lora_b.shape)) != expected:
-        raise ValueError(f"expected lora_a {expected[0]} and lora_b {expected[1]}; got {tuple(lora_a.shape)}, "
-                         f"{tuple(lora_b.shape)}")

@@ -1,4 +1,4 @@
-"""The output head (plain or 4-bit, with or without LoRA), and a model's functions of its logits, in torch and Triton.
+"""A model's functions of its logits, in torch and Triton.
 
     z = (raw + bias) * scale;  z = softcap * tanh(z / softcap);  z = z / temperature
     slope = dz / d raw = scale / temperature * (1 - tanh(...)^2)
@@ -9,14 +9,12 @@ two or three digits of a difference of sums of it.
 Scale: Cohere's and Granite's logit scaling. Softcap: Gemma 2 (arXiv 2408.00118, section 2). Temperature: the sampler's.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.matmul import accumulator_dtype, addmm_fp32, matmul_fp32
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+from lowmem_grpo.kernels.matmul import accumulator_dtype
 from lowmem_grpo.kernels.triton_utils import tl, triton, types_of
 
 FLOOR = tl.constexpr(-3.0e38)  # stands in for -inf, so that p log p is 0 at p = 0
@@ -24,62 +22,13 @@ DOT_COLUMNS = 4096  # columns that are multiplied at a time
 NONE_IGNORED = -(2**62)  # equals no target
 
 
-@dataclass(frozen=True)
-class Head:
-    """The output head: raw logits (N, V) = hidden weight^T + low lora_b^T, only ever in parts; bias is added later.
-
-    hidden (N, D), weight (V, D), bias (V,) or None; low = scale * hidden lora_a^T (N, r) and lora_b (V, r), or None.
-    """
-
-    hidden: Tensor
-    weight: Tensor | NF4Weight
-    bias: Tensor | None = None
-    low: Tensor | None = None
-    lora_b: Tensor | None = None
-
-    @property
-    def operands(self) -> tuple[Tensor | NF4Weight | None, ...]:
-        return self.hidden, self.weight, self.bias, self.low, self.lora_b
-
-    @property
-    def vocabulary(self) -> int:
-        return self.weight.shape[0]
-
-    def weight_rows(self, rows: slice | Tensor) -> Tensor:
-        """Return rows of the weight (T, D), a band or those at an index (T,), dequantized if they are 4-bit."""
-        if not isinstance(self.weight, NF4Weight):
-            return self.weight[rows]
-        part = self.weight.rows(rows.start, rows.stop) if isinstance(rows, slice) else self.weight.gather(rows)
-        return nf4_dequantize(part)
-
-    def bias_rows(self, band: slice) -> Tensor | None:
-        return None if self.bias is None else self.bias[band]
-
-    def logits(self, rows: slice, band: slice, weight: Tensor, out: Tensor) -> Tensor:
-        """Write raw logits of some rows and a band of the vocabulary, whose `weight` rows are given, to `out`."""
-        matmul_fp32(self.hidden[rows], weight.T, out=out)
-        if self.low is not None and self.lora_b is not None:
-            addmm_fp32(out, self.low[rows], self.lora_b[band].T)
-        return out
-
-    def buffer(self, rows: int, columns: int) -> Tensor:
-        """Return an uninitialised buffer for logits (rows, columns), float32 or float64."""
-        dtype = accumulator_dtype(self.hidden.dtype)
-        return torch.empty(rows, columns, dtype=dtype, device=self.hidden.device)
-
-
-@dataclass(frozen=True)
-class LogitShape:
+class LogitShape(NamedTuple):
     """The numbers in the formulas above; rows whose target is `ignore_index` give 0 and no gradient."""
 
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float | None = None
     ignore_index: int = NONE_IGNORED
-
-    def numbers(self) -> tuple[float, float, float | None, int]:
-        """Return the values in the order in which kernels take them."""
-        return self.temperature, self.scale, self.softcap, self.ignore_index
 
     def apply_(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """Turn raw logits (R, V) into z in place."""
@@ -97,6 +46,11 @@ class LogitShape:
         if not self.softcap:
             return slope
         return shifted.add_(maximum).mul_(self.temperature / self.softcap).square_().mul_(-slope).add_(slope)
+
+
+def new_logits(hidden: Tensor, rows: int, columns: int) -> Tensor:
+    """Return an uninitialised buffer for logits (rows, columns) of hidden states, float32 or float64."""
+    return hidden.new_empty(rows, columns, dtype=accumulator_dtype(hidden.dtype))
 
 
 def kernels_take(logits: Tensor) -> bool:

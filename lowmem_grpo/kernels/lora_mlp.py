@@ -11,23 +11,18 @@ keeps nothing, and passes dy back unchanged. So everything is saved before y is 
 that stops at the last saved tensor (as torch's non-reentrant one does) never computes y a second time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_grpo.kernels import lora
 from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.frozen import FrozenWeight
-from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
+from lowmem_grpo.kernels.glu import APPROXIMATE, activate_ref, glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"), "gelu": F.gelu,
-}
 
 
 def lora_mlp_ref(
@@ -37,7 +32,7 @@ def lora_mlp_ref(
     """Compute `lora_mlp` in plain torch; without `up`, gate holds both halves (2 F, in)."""
     g = lora.lora_linear_ref(x, gate, gate_lora)
     g, u = g.chunk(2, -1) if up is None else (g, lora.lora_linear_ref(x, up, up_lora))
-    return lora.lora_linear_ref(ACTIVATIONS[activation](g) * u, down, down_lora)
+    return lora.lora_linear_ref(activate_ref(g, activation) * u, down, down_lora)
 
 
 def lora_mlp(
@@ -197,8 +192,8 @@ def gradients(
 
 def check_mlp(x: Tensor, weights: MLPWeights, down_lora: LoRA | None) -> None:
     """Raise ValueError, with the expected and the given values, for an argument that does not fit."""
-    if weights.activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {weights.activation!r}; it must be one of {list(ACTIVATIONS)}")
+    if weights.activation not in APPROXIMATE:
+        raise ValueError(f"activation is {weights.activation!r}; it must be one of {list(APPROXIMATE)}")
     shapes = [shape for shape, _ in lora.shapes_of(weights.inner)]
     if len(shapes) == 2 and shapes[0] != shapes[1]:
         raise ValueError(f"expected gate and up of one shape; got {shapes[0]}, {shapes[1]}")

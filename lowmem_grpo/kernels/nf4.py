@@ -141,25 +141,12 @@ class NF4Weight:
         return replace(band, first_block=before % self.nested_blocksize, nested_absmax=self.nested_absmax[groups],
                        offset=self.offset[groups] if self.offset.ndim else self.offset)
 
-    def gather(self, index: Tensor) -> "NF4Weight":
-        """Return copies of the rows at `index` (n,) int64, for an embedding: still in 4 bits, scales in float32."""
-        (rows, columns), size = self.shape, self.blocksize
-        if columns % size or index.ndim != 1 or index.dtype != torch.long:
-            raise ValueError(f"expected index (n,) int64 and blocks that divide a row; got {tuple(index.shape)} "
-                             f"{index.dtype}, rows of {columns} in blocks of {size}")
-        blocks = torch.arange(columns // size, device=index.device) + index[:, None] * (columns // size)
-        return NF4Weight(
-            self.packed.view(rows, columns // 2)[index].flatten(), self.scales(blocks).flatten(), self.code,
-            (len(index), columns), size, self.dtype, (len(index),),
-        )
-
-    def scales(self, blocks: Tensor | None = None) -> Tensor:
-        """Return the float32 scale of each of `blocks` (int64, any shape), or of all."""
+    def scales(self) -> Tensor:
+        """Return the float32 scale of each block."""
         if self.nested_code is None or self.nested_absmax is None or self.offset is None:
-            return self.absmax if blocks is None else self.absmax[blocks]
-        blocks = torch.arange(len(self.absmax), device=self.absmax.device) if blocks is None else blocks
-        group = (blocks + self.first_block) // self.nested_blocksize
-        return self.nested_code[self.absmax[blocks].int()] * self.nested_absmax[group] + self.part("offset")[group]
+            return self.absmax
+        group = (torch.arange(len(self.absmax), device=self.absmax.device) + self.first_block) // self.nested_blocksize
+        return self.nested_code[self.absmax.int()] * self.nested_absmax[group] + self.part("offset")[group]
 
 
 def check_adjacent(weights: Sequence[NF4Weight]) -> None:

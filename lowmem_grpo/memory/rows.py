@@ -157,12 +157,7 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
     bound = settings.max_tokens or settings.context
     area = int((settings.spread or 0) * bound)
     sizes = [(settings.context, 0), *([(min(bound, area), area)] if area else [])]  # packed <= padded
-    return [
-        StepShape(shape, tokens, laid, settings.lora_rank, settings.checkpointing, settings.mlp_tile or 0,
-                  settings.chunk_rows or tokens, settings.form != BITS_16, settings.head_groups or 1,
-                  settings.kept_layers or 0)
-        for tokens, laid in sizes
-    ]
+    return [StepShape(shape, settings, tokens, laid) for tokens, laid in sizes]
 
 
 def most_of(shapes: list[StepShape]) -> dict[str, Moment]:

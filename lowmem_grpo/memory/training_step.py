@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from lowmem_grpo.memory.cutting import mask_numbers
 from lowmem_grpo.memory.families import FUSED
-from lowmem_grpo.memory.layer_forms import ExpertForm
+from lowmem_grpo.memory.layer_forms import BITS_16, ExpertForm
 from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.plan import RunSettings
 
 WORD = 2  # bytes of a number in 16 bits
 BAND_BYTES = 64 * 2**20  # dequantized weights held at a time
@@ -35,23 +36,17 @@ Moment = dict[str, int]
 
 @dataclass(frozen=True)
 class StepShape:
-    """The shape of one micro-batch, and the settings that determine its memory."""
+    """The shape of one micro-batch, and the complete settings that determine its memory."""
 
     model: ModelShape
+    settings: RunSettings
     tokens: int  # T
-    area: int  # A; 0 for a single sequence, which attention takes without padding
-    rank: int  # LoRA's rank
-    checkpointing: bool | str
-    mlp_tile: int  # R; 0: no tiles
-    chunk_rows: int
-    quantized: bool = True
-    head_groups: int = 1  # parts in which attention's backward pass takes the heads
-    kept: int = 0  # layers, the last ones, that keep all they compute although others are checkpointed
+    area: int = 0  # A; 0 for a single sequence, which attention takes without padding
 
     @property
     def by_groups(self) -> bool:
         """True if attention saves only q, k and v, and recomputes each group of heads for its gradient."""
-        return self.head_groups > 1
+        return (self.settings.head_groups or 1) > 1
 
     @property
     def made_again(self) -> bool:
@@ -62,7 +57,7 @@ class StepShape:
     def group(self) -> float:
         """The share of the heads that is in the largest group; groups consist of whole key heads."""
         heads = self.model.kv_heads
-        return -(-heads // min(self.head_groups, heads)) / heads
+        return -(-heads // min(self.settings.head_groups or 1, heads)) / heads
 
     @property
     def hidden(self) -> int:
@@ -94,12 +89,12 @@ class StepShape:
     @property
     def whole_layers(self) -> int:
         """The number of layers that keep all they compute. Backward begins with them, so a step's peak is there."""
-        return self.kept if self.checkpointing else self.model.layers
+        return self.settings.kept_layers or 0 if self.settings.checkpointing else self.model.layers
 
     @property
     def tile(self) -> int:
         """The tokens in a tile of the MLP at the peak; 0 for no tiles, as in layers that keep all they compute."""
-        return 0 if self.checkpointing and self.kept else self.mlp_tile
+        return 0 if self.settings.checkpointing and self.settings.kept_layers else self.settings.mlp_tile or 0
 
     @property
     def angles(self) -> int:
@@ -114,13 +109,13 @@ class StepShape:
     def inputs(self) -> int:
         """Return the bytes of layer inputs on the device."""
         recomputed = self.model.layers - self.whole_layers
-        if not recomputed or self.checkpointing != "offload":
+        if not recomputed or self.settings.checkpointing != "offload":
             return self.hidden * recomputed
         return self.hidden * (1 if self.by_groups else RESIDENT)
 
     def host(self) -> int:
         """Return the bytes of layer inputs on the host, in whole pages, with the final norm's saved tensors."""
-        if self.checkpointing != "offload" or self.whole_layers == self.model.layers:
+        if self.settings.checkpointing != "offload" or self.whole_layers == self.model.layers:
             return 0
         pages = -(-self.hidden // PAGE_BYTES)
         return (self.model.layers - self.whole_layers + 2) * pages * PAGE_BYTES
@@ -172,7 +167,7 @@ class StepShape:
                     EXPERTS: self.at_experts(self.model.experts)}
         inner = WORD * self.rows * self.model.inner
         row_hidden = WORD * self.rows * self.model.hidden
-        lora = 4 * self.rank * 3 * (self.model.inner + self.model.hidden)
+        lora = 4 * self.settings.lora_rank * 3 * (self.model.inner + self.model.hidden)
         at_work = (3 if self.tile else 1) * inner + 2 * row_hidden  # without tiles, gate and up are saved anyway
         grads = self.hidden * (2 if self.tile else 1)  # the output's, and with tiles the input's as it fills
         tile = at_work + lora + self.band()
@@ -216,12 +211,12 @@ class StepShape:
 
     def head(self) -> Moment:
         """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32."""
-        logits = 4 * min(self.chunk_rows, self.tokens) * self.model.vocabulary
+        logits = 4 * min(self.settings.chunk_rows or self.tokens, self.tokens) * self.model.vocabulary
         kept = self.angles + (self.layers_kept() if self.whole_layers else 0)
         return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
 
     def band(self) -> int:
         """Return the most bytes of weights that are dequantized at a time."""
-        groups = self.model.groups() if self.quantized else []
+        groups = self.model.groups() if self.settings.form != BITS_16 else []
         largest = max((WORD * sum(linear.weights for linear in group) for group in groups), default=0)
         return largest // max(1, -(-largest // BAND_BYTES))

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels import fla
-from lowmem_grpo.kernels.delta_rule import causal_conv, delta_rule, delta_step
+from lowmem_grpo.kernels.delta_rule import causal_conv, delta_rule, delta_step, describe_kernels
 from lowmem_grpo.kernels.varlen import VarlenSequences
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
 from lowmem_grpo.models.lean_modules import take_place
@@ -186,4 +185,4 @@ def use_delta_nets(model: nn.Module) -> None:
         model.set_submodule(path, net)
     if nets:
         logger.info("%d gated delta-net layers compute with %s", len(nets),
-                    fla.describe(next(iter(nets.values())).conv_weight))
+                    describe_kernels(next(iter(nets.values())).conv_weight))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp
+from lowmem_grpo.kernels.glu import activate_ref
+from lowmem_grpo.kernels.lora_mlp import lora_mlp
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
 from lowmem_grpo.memory.families import FAMILIES, Attention, Norm
@@ -165,7 +166,7 @@ class LeanMLP(nn.Module):
         """Compute the MLP with the layers' own forward passes, for cases that the kernel does not cover."""
         outputs = [layer(x) for layer in layers]
         gate, up = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=-1)
-        result: Tensor = self.get_submodule("down_proj")(ACTIVATIONS[self.activation](gate) * up)
+        result: Tensor = self.get_submodule("down_proj")(activate_ref(gate, self.activation) * up)
         return result
 
 

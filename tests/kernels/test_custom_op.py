@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels.custom_op import custom_op, on_its_card
 from lowmem_grpo.kernels.glu import glu_bwd_all
-from lowmem_grpo.kernels.logprob_rows import logprob_rows
+from lowmem_grpo.kernels.logprob_kernels import logprob_rows
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_op
 
 LIMIT = 5  # Python functions around a body; 20 with torch.library.custom_op

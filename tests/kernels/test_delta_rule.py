@@ -11,7 +11,6 @@ from memory import LiveStorage
 from torch import Tensor
 
 from lowmem_grpo.kernels import delta_rule as module
-from lowmem_grpo.kernels import fla
 from lowmem_grpo.kernels.delta_rule import causal_conv, delta_rule, delta_rule_ref
 from lowmem_grpo.kernels.varlen import CHUNK, VarlenSequences
 
@@ -118,7 +117,7 @@ def test_kernels_of_the_field_that_give_something_else_are_not_taken(
         result, final = delta_rule_ref(*given)
         return result * (1 + off), final
 
-    monkeypatch.setattr(fla, "delta_rule", other)
+    monkeypatch.setattr(module, "by_fla", other)
     module.fla_agrees.cache_clear()
     assert module.fla_agrees(torch.device("cpu"), torch.float32) is agrees
     module.fla_agrees.cache_clear()
@@ -127,6 +126,6 @@ def test_kernels_of_the_field_that_give_something_else_are_not_taken(
 
 @pytest.mark.gpu
 def test_the_kernels_of_the_field_agree_on_a_card() -> None:
-    if fla.installed() is None:
-        pytest.skip(f"{fla.PACKAGE} is not installed")
+    if module.fla_version() is None:
+        pytest.skip(f"{module.FLA} is not installed")
     assert module.fla_agrees(torch.device("cuda:0"), torch.bfloat16)

@@ -1,5 +1,6 @@
-"""Products with FP8 weights: outputs and every gradient against float64, bands, memory. (NF4: test_nf4_linear.)"""
+"""Products with weights in FP8 and NF4: outputs and every gradient against float64, bands, memory."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,6 +10,7 @@ from accuracy import ROUNDING, assert_each_as_accurate, in_float64, outcome
 from card import DEVICES
 from fp8_weights import KINDS, by_definition, in_fp8, joined
 from memory import LiveStorage
+from nf4_problem import quantized
 from tables import every_row, pairwise
 from torch import Tensor
 
@@ -17,7 +19,9 @@ from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
 from lowmem_grpo.kernels.frozen import frozen_linear, project, project_back
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
 
+NF4 = ("nf4", "nested")
 ODD = [(1, 63, 130), (63, 257, 129), (500, 70, 385)]  # rows of x, out, in: no multiples of a block
 
 
@@ -32,10 +36,17 @@ def pair(size_out: int, size_in: int, dtype: torch.dtype, device: Any, seed: int
     return LoRA(*((part.detach() / 4).to(device, dtype).requires_grad_() for part in (a, b)), 0.7)
 
 
+def weight_of(shape: tuple[int, int], kind: str, dtype: torch.dtype, device: Any = "cpu") -> Any:
+    return NF4Weight.from_bitsandbytes(quantized(*shape, dtype, kind == "nested", device)) if kind in NF4 else in_fp8(
+        shape, kind, dtype, device)
+
+
 def exact(value: Any) -> Any:
     """The same in float64, with weights dequantized."""
     if isinstance(value, list):
         return [exact(one) for one in value]
+    if isinstance(value, NF4Weight):
+        return nf4_dequantize_ref(replace(value, dtype=torch.float64))
     return by_definition(value) if isinstance(value, FP8Weight) else in_float64(value)
 
 
@@ -43,6 +54,8 @@ def dequantized(value: Any) -> Any:
     """The same with weights dequantized in their dtype."""
     if isinstance(value, list):
         return [dequantized(one) for one in value]
+    if isinstance(value, NF4Weight):
+        return nf4_dequantize(value)
     return fp8_dequantize(value) if isinstance(value, FP8Weight) else value
 
 
@@ -63,8 +76,8 @@ def linears_ref(x: Tensor, weights: list[Tensor], loras: list[LoRA], features: t
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.every(2)
 def test_linear_errors_are_those_of_the_dequantized_weight(dtype: torch.dtype, device: torch.device) -> None:
-    for kind, (rows, out, inputs) in product(KINDS, ODD):
-        weight = in_fp8((out, inputs), kind, dtype, device)
+    for kind, (rows, out, inputs) in product((*KINDS, *NF4), ODD):
+        weight = weight_of((out, inputs), kind, dtype, device)
         x = random(rows, inputs, dtype=dtype, device=device)
         lora = pair(out, inputs, dtype, device, 1)
         assert_no_worse(lora_linear, linears_ref, {"x": x, "weights": [weight], "loras": [lora]}, dtype)
@@ -74,34 +87,38 @@ def test_linear_errors_are_those_of_the_dequantized_weight(dtype: torch.dtype, d
 
 @pytest.mark.parametrize(*pairwise(
     dtype=ROUNDING, band_bytes=[None, 20_000],
-    **{"features,kind": [((128, 256, 33), "128"), ((70, 30, 33), "row")]},
+    **{"features,kind": [((128, 256, 33), "128"), ((70, 30, 33), "row"), ((128, 64, 33), "nested")]},
 ))
 def test_adjacent_matrices_are_computed_apart(
     features: tuple[int, ...], kind: str, dtype: torch.dtype, band_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if band_bytes:
         monkeypatch.setattr(frozen, "BAND_BYTES", band_bytes)
-    weight = joined(features, 130, dtype, kind)
-    loras = [pair(out, 130, dtype, "cpu", out) for out in features]
+    width = 256 if kind in NF4 else 130
+    weight = (NF4Weight.adjacent([quantized(rows, width, dtype, True) for rows in features]) if kind in NF4
+              else joined(features, width, dtype, kind))
+    loras = [pair(out, width, dtype, "cpu", out) for out in features]
     assert_no_worse(lora_linear, lambda **given: linears_ref(**given, features=features),
-                    {"x": random(63, 130, dtype=dtype), "weights": [weight], "loras": loras}, dtype)
+                    {"x": random(63, width, dtype=dtype), "weights": [weight], "loras": loras}, dtype)
 
 
 @every_row("dtype", ROUNDING)
-@every_row("kind", ["row", "128"])
+@every_row("kind", ["row", "128", *NF4])
 def test_mlp_errors_are_those_of_the_dequantized_weights(kind: str, dtype: torch.dtype) -> None:
     inputs, inner = 63, 130
-    weights = {name: in_fp8(shape, kind, dtype) for name, shape in
+    weights = {name: weight_of(shape, kind, dtype) for name, shape in
                {"gate": (inner, inputs), "up": (inner, inputs), "down": (inputs, inner)}.items()}
     loras = {f"{name}_lora": pair(*weight.shape, dtype, "cpu", len(name)) for name, weight in weights.items()}
     assert_no_worse(lora_mlp, lora_mlp_ref, {"x": random(50, inputs, dtype=dtype)} | weights | loras, dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *NF4])
 def test_bands_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = in_fp8((300, 260), kind)
+    weight = weight_of((300, 260), kind, torch.float32)
     x, grad = random(9, 260, dtype=torch.float32).detach(), random(9, 300, dtype=torch.float32).detach()
     whole = project(x, weight), project_back(grad, weight)
+    torch.testing.assert_close(whole, (x @ dequantized(weight).T, grad @ dequantized(weight)))
+    assert not project(x.clone().requires_grad_(), weight).requires_grad
     monkeypatch.setattr(frozen, "BAND_BYTES", 10_000)
     torch.testing.assert_close((project(x, weight), project_back(grad, weight)), whole)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import IN_16_BITS, assert_as_accurate, interpreted
+from accuracy import IN_16_BITS, assert_as_accurate, in_triton, interpreted
 from card import CARD, DEVICES
 from memory import LiveStorage
 from torch import Tensor
@@ -80,28 +80,16 @@ def assert_written_in_place(activation: str, tensors: dict[str, Tensor]) -> None
         torch.testing.assert_close(values, expected[name], msg=name)
 
 
-def outcomes_of_kernels(activation: str, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """h and both gradients from every Triton launcher, with tensors of different strides."""
-    grad = tensors["grad"]
-    fused = torch.cat((tensors["gate"], tensors["up"]), 1)
-    gate, up = fused.chunk(2, 1)
-    h = module.glu_fwd_triton(gate.contiguous(), up.T.contiguous().T, activation)
-    apart = module.glu_bwd_triton(grad.T.contiguous().T, gate.T.contiguous().T, up, activation, False)
-    together = module.glu_bwd_triton(grad, gate, up.contiguous(), activation, True)[0].chunk(2, 1)
-    product = grad.clone()
-    module.glu_bwd_all_triton(product, gate, up, activation)  # last: it overwrites
-    results = [(h, *apart), (h, *together), (product, gate, up)]
-    return [dict(zip(("h", "gate", "up"), values, strict=True)) for values in results]
-
-
 @interpreted
 @pytest.mark.parametrize(("rows", "columns", "activation"), [
     (1, 1, "silu"), *((11, 65, activation) for activation in ACTIVATIONS), (37, 33, "gelu_tanh"), (3, 1100, "gelu"),
 ])
 def test_the_kernels_errors_are_no_larger_than_the_references(rows: int, columns: int, activation: str) -> None:
     tensors = problem((rows, columns), torch.float32)
-    for results in outcomes_of_kernels(activation, tensors):
-        assert_accurate(activation, tensors, results)
+    with in_triton():
+        for fused in (False, True):
+            assert_accurate(activation, tensors, outcome(ACTIVATIONS[activation][0], tensors, fused))
+        assert_written_in_place(activation, tensors)
 
 
 @interpreted
@@ -154,11 +142,3 @@ def test_calls_without_autograd_refuse_to_write_into_a_copy(name: str) -> None:
                    for key, values in tensors.items()}
         with pytest.raises(ValueError, match=f"{name} is written in place"):
             glu_backward(activation="silu", **(changed | {name: change(tensors[name])}))
-
-
-def test_every_width_has_a_compiled_configuration_without_shared_entries() -> None:
-    listed = [variant.launch for variant in module.variants(90, torch.bfloat16)]
-    for width in [1, 64, 65, 256, 257, 1024, 14336]:
-        launch = module.launch_rule(width)
-        assert launch in listed
-        assert launch.constexprs["BLOCK_N"] * launch.constexprs["BLOCK_F"] >= 32 * launch.num_warps

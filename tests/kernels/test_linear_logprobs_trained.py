@@ -1,4 +1,4 @@
-"""linear_logprobs where more than the hidden states takes a gradient, and with 4-bit heads."""
+"""linear_logprobs where more than the hidden states takes a gradient."""
 
 from itertools import product
 from typing import Any
@@ -8,18 +8,15 @@ import torch
 from accuracy import ROUNDING
 from logprob_problem import CLOSE, COLD, SHAPES, D, V, assert_no_worse, outcome, problem
 from memory import LiveStorage
-from nf4_problem import in_4_bit
 from tables import every_row
 from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 
 TRAINED = [
     {"trained": ["weight"]}, {"trained": ["hidden", "weight"]},
     {"trained": ["hidden", "weight", "bias"], "bias": True, "softcap": 3.0, "temperature": 1.3, "logit_scale": 2.0},
-    {"trained": ["bias"], "bias": True}, {"trained": ["hidden", "lora_a", "lora_b"], "lora": True, "lora_scale": 0.5},
-    {"trained": ["hidden", "weight", "bias", "lora_a", "lora_b"], "lora": True, "bias": True, "softcap": 5.0},
+    {"trained": ["bias"], "bias": True}, {"trained": ["hidden", "weight", "bias"], "bias": True, "softcap": 5.0},
 ]
 
 
@@ -54,7 +51,7 @@ def test_only_the_entropy_in_the_loss_gives_the_entropys_gradient() -> None:
 
 
 def test_ignored_rows_give_a_trained_head_no_gradient() -> None:
-    arguments, grad = problem(63, torch.float32, **TRAINED[5])
+    arguments, grad = problem(63, torch.float32, **TRAINED[4])
     ignored = torch.arange(63) % 3 == 0
     kept = arguments | {"targets": arguments["targets"].masked_fill(ignored, -100)}
     ours = outcome(linear_logprobs, kept, grad, entropy_gradient(63), ignore_index=-100, return_entropy=True,
@@ -89,41 +86,3 @@ def test_memory_of_a_trained_head_is_its_gradient_and_some_tiles() -> None:
     gradients = 2 * (V * D + rows * D) + 4 * rows * D  # bf16 results, float32 sum of hidden's
     assert storage.peak < gradients + 16 * chunk_rows * V + 2 * 4 * rows * D + 64 * rows
     assert storage.largest < rows * V
-
-
-@pytest.mark.parametrize("options", [*SHAPES, {"lora": True, "trained": ["hidden", "lora_a", "lora_b"]}])
-@pytest.mark.every(2)
-def test_a_4_bit_head_gives_what_its_dequantized_weight_gives(options: dict[str, Any]) -> None:
-    for dtype, (chunk_rows, double) in product(ROUNDING, ((1, True), (7, False), (None, True))):
-        assert_4_bit_head_is_no_worse(dtype, double, chunk_rows, options)
-
-
-def assert_4_bit_head_is_no_worse(
-    dtype: torch.dtype, double: bool, chunk_rows: int | None, options: dict[str, Any]
-) -> None:
-    arguments, grad = problem(63, dtype, **options)
-    size = 64
-    arguments["hidden"] = torch.randn(63, size, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
-    if "lora_a" in arguments:
-        arguments["lora_a"] = torch.randn(5, size).to(dtype).div_(8).requires_grad_()
-    parameter = in_4_bit(torch.randn(V, size, generator=torch.Generator().manual_seed(2)).to(dtype) / 4, double)
-    packed = arguments | {"weight": parameter}
-    arguments["weight"] = nf4_dequantize(NF4Weight.from_bitsandbytes(parameter))
-    ours = outcome(linear_logprobs, packed, grad, chunk_rows=chunk_rows, return_entropy=True)
-    assert_no_worse(arguments, ours, grad, dtype=dtype)
-
-
-def test_a_4_bit_head_is_dequantized_once_for_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, grad = problem(63, torch.float32)
-    arguments["hidden"] = torch.randn(63, 64, requires_grad=True)
-    arguments["weight"] = in_4_bit(torch.randn(V, 64), False)
-    rows_read: list[int] = []
-
-    def counted(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
-        rows_read.append(weight.shape[0])
-        return nf4_dequantize(weight, out)
-
-    monkeypatch.setattr("lowmem_grpo.kernels.logits.nf4_dequantize", counted)
-    outcome(linear_logprobs, arguments, grad, chunk_rows=7, return_entropy=True)
-    assert sum(rows_read) == V + 63  # every row once, and the targets' rows
-    assert max(rows_read) <= 7 * V // 63

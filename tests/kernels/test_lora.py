@@ -15,9 +15,9 @@ from tables import every_row
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lowmem_grpo.kernels.glu import APPROXIMATE
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
-from lowmem_grpo.kernels.lora_mlp import ACTIVATIONS, lora_mlp, lora_mlp_ref
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
+from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
 
 IN, INNER = 63, 130  # odd, and no multiple of a block
 outcome = partial(outcome_of, drawn=torch.float64)
@@ -69,7 +69,7 @@ def test_mlp_errors_are_no_larger_than_the_references(dtype: torch.dtype, device
         assert_no_worse(arguments, {name: value.cpu() for name, value in ours.items()}, dtype)
 
 
-@every_row("activation", ACTIVATIONS)
+@every_row("activation", APPROXIMATE)
 @every_row("fused", [False, True])
 def test_mlp_gradients_are_the_derivatives(activation: str, fused: bool) -> None:
     arguments = in_float64(mlp_problem(2, torch.float32, fused))
@@ -157,17 +157,6 @@ def test_a_second_backward_is_refused_through_used_buffers_and_gives_the_same_th
     assert torch.equal(first, second)
 
 
-@every_row("double", [False, True])
-@every_row("dtype", ROUNDING)
-def test_4_bit_mlp_gives_what_its_dequantized_weights_give(dtype: torch.dtype, double: bool) -> None:
-    arguments = mlp_problem(63, dtype)
-    packed = {}
-    for name in ("gate", "up", "down"):
-        packed[name] = in_4_bit(arguments[name], double)
-        arguments[name] = nf4_dequantize(NF4Weight.from_bitsandbytes(packed[name]))
-    assert_no_worse(arguments, outcome(lora_mlp, arguments | packed), dtype)
-
-
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_q_k_v_on_one_input_give_what_three_layers_give(dtype: torch.dtype) -> None:
     x = torch.randn(63, IN, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
@@ -222,26 +211,18 @@ def test_no_rows_give_no_outputs_and_gradients_of_zero() -> None:
     assert results["y"].shape == (0, IN) and not results["gate_lora.a"].any()
 
 
-def linear_problem(rows: int, dtype: torch.dtype, device: Any, four_bit: bool) -> dict[str, Any]:
-    """Arguments of lora_linear on a device, the weight in `dtype` or in 4 bits."""
-    generator = torch.Generator().manual_seed(rows)
-    weight: Any = (torch.randn(INNER, 2 * IN, generator=generator) / IN**0.5).to(dtype)
-    if four_bit:
-        weight = NF4Weight.from_bitsandbytes(in_4_bit(weight, True, device))
-    x = torch.randn(rows, 2 * IN, generator=generator).to(device, dtype).requires_grad_()
-    lora = placed(adapter(INNER, 2 * IN, SMALL[dtype], 1), device)
-    return {"x": x, "weight": weight if four_bit else weight.to(device), "lora": lora}
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_linear_errors_are_no_larger_than_the_references(dtype: torch.dtype, device: torch.device) -> None:
-    for rows, four_bit in product((1, 8, 63, 500), (False, True)):
-        arguments = linear_problem(rows, dtype, device, four_bit)
+    """Of a plain weight; test_frozen.py has those in NF4 and FP8."""
+    for rows in (1, 8, 63, 500):
+        generator = torch.Generator().manual_seed(rows)
+        weight = (torch.randn(INNER, 2 * IN, generator=generator) / IN**0.5).to(device, dtype)
+        x = torch.randn(rows, 2 * IN, generator=generator).to(device, dtype).requires_grad_()
+        arguments = {"x": x, "weight": weight, "lora": placed(adapter(INNER, 2 * IN, SMALL[dtype], 1), device)}
         ours = outcome(lambda x, weight, lora: lora_linear(x, [weight], [lora])[0], arguments)
-        plain = arguments | ({"weight": nf4_dequantize_ref(arguments["weight"])} if four_bit else {})
-        reference, truth = outcome(lora_linear_ref, plain), outcome(lora_linear_ref, in_float64(plain))
-        assert_each_as_accurate(ours, reference, truth, 2 * ROUNDING[dtype], f"of {rows} rows, four_bit={four_bit}")
+        reference, truth = (outcome(lora_linear_ref, given) for given in (arguments, in_float64(arguments)))
+        assert_each_as_accurate(ours, reference, truth, 2 * ROUNDING[dtype], f"of {rows} rows")
 
 
 @gpu

@@ -161,19 +161,6 @@ def test_a_band_of_rows_is_a_view_with_its_own_scales(double: bool) -> None:
         weight.rows(3, 226)
 
 
-@pytest.mark.parametrize("double", [False, True])
-def test_gathered_rows_are_those_of_the_index(double: bool) -> None:
-    weight = NF4Weight.from_bitsandbytes(quantized((513, 128), torch.bfloat16, double=double))
-    index = torch.tensor([512, 0, 7, 7, 300])
-    assert torch.equal(nf4_dequantize(weight.gather(index)), nf4_dequantize(weight)[index])
-    assert torch.equal(nf4_dequantize(weight.rows(100, 500).gather(index[1:])), nf4_dequantize(weight)[index[1:] + 100])
-    assert nf4_dequantize(weight.gather(index[:0])).shape == (0, 128)
-    with pytest.raises(ValueError, match="expected index"):
-        weight.gather(index.int())
-    with pytest.raises(ValueError, match="rows of 100 in blocks of 64"):
-        NF4Weight.from_bitsandbytes(quantized((7, 100))).gather(index)
-
-
 def test_out_is_filled_in_its_own_dtype() -> None:
     weight = NF4Weight.from_bitsandbytes(quantized((33, 64), torch.bfloat16))
     out = torch.empty(33, 64, dtype=torch.float16)
@@ -219,7 +206,7 @@ def test_operator_is_sound_and_it_compiles_and_fakes() -> None:
     for double in (False, True):
         weight = NF4Weight.from_bitsandbytes(quantized((33, 64), torch.bfloat16, double=double))
         torch.library.opcheck(nf4_dequantize_op, (torch.zeros(33, 64), weight.tensors, weight.sizes, 0))
-    compiled = torch.compile(lambda index: nf4_dequantize(weight.gather(index)), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda index: nf4_dequantize(weight)[index], backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(torch.tensor([3, 1])), nf4_dequantize(weight)[[3, 1]])
     with FakeTensorMode() as mode:
         parts = [mode.from_tensor(part) for part in weight.tensors]

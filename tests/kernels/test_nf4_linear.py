@@ -1,6 +1,5 @@
 """nf4_linear: accuracy of the output and every gradient, agreement with bitsandbytes and PEFT, memory."""
 
-from dataclasses import replace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -25,8 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowmem_grpo.kernels import frozen
-from lowmem_grpo.kernels.frozen import project, project_back
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
+from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
 
 
@@ -81,21 +79,6 @@ def test_scale_may_be_a_tensor_that_is_switched_later() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         switched.sum().backward()  # its gradients would be those of another scale
     torch.testing.assert_close(off, nf4_linear(**(arguments | {"lora_a": None, "lora_b": None})))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_project_and_back_take_both_kinds_of_weight(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_bands(monkeypatch)
-    for size, double in ((THREE, False), (ONE, True), (ODD, True)):
-        weight = problem(1, size, dtype, double)["weight"]
-        truth = nf4_dequantize_ref(replace(weight, dtype=torch.float64))
-        x, grad = torch.randn(2, 3, size[1], dtype=dtype), torch.randn(4, sum(size[0]), dtype=dtype)
-        plain = nf4_dequantize(weight)
-        for held in (weight, plain):
-            assert_as_accurate("xW", project(x, held), x @ plain.T, x.double() @ truth.T, ROUNDING[dtype])
-            assert_as_accurate("gW", project_back(grad, held), grad @ plain, grad.double() @ truth, ROUNDING[dtype])
-            assert not project(x.requires_grad_(), held).requires_grad
-            assert not project_back(grad.requires_grad_(), held).requires_grad
 
 
 def kept_bytes(arguments: dict[str, Any]) -> int:

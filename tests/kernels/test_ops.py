@@ -217,3 +217,19 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
 def test_operations_are_registered_right() -> None:
     for operation, arguments in calls():
         torch.library.opcheck(operation, arguments)
+
+
+@every_row(("module", "columns", "widths"), [
+    (glu, "BLOCK_F", [1, 64, 65, 256, 257, 1024, 14336]), (rotary, "BLOCK_R", [1, 32, 36, 48, 64, 128, 512]),
+    (norm, "BLOCK_D", [1, 64, 65, 96, 128, 256, 500, 2560, 4096, 8192, 8193, 16384, 65536]),
+])
+def test_every_width_has_a_compiled_configuration_whose_threads_share_no_entry(
+    module: Any, columns: str, widths: list[int]
+) -> None:
+    listed = [variant.launch for variant in module.variants(90, torch.bfloat16)]
+    for width in widths:
+        launch = module.launch_rule(width)
+        sizes = launch.constexprs
+        tile = sizes[columns] * next(size for name, size in sizes.items() if name in ("BLOCK_N", "BLOCK_H"))
+        assert launch in listed and 32 <= 32 * launch.num_warps <= min(tile, 512)
+        assert sizes[columns] >= width or module is glu or not sizes.get("WHOLE_ROW", True), "rows are in one piece"

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from accuracy import assert_as_accurate, interpreted
+from accuracy import assert_as_accurate, in_triton, interpreted
 from card import gpu
 from memory import CountedOps, LiveStorage
 from packed_problem import batch_of
@@ -58,28 +58,26 @@ def assert_spread_accurate(batch: MicroBatch, packed: list[Tensor], grads: list[
         assert_as_accurate(f"tensor {number}", ours, reference, truth, ROUNDING[ours.dtype])
 
 
+def assert_there_and_back(name: str, heads: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+    """Copies are exact, their gradients add up as well as in float64; gathering takes each place once."""
+    batch = batch_of(PACKS[name])
+    packed, grads = problem(batch, heads, size, dtype)
+    results = packed_to_padded(packed, *tables(batch))
+    for ours, reference in zip(results, packed_to_padded_ref(packed, batch.sources, batch.max_seqlen), strict=True):
+        assert torch.equal(ours, reference), (dtype, heads)
+    assert_spread_accurate(batch, packed, grads, list(torch.autograd.grad(results, packed, grads)))
+    side_by_side = grads[0].requires_grad_()
+    ours = padded_to_packed(side_by_side, batch.sources, batch.places)
+    reference = padded_to_packed_ref(side_by_side, batch.places)
+    assert torch.equal(ours, reference), dtype
+    back = [torch.autograd.grad(one, side_by_side, packed[0].detach())[0] for one in (ours, reference)]
+    assert torch.equal(*back), dtype
+
+
 @pytest.mark.parametrize("name", PACKS)
 def test_copies_are_exact_and_their_gradients_add_up_as_well_as_in_float64(name: str) -> None:
-    batch = batch_of(PACKS[name])
     for dtype, heads in product(ROUNDING, HEADS):
-        packed, grads = problem(batch, heads, 16, dtype)
-        results = packed_to_padded(packed, *tables(batch))
-        for ours, reference in zip(results, packed_to_padded_ref(packed, batch.sources, batch.max_seqlen), strict=True):
-            assert torch.equal(ours, reference), (dtype, heads)
-        assert_spread_accurate(batch, packed, grads, list(torch.autograd.grad(results, packed, grads)))
-
-
-@pytest.mark.parametrize("name", PACKS)
-def test_gathering_takes_each_place_once_and_its_gradient_goes_back_there(name: str) -> None:
-    batch = batch_of(PACKS[name])
-    for dtype in ROUNDING:
-        packed, (side_by_side,) = problem(batch, (3,), 16, dtype)
-        side_by_side = side_by_side.requires_grad_()
-        ours = padded_to_packed(side_by_side, batch.sources, batch.places)
-        reference = padded_to_packed_ref(side_by_side, batch.places)
-        assert torch.equal(ours, reference), dtype
-        grads = [torch.autograd.grad(one, side_by_side, packed[0].detach())[0] for one in (ours, reference)]
-        assert torch.equal(*grads), dtype
+        assert_there_and_back(name, heads, 16, dtype)
 
 
 def test_a_shared_prompts_gradient_in_bf16_is_rounded_once() -> None:
@@ -99,32 +97,22 @@ def test_a_shared_prompts_gradient_in_bf16_is_rounded_once() -> None:
 ])
 @pytest.mark.every(2)
 def test_the_kernels_give_what_the_references_give(name: str, heads: tuple[int, ...], size: int) -> None:
-    batch = batch_of(PACKS[name])
-    packed, grads = problem(batch, heads, size, torch.float32)
-    given = [one.detach() for one in packed]
-    results = module.packed_to_padded_triton(given, batch.sources, None, batch.max_seqlen)
-    for ours, reference in zip(results, packed_to_padded_ref(given, batch.sources, batch.max_seqlen), strict=True):
-        assert torch.equal(ours, reference)
-    assert_spread_accurate(batch, packed, grads, module.sum_copies_triton(grads, *tables(batch)))
-    once = [run(given[:1], batch.sources, batch.places, batch.max_seqlen)[0]
-            for run in (module.packed_to_padded_triton, module.packed_to_padded_cpu)]
-    assert torch.equal(*once)
+    with in_triton():
+        assert_there_and_back(name, heads, size, torch.float32)
 
 
 @interpreted
 def test_the_kernels_read_tensors_by_their_strides() -> None:
     batch = batch_of(PACKS["three groups"])
     packed, grads = problem(batch, (4, 2, 2), 16, torch.float32)
-    given = [one.detach() for one in packed]
-    for change in (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: torch.cat((x, x), -1)[..., 16:],
-                   lambda x: torch.stack((x, x), -1)[..., 0]):
-        both = ([change(one) for one in given], given)
-        results = (module.packed_to_padded_triton(packed, batch.sources, None, 72) for packed in both)
-        for ours, expected in zip(*results, strict=True):
-            assert torch.equal(ours, expected)
-        sums = module.sum_copies_triton(grads, *tables(batch))
-        changed = module.sum_copies_triton([change(grad) for grad in grads], *tables(batch))
-        assert all(torch.equal(ours, expected) for ours, expected in zip(changed, sums, strict=True))
+    found = []
+    for change in (lambda x: x, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+                   lambda x: torch.cat((x, x), -1)[..., 16:], lambda x: torch.stack((x, x), -1)[..., 0]):
+        given = [change(one.detach()).requires_grad_() for one in packed]
+        with in_triton():
+            results = packed_to_padded(given, *tables(batch))
+            found.append([*results, *torch.autograd.grad(results, given, [change(grad) for grad in grads])])
+    assert all(torch.equal(one, other) for other in found[1:] for one, other in zip(found[0], other, strict=True))
 
 
 @interpreted

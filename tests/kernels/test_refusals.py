@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from logprob_problem import D, V
 from logprob_problem import problem as logprob_problem
-from nf4_problem import ONE
+from nf4_problem import ONE, quantized
 from nf4_problem import problem as nf4_problem
 from tables import every_row, not_refused
 
@@ -71,9 +71,8 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         ({"bias": torch.zeros(V, device="meta")}, "meta"),
         ({"hidden": torch.zeros(3, D, dtype=torch.long), "weight": torch.zeros(V, D, dtype=torch.long)}, "int64"),
         ({"temperature": 0.0}, "temperature is 0.0"), ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"chunk_rows": -1}, "chunk_rows is -1"), ({"lora_a": torch.zeros(5, D)}, "only one"),
-        ({"lora_b": torch.zeros(V, 5)}, "only one"),
-        ({"lora_a": torch.zeros(5, D), "lora_b": torch.zeros(V, 4)}, "(1003, 4)"),
+        ({"chunk_rows": -1}, "chunk_rows is -1"),
+        ({"weight": quantized(V, 64, torch.float32)}, "got a Params4bit in 4 bits. Dequantize it once"),
     ]),
     (nf4_linear, nf4_problem(3, ONE, torch.float32), [
         ({"x": torch.zeros(3, 191)}, "expected x (..., 192)"),

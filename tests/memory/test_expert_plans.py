@@ -62,7 +62,7 @@ def test_what_the_experts_hold_inside_is_planned(monkeypatch: pytest.MonkeyPatch
     with LiveStorage() as storage:
         routed.routed_backward(x, x, given["ids"], weights, *routed.flat(given["gate_up"], given["down"]))
     shape = ModelShape.from_config(named_config(NAME) | {"hidden_size": 128})
-    step = StepShape(shape, tokens, 0, 32, "offload", 4096, 1024)
+    step = StepShape(shape, RunSettings(tokens), tokens)
     assert 0.8 * storage.peak <= step.at_experts(experts) <= 1.3 * storage.peak
 
 

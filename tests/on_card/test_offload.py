@@ -65,11 +65,11 @@ def test_neither_a_late_copy_nor_a_late_layer_changes_a_gradient(device: torch.d
 def test_host_memory_does_not_grow_with_steps_or_micro_batches(device: torch.device) -> None:
     model, offload = made(device, "all copies")
     step(model, offload, tokens=300)
-    pages = {storage.data_ptr() for storage in offload.host_storages()}
+    pages = {storage.data_ptr() for storage in offload.store.pool.storages()}
     assert len(pages) * PAGE == offload.host_bytes_peak
     for seed, tokens in ((2, 300), (3, 211), (4, 64), (5, 300)):
         assert same(step(model, offload, False, seed, tokens), step(model, nullcontext(), False, seed, tokens))
-        assert {storage.data_ptr() for storage in offload.host_storages()} == pages
+        assert {storage.data_ptr() for storage in offload.store.pool.storages()} == pages
 
 
 @pytest.mark.parametrize("device", DEVICES)

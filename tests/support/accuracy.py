@@ -1,7 +1,10 @@
 """The accuracy rule of every kernel, and running Triton code in its interpreter."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,11 +18,23 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 
 # tests/conftest.py turns the interpreter on where there is no card. It computes bfloat16 wrongly: float32 only.
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the card here")
+OPERATIONS = ("glu", "rms_norm", "rope", "packed_to_padded")  # the modules of `in_triton`
 # Where a kernel's rounding to 16 bits is seen: float16 in the interpreter, both on a card.
 IN_16_BITS = [pytest.param("cpu", torch.float16, marks=interpreted),
               *(pytest.param("cuda", dtype, marks=gpu) for dtype in HALVES)]
 # What one rounding changes of the largest value; of float32, a sum in another order.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@contextmanager
+def in_triton() -> Iterator[None]:
+    """Inside, operations of ours launch their Triton kernels for CPU tensors too, which the interpreter runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in map(import_module, ("lowmem_grpo.kernels." + name for name in OPERATIONS)):
+            for launcher in [name for name in vars(module) if name.endswith("_triton")]:
+                name = launcher.removesuffix("_triton")
+                patch.setattr(module, f"{name}_op" if hasattr(module, f"{name}_op") else name, vars(module)[launcher])
+        yield
 
 
 def in_float64(value: Any) -> Any:

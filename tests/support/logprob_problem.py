@@ -21,8 +21,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # of two float32 computations in another o
 
 
 def problem(
-    rows: int, dtype: torch.dtype, bias: bool = False, lora: bool = False, trained: Sequence[str] = ("hidden",),
-    **options: Any,
+    rows: int, dtype: torch.dtype, bias: bool = False, trained: Sequence[str] = ("hidden",), **options: Any
 ) -> tuple[dict[str, Any], Tensor]:
     """Arguments of linear_logprobs, those `trained` with gradients, and a gradient (N,) of logprobs."""
     generator = torch.Generator().manual_seed(rows)
@@ -32,23 +31,9 @@ def problem(
         "targets": torch.randint(V, (rows,), generator=generator),
         "bias": torch.randn(V, generator=generator).to(dtype) if bias else None,
     }
-    if lora:
-        arguments["lora_a"] = (torch.randn(5, D, generator=generator) / 6).to(dtype)
-        arguments["lora_b"] = torch.randn(V, 5, generator=generator).to(dtype)
     for name in trained:
         arguments[name].requires_grad_()
     return arguments | options, torch.randn(rows, generator=generator)
-
-
-def reference(
-    hidden: Tensor, weight: Tensor, targets: Tensor, lora_a: Tensor | None = None, lora_b: Tensor | None = None,
-    lora_scale: float = 1.0, **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """linear_logprobs_ref, with an adapter on the head as r more columns of hidden and weight."""
-    if lora_a is not None and lora_b is not None:
-        hidden = torch.cat([hidden, (hidden @ lora_a.T) * lora_scale], 1)
-        weight = torch.cat([weight, lora_b], 1)
-    return linear_logprobs_ref(hidden, weight, targets, **options)
 
 
 def outcome(
@@ -68,8 +53,8 @@ def outcome(
 
 def assert_no_worse(arguments: dict[str, Any], ours: dict[str, Tensor], *grads: Tensor, dtype: torch.dtype) -> None:
     """The accuracy rule for everything in `ours`, an outcome on `arguments`."""
-    truth = outcome(reference, in_float64(arguments), *grads)
-    same_dtype = outcome(reference, arguments, *grads)
+    truth = outcome(linear_logprobs_ref, in_float64(arguments), *grads)
+    same_dtype = outcome(linear_logprobs_ref, arguments, *grads)
     for name, exact in truth.items():
         slack = SUMMATION + (3 * ROUNDING[dtype] if name.startswith("grad") else 0)  # factors, products, the result
         assert_as_accurate(name, ours[name], same_dtype[name], exact, slack)

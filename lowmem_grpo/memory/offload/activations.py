@@ -195,11 +195,6 @@ class ActivationOffload:
         """The maximum of `host_bytes`; that much host memory is held until `release`."""
         return 0 if self.store is None else self.store.pool.peak_bytes
 
-    def host_storages(self) -> list[torch.UntypedStorage]:
-        """Return the storages of all host pages, used and free, so that a memory counter can tell them from the
-        device's."""
-        return [] if self.store is None else self.store.pool.storages()
-
     def release(self) -> None:
         """Return the host pages that no graph needs to the system; the next forward pass allocates new ones."""
         if self.store is not None:
