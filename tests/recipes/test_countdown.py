@@ -17,7 +17,7 @@ from lowmem_grpo.recipes import countdown
 from lowmem_grpo.recipes.countdown import (
     LONGEST,
     Countdown,
-    Difficulty,
+    CountdownOptions,
     answer_line,
     countdowns,
     evaluate,
@@ -26,11 +26,15 @@ from lowmem_grpo.recipes.countdown import (
     reaches_target,
 )
 
-EASY = Difficulty(3, 3, 20)
+EASY = CountdownOptions(max_numbers=3, largest_number=20)
 NUMBERS = [25, 3, 7]
 
 
-def take(count: int, split: str = "train", seed: int = 0, difficulty: Difficulty | None = None) -> list[Countdown]:
+def bounds(*values: Any) -> CountdownOptions:
+    return CountdownOptions(**dict(zip(CountdownOptions.__annotations__, values, strict=False)))
+
+
+def take(count: int, split: str = "train", seed: int = 0, difficulty: CountdownOptions | None = None) -> list[Countdown]:
     source = countdowns(split, seed, difficulty)
     return [next(source) for _ in range(count)]
 
@@ -50,7 +54,7 @@ def reachable(numbers: tuple[Fraction, ...]) -> Iterator[Fraction]:
 
 
 def test_every_puzzle_has_a_solution_within_its_difficulty() -> None:
-    for difficulty in (Difficulty(), EASY, Difficulty(2, 6, 99, 999), Difficulty(operators="+-")):
+    for difficulty in (CountdownOptions(), EASY, bounds(2, 6, 99, 999), CountdownOptions(operators="+-")):
         for puzzle in take(300, difficulty=difficulty):
             answer = evaluate(puzzle.solution)
             assert answer is not None and answer.value == puzzle.target, puzzle
@@ -95,16 +99,16 @@ def test_no_puzzle_comes_twice_in_any_order_and_every_operator_occurs_often() ->
 def test_a_difficulty_with_too_few_puzzles_or_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(countdown, "FRUITLESS", 2000)
     for split, difficulty, message in (
-        ("train", Difficulty(2, 2, 4, 10), r"only \d+ different train problems; ask for fewer, .*largest_number=4"),
-        ("train", Difficulty(6, 6, 50, 5, "+"), r"only 0 different train .*largest_target=5, operators='\+'\).* fewer"),
-        ("test", Difficulty(2, 2, 4, 4, "*"), r"only 0 different test .*min_numbers=2.*a larger target"),
+        ("train", bounds(2, 2, 4, 10), r"only \d+ different train problems; ask for fewer, .*largest_number=4"),
+        ("train", bounds(6, 6, 50, 5, "+"), r"only 0 different train .*largest_target=5, operators='\+': more or fewer"),
+        ("test", bounds(2, 2, 4, 4, "*"), r"only 0 different test .*min_numbers=2.*a larger target"),
     ):
         with pytest.raises(ValueError, match=message):
             make_dataset(split, 5000, difficulty=difficulty)
 
 
 def test_a_difficulty_that_makes_no_sense_is_refused() -> None:
-    assert not_refused(lambda options: Difficulty(**options), [
+    assert not_refused(lambda options: CountdownOptions(**options), [
         ({"min_numbers": 1}, "min_numbers is 1 and max_numbers 4; they must be 2 to 6"),
         ({"max_numbers": 7}, "2 to 6"), ({"min_numbers": 4, "max_numbers": 3}, "not above the second"),
         ({"largest_number": 100}, "largest_number is 100; it must be 4 to 99"), ({"largest_target": 2}, "4 to 999"),
