@@ -76,9 +76,9 @@ def test_the_panel_cuts_nothing_off_and_shows_the_spread_and_a_sample_now_and_th
     width: int, now: list[float]
 ) -> None:
     terminal = console(terminal=True, width=width)
-    view = LiveView(terminal, title="[bold]run")
+    view = LiveView(terminal)
     run(view, LOGS | {"reward": 0.0}, LOGS | {"reward_std": 0.125})
-    for expected in ("step 2/60", "▁█", "1.50 GiB", "5/8", "[bold]run", "[red]format"):
+    for expected in ("step 2/60", "▁█", "1.50 GiB", "5/8", "GRPO", "[red]format"):
         assert expected in written(terminal)
     for text, seconds in (("first\x1b[2J [red]words", 0), ("too soon", SAMPLE_SECONDS / 2)):
         now[0] += seconds
