@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from run_pages import Page
 
-from lowmem_grpo.runs.accuracy import KINDS, changed_first
+from lowmem_grpo.runs.accuracy import KINDS, changed_first, wilson_interval
 from lowmem_grpo.runs.views.chart import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
 from lowmem_grpo.runs.views.report import MAX_SAMPLES, MOST_BYTES, write_report
 
@@ -115,15 +115,10 @@ def test_the_headline_shows_what_the_summary_says_and_without_one_that_it_is_run
 
 
 def test_accuracies_have_wilson_intervals_and_their_difference_the_paired_one(tmp_path: Path) -> None:
-    """The roots of (p - x)^2 = z^2 x (1 - x) / n are the ends of Wilson's interval."""
     change = {"accuracy": 0.565, "interval": [0.482, 0.641], "better": 120, "worse": 7, "same": 73}
     finished(tmp_path, difference=change)
     prose = page_of(tmp_path, [metric(1)]).prose
-    ends = []
-    for share in (0.215, 0.78):
-        z, n = 1.959964, 200
-        a, b, c = 1 + z * z / n, 2 * share + z * z / n, share * share
-        ends += [(b + sign * (b * b - 4 * a * c) ** 0.5) / (2 * a) for sign in (-1, 1)]
+    ends = *wilson_interval(0.215, 200), *wilson_interval(0.78, 200)
     assert "95% intervals: {:.1%} to {:.1%} before, {:.1%} to {:.1%} after".format(*ends) in prose
     assert "change +56.5 points, 95% interval +48.2 to +64.1 (paired on the same problems): more than chance" in prose
 
