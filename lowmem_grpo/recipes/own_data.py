@@ -116,7 +116,8 @@ class OwnData:
 
     def problems(self, size: int, seed: int, source: str | None) -> Dataset:
         """Return at most `size` problems of an exam: the held-out rows, or any rows of another source."""
-        if source is None or same_source(source, self.source):
+        if source is None or str(source) == str(self.source) or (
+                Path(source).exists() and Path(source).resolve() == Path(self.source).resolve()):
             rows = self.test(len(self.rows))
         else:
             rows = self.read(source, self.split)
@@ -125,11 +126,6 @@ class OwnData:
     def exam(self, right: Callable[..., Any], max_tokens: int, size: int = 256) -> Exam:
         """Return the EXAM for `lowmem-grpo eval --recipe FILE.py`: the held-out rows, or those of --dataset."""
         return Exam(self.problems, right, max_tokens, size, takes_source=True)
-
-
-def same_source(source: str | Path, other: str | Path) -> bool:
-    """Return whether both name the same file or hub dataset."""
-    return str(source) == str(other) or (Path(source).exists() and Path(source).resolve() == Path(other).resolve())
 
 
 def tidy(row: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from lowmem_grpo.recipes.proximity import (
     make_dataset,
     make_demonstrations,
     rewards,
-    stock_problems,
 )
 
 TASKS = pytest.mark.parametrize("task", [WORDS, STEPS], ids=["words", "steps"])
@@ -59,7 +58,7 @@ def stocks(question: str) -> list[int]:
 
 
 def take(count: int, split: str = "train", seed: int = 0) -> list[StockProblem]:
-    return list(islice(stock_problems(split, seed), count))
+    return list(islice(WORDS.problems(split, seed), count))
 
 
 def questions(dataset: Dataset) -> list[str]:

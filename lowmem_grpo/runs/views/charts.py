@@ -177,10 +177,10 @@ def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]
 
 def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
     """Return the chart of the accuracy in training, and on held-out problems before and after. An answer is right if
-    the reward function named by the summary pays more than `right_above`; if none is named, each function that pays
+    the reward function named by the summary pays more than 0; if none is named, each function that pays
     only 0 and 1 has a line."""
     sampled = [line for line in completions if "replayed_from" not in line]
-    lines = [Line(f"sampled in training ({name})", shares(sampled, name, threshold(summary)))
+    lines = [Line(f"sampled in training ({name})", shares(sampled, name))
              for name in deciding(sampled, summary)]
     tests = [test for test in before_and_after(summary) if test is not None]
     dots = Line("held-out problems, with 95% interval", [(test.step, test.share) for test in tests],
@@ -216,15 +216,10 @@ def deciding(completions: list[Record], summary: Record) -> list[str]:
     return [name for name, values in paid.items() if values and values <= {0, 1}]
 
 
-def threshold(summary: Record) -> float:
-    """Return the reward that a right answer must exceed; above 0 where a draw, for example, earns half a point."""
-    return float(summary.get("right_above") or 0.0)
-
-
-def shares(completions: list[Record], name: str, above: float) -> list[tuple[int, float]]:
-    """Return, per step, the share of judged completions for which reward function `name` pays more than `above`."""
+def shares(completions: list[Record], name: str) -> list[tuple[int, float]]:
+    """Return, per step, the share of judged completions for which reward function `name` pays more than 0."""
     steps: dict[int, list[bool]] = {}
     for line in completions:
         if (value := (line.get("rewards") or {}).get(name)) is not None:
-            steps.setdefault(line["step"], []).append(value > above)
+            steps.setdefault(line["step"], []).append(value > 0)
     return [(step, fmean(right)) for step, right in sorted(steps.items())]

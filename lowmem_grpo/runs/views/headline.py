@@ -104,29 +104,20 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
         spread = f" \u00b1 {last['reward_std']:.2f}" if last.get("reward_std") is not None else ""
         facts["reward in the last step, mean and spread"] = f"{last['reward']:.2f}{spread}"
     if peaks := numbers(rows, "memory/peak_bytes"):
-        facts[memory_label(machine)] = size_text(max(peaks))
+        card = machine.get("card_bytes")
+        whose = f", of {size_text(card)} on the card" if card else " of the process" if machine else ""
+        facts[f"peak memory{whose}"] = size_text(max(peaks))
     if taught(summary):
-        facts |= taught_facts(rows)
+        facts |= {f"{words} of a trained token, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
+                  for key, words in LOSSES.items() if (losses := numbers(rows, key))}
+        if tokens := numbers(rows, "num_tokens"):
+            facts["tokens read, of prompts and answers"] = f"{tokens[-1]:,.0f}"
     if speeds := numbers(rows, "tokens_per_second"):
         kind = "trained tokens per second" if taught(summary) else "tokens per second while sampling"
         facts[f"{kind} (median)"] = f"{median(speeds):,.0f}"
     if times := numbers(rows, "step_time"):
         facts["a step (median)"] = time_text(median(times))
     return facts | machine_facts(machine)
-
-
-def taught_facts(rows: list[Record]) -> dict[str, str]:
-    facts = {f"{words} of a trained token, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
-             for key, words in LOSSES.items() if (losses := numbers(rows, key))}
-    if tokens := numbers(rows, "num_tokens"):
-        facts["tokens read, of prompts and answers"] = f"{tokens[-1]:,.0f}"
-    return facts
-
-
-def memory_label(machine: Record) -> str:
-    if machine.get("card_bytes"):
-        return f"peak memory, of {size_text(machine['card_bytes'])} on the card"
-    return "peak memory of the process" if machine else "peak memory"
 
 
 def machine_facts(machine: Record) -> dict[str, str]:

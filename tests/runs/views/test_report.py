@@ -306,11 +306,11 @@ def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting_and_shares_be
 
 
 def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
-    finished(tmp_path, right="correct", right_above=0.5,
+    finished(tmp_path, right="correct",
              baselines={"random": 0.15, "perfect": {"share": 0.97, "games": 1000}, "odd": None})
-    page = page_of(tmp_path, [metric(1)], [completion(1), completion(2) | {"rewards": {"correct": 0.5}}])
+    page = page_of(tmp_path, [metric(1)], [completion(1), completion(2) | {"rewards": {"correct": 0.0}}])
     found = page.lines("Accuracy")
-    assert found["sampled in training (correct)"] == {1: 1.0, 2: 0.0}, "a draw is no win"
+    assert found["sampled in training (correct)"] == {1: 1.0, 2: 0.0}
     assert found["baseline random, 15.0%"] == dict.fromkeys(range(4), 0.15)
     assert found["baseline perfect, 97.0%"] == dict.fromkeys(range(4), 0.97) and len(found) == 4
     assert "baselines: random 15.0%, perfect 97.0%" in page.prose
