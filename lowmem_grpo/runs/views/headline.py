@@ -6,7 +6,7 @@ from statistics import median
 
 from lowmem_grpo.runs.accuracy import interval_text
 from lowmem_grpo.runs.alarms import ALARMS
-from lowmem_grpo.runs.views.charts import baselines, before_and_after, taught
+from lowmem_grpo.runs.views.charts import baselines, measured, taught
 from lowmem_grpo.runs.views.samples import Record, clipped
 from lowmem_grpo.utils import count_text, size_text, time_text
 
@@ -62,16 +62,15 @@ def reached(rows: list[Record], summary: Record) -> tuple[int, int | None]:
 
 def accuracy(summary: Record) -> list[str]:
     """Return lines with the accuracy before and after training, intervals and difference; [] if not measured."""
-    before, after = before_and_after(summary)
-    if before is None and after is None:
+    tests = measured(summary)
+    if not tests:
         return []
     nothing = "not yet measured" if summary.get("status") == "running" else "not measured"
-    shown = " \u2192 ".join(nothing if test is None else f"{test.share:.1%}" for test in (before, after))
+    shown = " \u2192 ".join(f"{tests[when][1]:.1%}" if when in tests else nothing for when in ("before", "after"))
     problems = summary.get("eval_problems")
     lines = ["right answers before \u2192 after training"
              + (f", n = {count_text(problems, 'held-out problem')}" if problems else "")]
-    if spans := [f"{test.interval[0]:.1%} to {test.interval[1]:.1%} {when}" for test, when in (
-            (before, "before"), (after, "after")) if test is not None and test.interval is not None]:
+    if spans := [f"{span[0]:.1%} to {span[1]:.1%} {when}" for when, (*_, span) in tests.items() if span]:
         lines.append(f"95% interval{'s' * (len(spans) > 1)}: {', '.join(spans)}")
     lines += paired(summary)
     if others := baselines(summary):
