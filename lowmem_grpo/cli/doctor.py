@@ -37,8 +37,9 @@ def doctor(as_json: bool) -> None:
 
 def report(checkup: Any) -> list[str]:
     """Return the checkup as lines of plain text, since the library that draws tables may be broken."""
-    lines = section("Versions", checkup.versions) + section("Card", card_lines(checkup.card))
-    lines += section("Host", {name: value for name, value in checkup.host.items() if value is not None})
+    card = checkup.card if checkup.card.get("name") else {"name": "none", "driver": checkup.card.get("driver") or None}
+    lines = section("Versions", checkup.versions) + section("Card", known(card))
+    lines += section("Host", known(checkup.host))
     lines += section("A run will use", checkup.used)
     lines.append("Missing, or worth a change")
     for line in checkup.advice or ["nothing"]:
@@ -46,10 +47,8 @@ def report(checkup: Any) -> list[str]:
     return [*lines, "", "Training is possible here." if checkup.can_train else "Training is NOT possible here."]
 
 
-def card_lines(card: dict[str, Any]) -> dict[str, Any]:
-    if card.get("name") is None:
-        return {"name": "none", **({"driver": card["driver"]} if card.get("driver") else {})}
-    return {name: value for name, value in card.items() if value is not None}
+def known(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def section(title: str, facts: dict[str, Any]) -> list[str]:

@@ -125,7 +125,9 @@ def check_exam(name: str, source: str | None = None, plays: bool = False) -> Non
     """Raise ValueError for a recipe without EXAM; with `source`, if its exam takes none; with `plays`, if it has no
     episodes. The file is parsed, not run, so the recipe itself checks the rest."""
     tree = recipe_tree(name)
-    if not may_have(tree, "EXAM"):
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    if names.isdisjoint({"EXAM", "*"}):
         raise ValueError(NO_EXAM.format(name))
     exam = assigned(tree, "EXAM")
     if isinstance(exam, ast.Call) and ast.unparse(exam.func) == "Exam" and len(exam.args) < OPTIONS_OF_EXAM:
@@ -188,13 +190,6 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
     values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)
               and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) == name]
     return values[-1] if values else None
-
-
-def may_have(tree: ast.Module, name: str) -> bool:
-    """Return whether a file mentions `name` anywhere, or has an import of it or of *."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
-    return not names.isdisjoint({name, "*"})
 
 
 def literal(node: ast.expr | None) -> Any:

@@ -16,7 +16,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.recipes.eval_task import find_exam
-from lowmem_grpo.recipes.presets import Preset, choose
+from lowmem_grpo.recipes.presets import choose
 from lowmem_grpo.recipes.recipe_file import find_recipe
 from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
 from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
@@ -61,7 +61,8 @@ def play(
     if you == "against":
         played = against(played, recipe)
     folder, base = adapter_and_base(adapter)
-    name = model or base or preset_of(recipe).model
+    presets = getattr(find_recipe(recipe), "PRESETS", None)
+    name = model or base or (choose("auto", presets)[1].model if presets else "tiny")
     params = replace(params, max_tokens=longest or exam.max_tokens_of(name))
     seed = random.getrandbits(30) if params.seed is None else params.seed
     (row,) = exam.problems_of(name)(1, seed, None)
@@ -79,12 +80,6 @@ def play(
         for reply in last:
             say(str(reply.get("role")), str(reply.get("content", "")))
         click.echo(ended("the model", rollout, right) + f" (--seed {seed} plays the same task again)")
-
-
-def preset_of(recipe: str) -> Preset:
-    """Return the recipe's preset for this machine, or the tiny model if it has no presets."""
-    presets = getattr(find_recipe(recipe), "PRESETS", {})
-    return choose("auto", presets)[1] if presets else Preset("tiny", CONTEXT, 16, 32)
 
 
 def patient() -> dict[str, float]:

@@ -5,8 +5,6 @@
 """
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -38,36 +36,10 @@ PRESETS: Presets = {
 SMALLEST, LARGEST = 10, 99
 
 
-@dataclass(frozen=True)
-class Sum:
-    """Two numbers and a sign between them."""
-
-    left: int
-    sign: str
-    right: int
-
-    @property
-    def expression(self) -> str:
-        return f"{self.left} {self.sign} {self.right}"
-
-    @property
-    def question(self) -> str:
-        return f"What is {self.expression}?"
-
-    @property
-    def answer(self) -> int:
-        return {"+": self.left + self.right, "-": self.left - self.right, "*": self.left * self.right}[self.sign]
-
-
-def draw_sum(rng: random.Random) -> Sum:
+def draw_sum(rng: random.Random) -> str:
     """Draw two two-digit numbers and an operator; half of the problems are products, and no result is negative."""
     right, left = sorted(rng.randint(SMALLEST, LARGEST) for _ in range(2))
-    return Sum(left, rng.choice("+-**"), right)
-
-
-def sums(split: str, seed: int) -> Iterator[Sum]:
-    """Yield different problems of one split ("train" or "test"). Raises ValueError once there are no more."""
-    return distinct(split, seed, draw_sum, lambda problem: problem.expression)
+    return f"{left} {rng.choice('+-**')} {right}"
 
 
 def calculate(expression: str) -> str:
@@ -92,8 +64,8 @@ PLAY = Play(tools=[calculate], settings={"max_turns": DEFAULTS["max_turns"]})
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
     """Return `size` different problems of a split ("train" or "test"), with columns `prompt` and `answer`."""
     return Dataset.from_list([
-        {"prompt": [{"role": "user", "content": problem.question}], "answer": str(problem.answer)}
-        for problem in take(sums(split, seed), size)
+        {"prompt": [{"role": "user", "content": f"What is {problem}?"}], "answer": calculate(problem)}
+        for problem in take(distinct(split, seed, draw_sum, str), size)
     ])
 
 

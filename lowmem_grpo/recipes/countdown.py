@@ -50,14 +50,20 @@ QUESTION = ("Make {target} from the numbers {numbers}. Use {operators} and paren
             "with a line `Answer: ` and the expression.")
 
 
-@dataclass(frozen=True)
-class Difficulty:
+@dataclass
+class CountdownOptions(ProblemOptions):
     """The bounds of the puzzles that are drawn. Raises ValueError for bounds that allow no puzzle."""
+
     min_numbers: int = 3
+    """Fewest given numbers."""
     max_numbers: int = 4
+    """Most given numbers."""
     largest_number: int = 50
+    """Largest given number."""
     largest_target: int = 99
+    """Largest target."""
     operators: str = "+-*/"
+    """Operators that a solution may use."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers <= 6:
@@ -68,6 +74,9 @@ class Difficulty:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 4 to {most}")
         if not self.operators or set(self.operators) - set(OPERATORS) or not set(self.operators) & set("+*"):
             raise ValueError(f"operators is {self.operators!r}; allowed are those of {''.join(OPERATORS)}, with + or *")
+
+
+OPTIONS = CountdownOptions
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> tup
     return terms[0]
 
 
-def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | None:
+def draw_countdown(rng: random.Random, difficulty: CountdownOptions) -> Countdown | None:
     """Draw a puzzle whose target is not one of its numbers; None if the drawn numbers make no such puzzle."""
     size = rng.randint(difficulty.min_numbers, difficulty.max_numbers)
     numbers = tuple(rng.randint(1, difficulty.largest_number) for _ in range(size))
@@ -130,14 +139,15 @@ def draw_countdown(rng: random.Random, difficulty: Difficulty) -> Countdown | No
     return Countdown(numbers, target, difficulty.operators, ast.unparse(ast.parse(solution)))
 
 
-def countdowns(split: str, seed: int, difficulty: Difficulty | None = None) -> Iterator[Countdown]:
+def countdowns(split: str, seed: int, difficulty: CountdownOptions | None = None) -> Iterator[Countdown]:
     """Yield different puzzles of one split. Raises ValueError if `difficulty` allows none, and once none is left."""
-    chosen = difficulty or Difficulty()
+    chosen = difficulty or CountdownOptions()
     try:
         yield from distinct(split, seed, partial(draw_countdown, difficulty=chosen), lambda puzzle: repr(puzzle.key),
                             FRUITLESS)
     except ValueError as error:
-        raise ValueError(f"{error}, or allow other puzzles than those of {chosen}: more or fewer numbers, larger ones, "
+        bounds = ", ".join(f"{name}={getattr(chosen, name)!r}" for name in chosen.__annotations__)
+        raise ValueError(f"{error}, or allow other puzzles than those of {bounds}: more or fewer numbers, larger ones, "
                          "a larger target, or more operators") from None
 
 
@@ -186,29 +196,7 @@ def allowed(answer: Answer | None, numbers: list[int] | tuple[int, ...]) -> bool
     return answer is not None and answer.numbers <= Counter(numbers)
 
 
-@dataclass
-class CountdownOptions(ProblemOptions):
-    min_numbers: int = 3
-    """Fewest given numbers."""
-    max_numbers: int = 4
-    """Most given numbers."""
-    largest_number: int = 50
-    """Largest given number."""
-    largest_target: int = 99
-    """Largest target."""
-    operators: str = "+-*/"
-    """Operators that a solution may use."""
-
-    @property
-    def difficulty(self) -> Difficulty:
-        """The bounds of the puzzles that are drawn. Raises ValueError for bounds that allow no puzzle."""
-        return Difficulty(self.min_numbers, self.max_numbers, self.largest_number, self.largest_target, self.operators)
-
-
-OPTIONS = CountdownOptions
-
-
-def make_dataset(split: str, size: int, seed: int = 0, difficulty: Difficulty | None = None) -> Dataset:
+def make_dataset(split: str, size: int, seed: int = 0, difficulty: CountdownOptions | None = None) -> Dataset:
     """Return `size` different puzzles of a split ("train" or "test"). Columns: `prompt`, `answer` (one of several
     solutions), `numbers`, `target`."""
     return Dataset.from_list([
@@ -250,7 +238,7 @@ REWARDS: list[Callable[..., Any]] = [reaches_target, given_numbers, answer_line]
 
 def run(options: CountdownOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
-    seed, difficulty = setup.config.seed, options.difficulty
-    teach(setup, Lesson("countdown", make_dataset("train", options.train_size, seed, difficulty), REWARDS,
-                        make_dataset("test", options.eval_problems, seed, difficulty), reaches_target,
+    seed = setup.config.seed
+    teach(setup, Lesson("countdown", make_dataset("train", options.train_size, seed, options), REWARDS,
+                        make_dataset("test", options.eval_problems, seed, options), reaches_target,
                         note=setup.tiny_note("does not know countdown")))

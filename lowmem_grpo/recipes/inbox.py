@@ -17,7 +17,7 @@ from datasets import Dataset
 from lowmem_grpo.recipes.eval_task import Exam, won
 from lowmem_grpo.recipes.judge import SELF, JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson, teach
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
 from lowmem_grpo.recipes.tasks.inbox import UNKNOWN, WRONG, Inbox, baselines, earned
 from lowmem_grpo.recipes.tasks.mail_database import check_sqlite
 from lowmem_grpo.recipes.tasks.mailbox import WORLDS, check_name, mailbox
@@ -110,7 +110,10 @@ def run(options: InboxOptions) -> None:
     judged = options.reward == "ruler"
     setup = prepare(options, DEFAULTS | ({"reward_weights": [1.0, 0.0]} if judged else {}), PRESETS)
     name = options.mailbox or (SMALL if setup.is_tiny else LARGE)
-    check_turns(options.calls or WORLDS[name].calls, setup)
+    calls, turns = options.calls or WORLDS[name].calls, setup.config.max_turns
+    if turns is not None and turns <= calls:
+        raise ValueError(f"max_turns is {turns}, but an episode has {calls} calls; give max_turns={calls + 1} or more, "
+                         "or fewer calls")
     train, test = (make_dataset(split, size, setup.config.seed, name, options.calls)
                    for split, size in (("train", options.train_size), ("test", options.eval_problems)))
     lesson = Lesson("inbox", train, [earned], test, won, play=Play(Inbox),
@@ -119,10 +122,3 @@ def run(options: InboxOptions) -> None:
         teach_judged(options, setup, replace(lesson, note=setup.tiny_note("cannot judge")), RUBRIC, [earned])
     else:
         teach(setup, lesson)
-
-
-def check_turns(calls: int, setup: Setup) -> None:
-    """Raise ValueError if `max_turns` would end an episode before it has used its tool calls."""
-    if setup.config.max_turns is not None and setup.config.max_turns <= calls:
-        raise ValueError(f"max_turns is {setup.config.max_turns}, but an episode has {calls} calls; give "
-                         f"max_turns={calls + 1} or more, or fewer calls")

@@ -114,10 +114,6 @@ def share_kept(text: str, facts: list[str]) -> float:
     return sum(fact.lower() in words for fact in facts) / len(facts)
 
 
-def is_short(text: str) -> bool:
-    return len(text.split()) <= WORDS_ALLOWED
-
-
 ENOUGH = 0.85  # a summary with this share of the facts counts as right
 RUBRIC = f"""\
 - A good summary keeps every number and name of the report, each attached to what it belongs to, and adds none.
@@ -198,7 +194,7 @@ def facts_kept(completions: list[Any], facts: list[list[str]], **kwargs: Any) ->
 def good_summary(completions: list[Any], facts: list[list[str]], **kwargs: Any) -> list[float]:
     """Return 1 where a summary keeps ENOUGH of the facts in at most WORDS_ALLOWED words, else 0."""
     shares = facts_kept(completions, facts)
-    return [float(share >= ENOUGH and is_short(text))
+    return [float(share >= ENOUGH and len(text.split()) <= WORDS_ALLOWED)
             for share, text in zip(shares, completion_texts(completions), strict=True)]
 
 

@@ -94,8 +94,10 @@ def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOT
 
 def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
     """Do the work of `teach` in one of the run's ranks."""
-    if not setup.resume:
-        check_folders(setup, lesson)
+    folder = Path(setup.config.output_dir)
+    if not (setup.resume or setup.config.overwrite_output_dir):
+        for place in (folder, *[folder / SFT] * (lesson.warm_up is not None)):
+            RunRecords(place).refuse_another_run()
     model, trainer = load(setup, lesson)
     if trainer.args.preflight:  # before minutes are spent on held-out answers; train() repeats it and logs warnings
         refuse_errors(trainer.preflight())
@@ -140,14 +142,6 @@ def opened(lesson: Lesson, console: Console | None) -> Console:
     if lesson.note:
         print_line(console, lesson.note)
     return console
-
-
-def check_folders(setup: Setup, lesson: Lesson) -> None:
-    """Raise RecordError if a new run would overwrite another one."""
-    folder = Path(setup.config.output_dir)
-    if not setup.config.overwrite_output_dir:
-        for place in [folder, folder / SFT] if lesson.warm_up else [folder]:
-            RunRecords(place).refuse_another_run()
 
 
 def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:

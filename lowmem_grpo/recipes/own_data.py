@@ -65,7 +65,7 @@ class OwnData:
         """Return the usable rows of a source; a warning counts the others. Raises ValueError for fewer than two usable
         rows, or a missing column."""
         raw = read_rows(str(source), split)
-        made = [tidy(self.made(row, source)) for row in raw]
+        made = [self.made(row, source) for row in raw]
         wrong = [flaw(row, self.reads) for row in made]
         left_out = Counter(reason for reason in wrong if reason)
         why = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
@@ -81,7 +81,8 @@ class OwnData:
             raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
 
     def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
-        """Make a row with `make_row`. Raises ValueError if a column or the prompt is missing."""
+        """Make a row with `make_row`: its prompt as chat messages, its answer as text; an empty answer is None. Raises
+        ValueError if a column or the prompt is missing."""
         try:
             made = self.make_row(row)
         except KeyError as error:
@@ -92,7 +93,8 @@ class OwnData:
                              "the names of columns above it") from None
         if missing := [name for name in ("prompt", *self.reads) if name not in made]:
             raise ValueError(f"make_row gave {', '.join(made) or 'nothing'}, and no {missing[0]!r}")
-        return made
+        return {name: chat(value) if name == "prompt" else cell_text(value) if name == "answer" else value
+                for name, value in made.items()}
 
     def train(self) -> Dataset:
         """Return the rows that are not held out."""
@@ -116,7 +118,8 @@ class OwnData:
 
     def problems(self, size: int, seed: int, source: str | None) -> Dataset:
         """Return at most `size` problems of an exam: the held-out rows, or any rows of another source."""
-        if source is None or same_source(source, self.source):
+        if source is None or str(source) == str(self.source) or (
+                Path(source).exists() and Path(source).resolve() == Path(self.source).resolve()):
             rows = self.test(len(self.rows))
         else:
             rows = self.read(source, self.split)
@@ -125,17 +128,6 @@ class OwnData:
     def exam(self, right: Callable[..., Any], max_tokens: int, size: int = 256) -> Exam:
         """Return the EXAM for `lowmem-grpo eval --recipe FILE.py`: the held-out rows, or those of --dataset."""
         return Exam(self.problems, right, max_tokens, size, takes_source=True)
-
-
-def same_source(source: str | Path, other: str | Path) -> bool:
-    """Return whether both name the same file or hub dataset."""
-    return str(source) == str(other) or (Path(source).exists() and Path(source).resolve() == Path(other).resolve())
-
-
-def tidy(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with its prompt as chat messages and its answer as text; an empty answer is None."""
-    return {name: chat(value) if name == "prompt" else cell_text(value) if name == "answer" else value
-            for name, value in row.items()}
 
 
 def chat(prompt: Any) -> list[dict[str, str]]:

@@ -120,10 +120,6 @@ def draw_step(rng: random.Random, stock: int) -> Step:
             return step
 
 
-def stock_problems(split: str, seed: int) -> Iterator[StockProblem]:
-    return distinct(split, seed, draw_problem, lambda problem: problem.question)
-
-
 @dataclass(frozen=True)
 class Task:
     """Problems, and the format that answers should have."""
@@ -148,8 +144,9 @@ class Task:
 
 OPEN, CLOSE, ANSWER, END = REASONING_TAGS
 WORDS = Task(
-    stock_problems, f"You are given a problem. Think about it and show your work between {OPEN} and {CLOSE}. Then give "
-    f"the number that is asked for, and nothing else, between {ANSWER} and {END}.", f"{ANSWER}N{END}",
+    lambda split, seed: distinct(split, seed, draw_problem, lambda problem: problem.question),
+    f"You are given a problem. Think about it and show your work between {OPEN} and {CLOSE}. Then give the number that "
+    f"is asked for, and nothing else, between {ANSWER} and {END}.", f"{ANSWER}N{END}",
     lambda lines, answer: "\n".join([OPEN, *lines, CLOSE, f"{ANSWER}{answer}{END}"]), in_tag(ANSWER, END),
     format_match(), [format_kept(0.5), tags_counted(0.1, 0.0)],
     {"learning_rate": 2e-4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "warmup_ratio": 0.1},

@@ -68,7 +68,8 @@ class TicTacToe:
         self.board = played(self.board, move, "X")
         if not over(self.board):
             self.board = played(self.board, self.answer(), "O")
-        return shown(self.board), reward_of(self.board), over(self.board)
+        paid = {"X": WIN, "O": LOSS, None: DRAW}[winner(self.board)] if over(self.board) else 0.0
+        return shown(self.board), paid, over(self.board)
 
     def answer(self) -> int:
         """Return the opponent's move: a free square named by `opponent` if that is set, else one by its strength."""
@@ -115,12 +116,6 @@ def winner(board: str) -> str | None:
 
 def over(board: str) -> bool:
     return winner(board) is not None or not free(board)
-
-
-def reward_of(board: str) -> float:
-    if not over(board):
-        return 0.0
-    return {"X": WIN, "O": LOSS, None: DRAW}[winner(board)]
 
 
 @cache

@@ -123,7 +123,9 @@ def check_for(model: nn.Module, folder: Path) -> None:
     if missing := sorted(saved.keys() - held.keys()):
         raise AdapterError(f"the adapter in {folder} has {len(missing)} layers that the one in the model lacks, "
                            f"{missing[0]} among them; load the model again and put LoRA on the same target_modules")
-    named = {name for name in linear_layers(model) if check_target_module_exists(config, name.removeprefix(PREFIX))}
+    linear = [name for name, module in model.named_modules() if name in held or (
+        isinstance(module, nn.Linear) and ".lora_" not in name and not name.endswith(".base_layer"))]
+    named = {name for name in linear if check_target_module_exists(config, name.removeprefix(PREFIX))}
     if missing := sorted(named - saved.keys()):
         raise AdapterError(f"the adapter in {folder} lacks {len(missing)} of the layers that its own "
                            f"adapter_config.json names, {missing[0]} among them; the file is not whole: use an older "
@@ -131,14 +133,6 @@ def check_for(model: nn.Module, folder: Path) -> None:
     for name, parts in sorted(saved.items()):
         for problem in problems(parts, held[name], config, rank_of(config, name)):
             raise AdapterError(f"the adapter in {folder} does not fit: {name} {problem}")
-
-
-def linear_layers(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of a model's linear layers, with or without LoRA."""
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") or (isinstance(module, nn.Linear) and ".lora_" not in name
-                                         and not name.endswith(".base_layer")):
-            yield name
 
 
 def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:

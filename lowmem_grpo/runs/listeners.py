@@ -72,7 +72,8 @@ class Callbacks:
         if not any(callable(getattr(made, event, None)) for event in (*EVENTS, *NEVER)):
             raise TypeError(f"callbacks holds a {kind.__name__}, which has none of the hooks {', '.join(EVENTS)}")
         for hook, advice in NEVER.items():
-            if own_method(kind, hook):
+            home = next((cls for cls in kind.__mro__ if hook in vars(cls)), None)
+            if home is not None and not home.__module__.startswith("transformers."):  # whose default does nothing
                 logger.warning("%s.%s is never called: %s", kind.__name__, hook, advice)
         self.listeners.append(made)
 
@@ -82,12 +83,6 @@ class Callbacks:
             if listener is which or (isinstance(which, type) and type(listener) is which):
                 return self.listeners.pop(place)
         return None
-
-
-def own_method(kind: type, name: str) -> bool:
-    """Return whether a class overrides a hook; transformers' default does nothing."""
-    home = next((cls for cls in kind.__mro__ if name in vars(cls)), None)
-    return home is not None and not home.__module__.startswith("transformers.")
 
 
 def make_sinks(names: list[str]) -> list[Any]:

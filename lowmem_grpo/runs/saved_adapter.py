@@ -36,25 +36,19 @@ class RunError(ValueError):
 def verify(folder: Path) -> None:
     """Raise CheckpointError, naming the file, unless every file matches the manifest."""
     try:
-        check_files(folder)
+        check_adapter_folder(folder)
+        for name, expected in read_manifest(folder).items():
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; use an older checkpoint")
+            if path.stat().st_size < expected["size"]:
+                raise CheckpointError(f"{path} is truncated: {path.stat().st_size:,} of {expected['size']:,} bytes; "
+                                      "use an older checkpoint")
+            if fingerprint(path) != expected:
+                raise CheckpointError(f"{path} is altered: it differs from what was written; use an older checkpoint")
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}; use an older checkpoint"
                               ) from error
-
-
-def check_files(folder: Path) -> None:
-    """Do the checks of `verify`; raises OSError if the disk cannot be read."""
-    check_adapter_folder(folder)
-    for name, expected in read_manifest(folder).items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; use an older checkpoint")
-        if path.stat().st_size < expected["size"]:
-            raise CheckpointError(
-                f"{path} is truncated: {path.stat().st_size:,} of {expected['size']:,} bytes; use an older checkpoint"
-            )
-        if fingerprint(path) != expected:
-            raise CheckpointError(f"{path} is altered: it differs from what was written; use an older checkpoint")
 
 
 def check_adapter_folder(folder: Path) -> None:

@@ -19,17 +19,13 @@ ENDINGS = {  # descriptions of the endings of an episode
 
 
 def episode_fields(rollout: "Rollout") -> dict[str, Any]:
-    """Return the fields of an episode's line; `sampled_tokens` counts the tokens that the policy sampled."""
+    """Return the fields of an episode's line; `sampled_tokens` counts the tokens that the policy sampled, `sequences`
+    those of a history that the template rewrote."""
+    starts = {0, *(split.start for split in rollout.splits)}  # a split at 0 only has another prompt than the group
     values = {"ending": rollout.ending, "num_turns": len(rollout.turns),
              "sampled_tokens": None if rollout.trained is None else rollout.num_trained,
-             "sequences": sequences(rollout), "turns": turn_records(rollout)}
+             "sequences": len(starts) if len(starts) > 1 else None, "turns": turn_records(rollout)}
     return {name: value for name, value in values.items() if value not in (None, "", 0, [])}
-
-
-def sequences(rollout: "Rollout") -> int | None:
-    """Return the number of sequences of an episode whose history the template rewrote; None for one."""
-    starts = {0, *(split.start for split in rollout.splits)}  # a split at 0 only has another prompt than the group
-    return len(starts) if len(starts) > 1 else None
 
 
 def turn_records(rollout: "Rollout") -> list[dict[str, Any]]:

@@ -45,6 +45,7 @@ def invoke(*words: Any) -> Result:
 def test_wilson_is_the_published_interval() -> None:
     assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe 1998, table I
     assert wilson_interval(0.0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+    assert wilson_interval(1.0, 10)[1] <= 1.0 and wilson_interval(0.5, 0) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(("samples", "k"), [(4, 1), (4, 2), (5, 3), (6, 6)])

@@ -28,12 +28,6 @@ def test_an_episode_is_shown_turn_by_turn_and_the_same_seed_plays_it_again() -> 
     assert [turn["text"] for turn in found["turns"]] == said and found["seed"] == 3
 
 
-def test_a_model_plays_with_weights_in_fp8() -> None:
-    plain, in_fp8 = (generate("--recipe", "guess", "--seed", 3, "--json", *more) for more in ((), ("--fp8",)))
-    assert in_fp8.exit_code == 0, in_fp8.output
-    assert json.loads(in_fp8.stdout)["turns"] and plain.exit_code == 0
-
-
 def test_a_person_plays_the_same_task_before_the_model_with_its_tools() -> None:
     done = generate("--recipe", "calculator", "--seed", 3, "--you", "beside",
                     typed='calculate(expression="84 * 38")\n3192\n')

@@ -1,10 +1,8 @@
 """Recipe countdown: puzzles that can be solved and never leak, answers that are read safely, and rewards."""
 
 import ast
-import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +15,7 @@ from lowmem_grpo.recipes import countdown
 from lowmem_grpo.recipes.countdown import (
     LONGEST,
     Countdown,
-    Difficulty,
+    CountdownOptions,
     answer_line,
     countdowns,
     evaluate,
@@ -26,53 +24,39 @@ from lowmem_grpo.recipes.countdown import (
     reaches_target,
 )
 
-EASY = Difficulty(3, 3, 20)
+EASY = CountdownOptions(max_numbers=3, largest_number=20)
 NUMBERS = [25, 3, 7]
 
 
-def take(count: int, split: str = "train", seed: int = 0, difficulty: Difficulty | None = None) -> list[Countdown]:
+def bounds(*values: Any) -> CountdownOptions:
+    return CountdownOptions(**dict(zip(CountdownOptions.__annotations__, values, strict=False)))
+
+
+def take(
+    count: int, split: str = "train", seed: int = 0, difficulty: CountdownOptions | None = None
+) -> list[Countdown]:
     source = countdowns(split, seed, difficulty)
     return [next(source) for _ in range(count)]
-
-
-def reachable(numbers: tuple[Fraction, ...]) -> Iterator[Fraction]:
-    """Every value that the numbers make, all of them used: by trying everything, nothing of the package's own."""
-    if len(numbers) == 1:
-        yield numbers[0]
-    for left, right in itertools.permutations(range(len(numbers)), 2):
-        rest = tuple(number for place, number in enumerate(numbers) if place not in (left, right))
-        a, b = numbers[left], numbers[right]
-        for value in (a + b, a - b, a * b, *([a / b] if b else [])):
-            yield from reachable((*rest, value))
 
 
 # puzzles
 
 
-def test_every_puzzle_has_a_solution_within_its_difficulty() -> None:
-    for difficulty in (Difficulty(), EASY, Difficulty(2, 6, 99, 999), Difficulty(operators="+-")):
+def test_every_puzzle_has_a_solution_of_positive_integers_within_its_difficulty() -> None:
+    for difficulty in (CountdownOptions(), EASY, bounds(2, 6, 99, 999), CountdownOptions(operators="+-")):
         for puzzle in take(300, difficulty=difficulty):
             answer = evaluate(puzzle.solution)
             assert answer is not None and answer.value == puzzle.target, puzzle
             assert answer.numbers == Counter(puzzle.numbers), puzzle
             assert set(re.findall(r"[-+*/]", puzzle.solution)) <= set(difficulty.operators)
+            steps = [node for node in ast.walk(ast.parse(puzzle.solution)) if isinstance(node, ast.BinOp)]
+            results = [evaluate(ast.unparse(step)) for step in steps]
+            assert len(steps) == len(puzzle.numbers) - 1
+            assert all(one is not None and one.value.denominator == 1 and one.value > 0 for one in results)
             assert puzzle.target not in puzzle.numbers
             assert 1 <= puzzle.target <= difficulty.largest_target
             assert difficulty.min_numbers <= len(puzzle.numbers) <= difficulty.max_numbers
             assert all(1 <= number <= difficulty.largest_number for number in puzzle.numbers)
-
-
-def test_trying_everything_reaches_the_target() -> None:
-    for puzzle in take(40, difficulty=EASY):
-        assert puzzle.target in set(reachable(tuple(map(Fraction, puzzle.numbers)))), puzzle
-
-
-def test_each_result_on_the_way_to_the_target_is_a_positive_integer() -> None:
-    for puzzle in take(300):
-        steps = [node for node in ast.walk(ast.parse(puzzle.solution)) if isinstance(node, ast.BinOp)]
-        answers = [evaluate(ast.unparse(step)) for step in steps]
-        assert len(steps) == len(puzzle.numbers) - 1
-        assert all(answer is not None and answer.value.denominator == 1 and answer.value > 0 for answer in answers)
 
 
 @pytest.mark.parametrize(("train_seed", "test_seed"), [(0, 0), (0, 1), (3407, 7)])
@@ -95,16 +79,16 @@ def test_no_puzzle_comes_twice_in_any_order_and_every_operator_occurs_often() ->
 def test_a_difficulty_with_too_few_puzzles_or_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(countdown, "FRUITLESS", 2000)
     for split, difficulty, message in (
-        ("train", Difficulty(2, 2, 4, 10), r"only \d+ different train problems; ask for fewer, .*largest_number=4"),
-        ("train", Difficulty(6, 6, 50, 5, "+"), r"only 0 different train .*largest_target=5, operators='\+'\).* fewer"),
-        ("test", Difficulty(2, 2, 4, 4, "*"), r"only 0 different test .*min_numbers=2.*a larger target"),
+        ("train", bounds(2, 2, 4, 10), r"only \d+ different train problems; ask for fewer, .*largest_number=4"),
+        ("train", bounds(6, 6, 50, 5, "+"), r"only 0 different train .*get=5, operators='\+': more or fewer"),
+        ("test", bounds(2, 2, 4, 4, "*"), r"only 0 different test .*min_numbers=2.*a larger target"),
     ):
         with pytest.raises(ValueError, match=message):
             make_dataset(split, 5000, difficulty=difficulty)
 
 
 def test_a_difficulty_that_makes_no_sense_is_refused() -> None:
-    assert not_refused(lambda options: Difficulty(**options), [
+    assert not_refused(lambda options: CountdownOptions(**options), [
         ({"min_numbers": 1}, "min_numbers is 1 and max_numbers 4; they must be 2 to 6"),
         ({"max_numbers": 7}, "2 to 6"), ({"min_numbers": 4, "max_numbers": 3}, "not above the second"),
         ({"largest_number": 100}, "largest_number is 100; it must be 4 to 99"), ({"largest_target": 2}, "4 to 999"),

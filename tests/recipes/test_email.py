@@ -1,7 +1,5 @@
 """Recipe email: requests with one answer, and pay for each criterion."""
 
-import code as standard_code
-import email as standard_email
 from typing import Any
 
 from lowmem_grpo.recipes import email
@@ -41,8 +39,3 @@ def test_the_ideal_reply_earns_the_most() -> None:
     for reward in email_rewards(SIGNATURE, email.LONGEST_WORDS):
         wanted = 0.0 if reward.__name__ == "too_long" else 1.0
         assert reward(completions=columns["ideal"], **columns) == [wanted] * 100
-
-
-def test_no_recipe_hides_a_module_of_the_standard_library() -> None:
-    for module in (standard_code, standard_email):
-        assert "lowmem_grpo" not in str(module.__file__)

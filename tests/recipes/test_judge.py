@@ -7,7 +7,7 @@ import pytest
 from recipe_runs import records, run
 
 from lowmem_grpo.recipes import judge
-from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, draw_report, is_short, share_kept
+from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, draw_report, share_kept
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from tests.attacks.judge_server import by_length, serving
 
@@ -22,7 +22,7 @@ def test_a_report_holds_each_of_its_facts_once_and_says_how_long_a_summary_may_b
         assert f"at most {WORDS_ALLOWED} words" in report.question
         words = re.findall(r"\w+", report.text)
         assert [words.count(fact) for fact in report.facts] == [1] * 7
-        assert share_kept(report.text, list(report.facts)) == 1.0 and not is_short(report.text)
+        assert share_kept(report.text, list(report.facts)) == 1.0 and len(report.text.split()) > WORDS_ALLOWED
 
 
 def test_a_good_summary_is_right_and_that_of_another_report_is_wrong() -> None:

@@ -148,10 +148,3 @@ def test_a_name_without_its_ending_is_told_how_to_write_the_file(words: list[str
     done = invoke(*words)
     assert done.exit_code in (1, 2)
     assert "no recipe 'mine'; there is a file mine.py here: write ./mine.py" in " ".join(done.output.split())
-
-
-def test_run_alone_says_how_to_write_and_run_a_recipe_of_ones_own() -> None:
-    done = run()
-    assert "lowmem-grpo new NAME [--data FILE]" in done.output
-    assert "lowmem-grpo run ./NAME.py [key=value ...]" in done.output
-    assert "./FILE.py" in run("--help").output

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 from collections.abc import Callable
@@ -61,30 +60,9 @@ def test_answers_are_right_and_every_kind_of_step_occurs_often() -> None:
         assert all(0 <= total <= 99 for total in totals), question
         assert 3 <= len(totals) <= 5, question
     assert all(" ".join(asked).count(verb) > 900 for verb in RULES)
-
-
-def test_demonstrations_follow_the_question_and_err_as_often_as_they_should() -> None:
-    rng, never_wrong = random.Random(0), random.Random()
-    never_wrong.random = lambda: 1.0  # type: ignore[method-assign]
-    wrong = steps = 0
-    for problem in take(arithmetic_problems.problems("train", 0), 1000):
-        *right, last = tiny_model.demonstration(problem, never_wrong).splitlines()
-        made = [worked_out(line) for line in right]
-        assert [made[0][0], *(result for _, result in made)] == evaluate(problem.question) == [
-            problem.start, *problem.totals]
-        assert last == f"Answer: {problem.answer}" and arithmetic_problems.last_integer(last) == problem.answer
-        assert right == problem.lines
-        for line in tiny_model.demonstration(problem, rng).splitlines()[:-1]:
-            steps += 1
-            wrong += eval(line.replace(" = ", " != "))
-    assert wrong / steps == pytest.approx(tiny_model.ERROR_RATE, abs=0.03)
-
-
-def worked_out(line: str) -> tuple[int, int]:
-    """The number before and the result of a true line of a solution."""
-    made_of, _, result = line.partition(" = ")
-    assert eval(made_of) == int(result), line
-    return int(made_of.split()[0]), int(result)
+    for problem in take(arithmetic_problems.problems("train", 0), 500):
+        assert [problem.start, *problem.totals] == evaluate(problem.question)
+        assert [eval(line.replace(" = ", " == ")) for line in problem.lines] == [True] * len(problem.totals)
 
 
 EARNED = [  # by the last number, and by the line of the answer

@@ -10,7 +10,7 @@ from trainer_runs import load, make
 
 from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.runs import state as module
-from lowmem_grpo.runs.state import Clock, mean_of, speed, summary
+from lowmem_grpo.runs.state import Clock, mean_of, summary
 
 TRANSFORMERS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss",
                 "epoch", "step"}
@@ -19,12 +19,6 @@ TEXTS = [{"prompt": f"Start with {n}.\n", "completion": f"{n}"} for n in range(6
 
 def losses_of(trainer: Any) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
-
-
-def test_speed_has_transformers_names_and_nothing_of_no_time() -> None:
-    assert speed("eval", 4.0, 8, 2) == {"eval_runtime": 4.0, "eval_samples_per_second": 2.0,
-                                        "eval_steps_per_second": 0.5}
-    assert speed("train", 0.0, 8, 2) == {"train_runtime": 0.0}
 
 
 def test_a_run_without_steps_has_no_loss() -> None:

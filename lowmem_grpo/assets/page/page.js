@@ -267,7 +267,7 @@ function chosenSamples() {
 }
 const rewardNames = () => [...new Set(samples.rows.flatMap(({ rewards }) => Object.keys(rewards || {})))];
 const judged = ({ rewards }) => !samples.right.length ? null
-  : verdict(rewards?.[samples.right[0]] == null ? null : rewards[samples.right[0]] > samples.above) || "\u2013";
+  : verdict(rewards?.[samples.right[0]] == null ? null : rewards[samples.right[0]] > 0) || "\u2013";
 function sampleCard(sample) {  // an episode by its turns, or a completion
   const drawn = sample.sampled_tokens ?? sample.tokens ?? 0, played = sample.turns || [];
   const facts = ["step " + sample.step, ...rewardNames().map(name => name + " " + number(sample.rewards?.[name])),

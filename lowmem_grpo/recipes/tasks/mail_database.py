@@ -1,9 +1,4 @@
-"""A SQLite database of mails with full-text search (FTS5): written once, and then only read.
-
-    python -m lowmem_grpo.recipes.tasks.mail_database --mailbox large --seed 0 --out inbox.db
-
-writes the database that the recipe `inbox` searches.
-"""
+"""A SQLite database of mails with full-text search (FTS5): written once, and then only read."""
 
 import atexit
 import shutil
@@ -15,9 +10,7 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 
-import click
-
-from lowmem_grpo.recipes.tasks.mailbox import WORLDS, Mail, mailbox
+from lowmem_grpo.recipes.tasks.mailbox import Mail, mailbox
 
 SCHEMA = """
 CREATE TABLE mails (id INTEGER PRIMARY KEY, sender TEXT, recipient TEXT, date TEXT, subject TEXT, body TEXT);
@@ -119,18 +112,3 @@ class MailDatabase:
             except OverflowError:  # larger than SQLite's integers
                 row = None
         return None if row is None else Mail(*row)
-
-
-@click.command(help=__doc__)
-@click.option("--mailbox", "name", type=click.Choice(list(WORLDS)), default="large", show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="A new file.")
-def main(name: str, seed: int, out: Path) -> None:
-    """Write the database."""
-    made = mailbox(name, seed)
-    write(made.mails, out)
-    click.echo(f"wrote {len(made.mails):,} mails to {out}; {len(made.questions):,} questions have their answer there")
-
-
-if __name__ == "__main__":
-    main()

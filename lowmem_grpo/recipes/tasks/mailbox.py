@@ -120,14 +120,10 @@ FILLERS = (
 )
 
 
-def short_kind(thing: str) -> Kind:
-    """Return a kind of fact of the small mailbox, in as few words as possible."""
-    return Kind((f"What is the {thing} of {{topic}}?",), (f"{thing} {{topic}}",), ("It is {value}.",), number(10, 99))
-
-
 WORLDS = {
-    "small": MailWorld(SHORT_NAMES, tuple(short_kind(thing) for thing in SHORT_THINGS), FIRST_NAMES,
-                   facts=len(SHORT_NAMES) * len(SHORT_THINGS)),
+    "small": MailWorld(SHORT_NAMES, tuple(  # in as few words as possible
+        Kind((f"What is the {thing} of {{topic}}?",), (f"{thing} {{topic}}",), ("It is {value}.",), number(10, 99))
+        for thing in SHORT_THINGS), FIRST_NAMES, facts=len(SHORT_NAMES) * len(SHORT_THINGS)),
     "large": MailWorld(tuple(f"{colour} {place}" for colour in COLOURS for place in PLACES), KINDS,
                    tuple(f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES),
                    facts=1600, noise=2400, revised=0.25, fillers=FILLERS, calls=10, results=8, snippet=12),
@@ -208,14 +204,10 @@ def told(world: MailWorld, facts: list[Fact], rng: random.Random) -> Iterator[tu
     for fact in facts:
         newest = rng.randrange(DAYS)
         if rng.random() < world.revised and newest:
-            yield mail_of(world, fact, other_value(fact, rng), rng.randrange(newest), rng), None
+            while (outdated := fact.kind.value(rng)) == fact.value:
+                pass
+            yield mail_of(world, fact, outdated, rng.randrange(newest), rng), None
         yield mail_of(world, fact, fact.value, newest, rng), fact
-
-
-def other_value(fact: Fact, rng: random.Random) -> str:
-    while (value := fact.kind.value(rng)) == fact.value:
-        pass
-    return value
 
 
 def mail_of(world: MailWorld, fact: Fact, value: str, day: int, rng: random.Random) -> Mail:

@@ -1,6 +1,6 @@
 """The charts of a run, including its accuracy, and charts that compare several runs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
 from lowmem_grpo.runs.accuracy import wilson_interval
@@ -154,37 +154,24 @@ def main_line(chart: Chart) -> Line:
     return next((line for line in chart.lines if not (line.dots or line.level)), chart.lines[0])
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A measured accuracy on held-out problems, with its 95% interval if the number of problems is known."""
-
-    step: int
-    share: float
-    interval: tuple[float, float] | None
-
-
-def measured(summary: Record, key: str, step: int) -> Measured | None:
-    """Return the accuracy under `key` of a summary; None if it was not measured."""
-    if (share := summary.get(key)) is None:
-        return None
-    problems = summary.get("eval_problems")
-    return Measured(step, share, wilson_interval(share, problems) if problems else None)
-
-
-def before_and_after(summary: Record) -> tuple[Measured | None, Measured | None]:
-    return measured(summary, "accuracy_before", 0), measured(summary, "accuracy_after", summary.get("steps") or 0)
+def measured(summary: Record) -> dict[str, tuple[int, float, tuple[float, float] | None]]:
+    """Return the accuracies on held-out problems that were measured, "before" and "after": the step, the share, and its
+    95% interval if the number of problems is known."""
+    steps, problems = {"before": 0, "after": summary.get("steps") or 0}, summary.get("eval_problems")
+    return {when: (step, share, wilson_interval(share, problems) if problems else None)
+            for when, step in steps.items() if (share := summary.get(f"accuracy_{when}")) is not None}
 
 
 def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
     """Return the chart of the accuracy in training, and on held-out problems before and after. An answer is right if
-    the reward function named by the summary pays more than `right_above`; if none is named, each function that pays
+    the reward function named by the summary pays more than 0; if none is named, each function that pays
     only 0 and 1 has a line."""
     sampled = [line for line in completions if "replayed_from" not in line]
-    lines = [Line(f"sampled in training ({name})", shares(sampled, name, threshold(summary)))
+    lines = [Line(f"sampled in training ({name})", shares(sampled, name))
              for name in deciding(sampled, summary)]
-    tests = [test for test in before_and_after(summary) if test is not None]
-    dots = Line("held-out problems, with 95% interval", [(test.step, test.share) for test in tests],
-                [test.interval for test in tests if test.interval is not None], dots=True)
+    tests = measured(summary).values()
+    dots = Line("held-out problems, with 95% interval", [(step, share) for step, share, _ in tests],
+                [interval for *_, interval in tests if interval is not None], dots=True)
     drawn = [line for line in (*lines, dots) if line.points]
     return Chart("Accuracy", "answers that are right", "share of answers", share=True,
                  lines=[*drawn, *levels(summary, drawn)])
@@ -216,15 +203,10 @@ def deciding(completions: list[Record], summary: Record) -> list[str]:
     return [name for name, values in paid.items() if values and values <= {0, 1}]
 
 
-def threshold(summary: Record) -> float:
-    """Return the reward that a right answer must exceed; above 0 where a draw, for example, earns half a point."""
-    return float(summary.get("right_above") or 0.0)
-
-
-def shares(completions: list[Record], name: str, above: float) -> list[tuple[int, float]]:
-    """Return, per step, the share of judged completions for which reward function `name` pays more than `above`."""
+def shares(completions: list[Record], name: str) -> list[tuple[int, float]]:
+    """Return, per step, the share of judged completions for which reward function `name` pays more than 0."""
     steps: dict[int, list[bool]] = {}
     for line in completions:
         if (value := (line.get("rewards") or {}).get(name)) is not None:
-            steps.setdefault(line["step"], []).append(value > above)
+            steps.setdefault(line["step"], []).append(value > 0)
     return [(step, fmean(right)) for step, right in sorted(steps.items())]

@@ -6,7 +6,7 @@ from statistics import median
 
 from lowmem_grpo.runs.accuracy import interval_text
 from lowmem_grpo.runs.alarms import ALARMS
-from lowmem_grpo.runs.views.charts import baselines, before_and_after, taught
+from lowmem_grpo.runs.views.charts import baselines, measured, taught
 from lowmem_grpo.runs.views.samples import Record, clipped
 from lowmem_grpo.utils import count_text, size_text, time_text
 
@@ -62,16 +62,15 @@ def reached(rows: list[Record], summary: Record) -> tuple[int, int | None]:
 
 def accuracy(summary: Record) -> list[str]:
     """Return lines with the accuracy before and after training, intervals and difference; [] if not measured."""
-    before, after = before_and_after(summary)
-    if before is None and after is None:
+    tests = measured(summary)
+    if not tests:
         return []
     nothing = "not yet measured" if summary.get("status") == "running" else "not measured"
-    shown = " \u2192 ".join(nothing if test is None else f"{test.share:.1%}" for test in (before, after))
+    shown = " \u2192 ".join(f"{tests[when][1]:.1%}" if when in tests else nothing for when in ("before", "after"))
     problems = summary.get("eval_problems")
     lines = ["right answers before \u2192 after training"
              + (f", n = {count_text(problems, 'held-out problem')}" if problems else "")]
-    if spans := [f"{test.interval[0]:.1%} to {test.interval[1]:.1%} {when}" for test, when in (
-            (before, "before"), (after, "after")) if test is not None and test.interval is not None]:
+    if spans := [f"{span[0]:.1%} to {span[1]:.1%} {when}" for when, (*_, span) in tests.items() if span]:
         lines.append(f"95% interval{'s' * (len(spans) > 1)}: {', '.join(spans)}")
     lines += paired(summary)
     if others := baselines(summary):
@@ -104,29 +103,20 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
         spread = f" \u00b1 {last['reward_std']:.2f}" if last.get("reward_std") is not None else ""
         facts["reward in the last step, mean and spread"] = f"{last['reward']:.2f}{spread}"
     if peaks := numbers(rows, "memory/peak_bytes"):
-        facts[memory_label(machine)] = size_text(max(peaks))
+        card = machine.get("card_bytes")
+        whose = f", of {size_text(card)} on the card" if card else " of the process" if machine else ""
+        facts[f"peak memory{whose}"] = size_text(max(peaks))
     if taught(summary):
-        facts |= taught_facts(rows)
+        facts |= {f"{words} of a trained token, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
+                  for key, words in LOSSES.items() if (losses := numbers(rows, key))}
+        if tokens := numbers(rows, "num_tokens"):
+            facts["tokens read, of prompts and answers"] = f"{tokens[-1]:,.0f}"
     if speeds := numbers(rows, "tokens_per_second"):
         kind = "trained tokens per second" if taught(summary) else "tokens per second while sampling"
         facts[f"{kind} (median)"] = f"{median(speeds):,.0f}"
     if times := numbers(rows, "step_time"):
         facts["a step (median)"] = time_text(median(times))
     return facts | machine_facts(machine)
-
-
-def taught_facts(rows: list[Record]) -> dict[str, str]:
-    facts = {f"{words} of a trained token, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
-             for key, words in LOSSES.items() if (losses := numbers(rows, key))}
-    if tokens := numbers(rows, "num_tokens"):
-        facts["tokens read, of prompts and answers"] = f"{tokens[-1]:,.0f}"
-    return facts
-
-
-def memory_label(machine: Record) -> str:
-    if machine.get("card_bytes"):
-        return f"peak memory, of {size_text(machine['card_bytes'])} on the card"
-    return "peak memory of the process" if machine else "peak memory"
 
 
 def machine_facts(machine: Record) -> dict[str, str]:

@@ -5,7 +5,7 @@ Text of the model is escaped: it neither styles the terminal nor sends it contro
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -56,9 +56,8 @@ class StepTimes:
 
     def mark(self, step: int) -> None:
         """Record that `step` steps are done; a second call with the same step does nothing."""
-        if step == self.marks[-1][0]:
-            return
-        self.marks = [*self.marks[:2], (step, time.monotonic())]
+        if step != self.marks[-1][0]:
+            self.marks = [*self.marks[:2], (step, time.monotonic())]
 
     @property
     def per_step(self) -> float | None:
@@ -75,11 +74,13 @@ class StepTimes:
 class LiveView:
     """The live view, a listener with the methods of transformers' TrainerCallback. Its creator calls `close()`."""
 
-    def __init__(self, console: Console | None = None, title: str = "GRPO") -> None:
+    title = "GRPO"
+    first: tuple[tuple[str, str, str], ...] = ()  # before the curves of every view
+
+    def __init__(self, console: Console | None = None) -> None:
         self.console = console or any_console()
         terminal = self.console.is_terminal and not self.console.is_dumb_terminal
         self.draws = terminal or self.console.is_jupyter
-        self.title = title
         self.live: Live | Cell | None = None
         self.sample: Rollout | None = None
         self.sampled_at = -math.inf
@@ -165,7 +166,7 @@ class LiveView:
         table.add_column(style="bold", overflow="ellipsis", no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
         table.add_column(no_wrap=True)
-        for key, label in self.curves():
+        for key, label, _ in self.curves(self.history):
             if key in self.history:
                 value = shown(key, self.history[key][-1]) + self.spread(key, " \u00b1 ")
                 table.add_row(Text(label), Text(value), Text(sparkline(self.history[key])))
@@ -179,10 +180,11 @@ class LiveView:
             table.add_row(Text(label), Text(value))
         return table
 
-    def curves(self) -> list[tuple[str, str]]:
-        """Return (key, label) of the sparklines, the most important first, including metrics that were never logged."""
-        functions = [(key, f"  {name}") for key in self.history if (name := reward_name(key))]
-        return [("reward", "reward"), *functions, *((key, label) for key, label, _ in CURVES)]
+    def curves(self, logged: Iterable[str]) -> list[tuple[str, str, str]]:
+        """Return (key, label on the panel, label in a line) of the metrics to show, the most important first, including
+        metrics that were never logged."""
+        functions = [(key, f"  {name}", name) for key in logged if (name := reward_name(key))]
+        return [*self.first, ("reward", "reward", "reward"), *functions, *CURVES]
 
     def spread(self, key: str, before: str, after: str = "") -> str:
         """Return the rewards' standard deviation as text for the key "reward"; empty for any other key."""
@@ -191,10 +193,8 @@ class LiveView:
 
     def line(self, logs: dict[str, float]) -> str:
         parts = [f"step {self.step}/{self.max_steps}"]
-        names = [("reward", "reward"), *((key, name) for key in logs if (name := reward_name(key))),
-                 *((key, name) for key, _, name in CURVES)]
         parts += [f"{name} {shown(key, logs[key])}{self.spread(key, ' (std ', ')')}"
-                  for key, name in names if key in logs]
+                  for key, _, name in self.curves(logs) if key in logs]
         parts += [f"{'time:' if label == 'time' else label} {value}" for label, value in in_words(logs).items()]
         return "  ".join([*parts, f"left {self.time_left()}"])
 
@@ -202,16 +202,7 @@ class LiveView:
 class SFTView(LiveView):
     """The live view of supervised fine-tuning, which begins with the loss."""
 
-    def __init__(self) -> None:
-        super().__init__(title="SFT")
-
-    def curves(self) -> list[tuple[str, str]]:
-        return [("loss", "loss"), ("eval_loss", "evaluation loss"), *super().curves()]
-
-    def line(self, logs: dict[str, float]) -> str:
-        head, rest = super().line(logs).split("  ", 1)
-        losses = [f"{name} {shown(name, logs[name])}" for name in ("loss", "eval_loss") if name in logs]
-        return "  ".join([head, *losses, rest])
+    title, first = "SFT", (("loss", "loss", "loss"), ("eval_loss", "evaluation loss", "eval_loss"))
 
 
 def shown(key: str, value: float) -> str:

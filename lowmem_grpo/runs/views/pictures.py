@@ -25,16 +25,17 @@ BAR = "position:relative;display:flex;height:20px;align-self:center"
 
 @dataclass(frozen=True)
 class Picture:
-    """HTML that a notebook shows, as the last value of a cell or by `show()`."""
+    """HTML that a notebook shows, as the last value of a cell or by `show()`; `print` shows its text."""
 
     title: str
     html: str
+    text: str = ""
 
     def _repr_html_(self) -> str:
         return self.html
 
     def __repr__(self) -> str:
-        return f"a picture for a notebook: {self.title}"
+        return self.text or f"a picture for a notebook: {self.title}"
 
     def show(self) -> None:
         """Show the picture in the current cell."""
@@ -126,40 +127,22 @@ def part(share: float, colour: str, words: str = "") -> str:
     return f"<span style='width:{share:.2%};background:{colour}' title='{escape(words)}'></span>"
 
 
-@dataclass(frozen=True)
-class SampleTable:
-    """Answers to the same prompts side by side; a notebook shows it as a table, `print` as text."""
-
-    names: tuple[str, ...]
-    rows: list[tuple[str, list[tuple[str, bool]]]]  # prompt, and (text, right) of each model
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th style='{CELL}'>{escape(name)}</th>" for name in ("prompt", *self.names))
-        body = "".join(f"<tr>{cell(prompt)}{''.join(judged(*answer) for answer in answers)}</tr>"
-                       for prompt, answers in self.rows)
-        return f"<table style='{TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-    def __repr__(self) -> str:
-        lines = []
-        for prompt, answers in self.rows:
-            lines.append(prompt)
-            for name, (text, right) in zip(self.names, answers, strict=True):
-                lines.append(f"  {name}, {verdict_text(right)}: {' | '.join(text.split(chr(10)))}")
-        return "\n".join(lines)
-
-
-def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: int = 4) -> SampleTable:
-    """Return each model's first answer to `shown` prompts, some of each kind, and more of those that changed from the
-    first model to the last; `rows` are the answered rows."""
-    table = []
+def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: int = 4) -> Picture:
+    """Return a table of each model's first answer to `shown` prompts, some of each kind, and more of those that changed
+    from the first model to the last; `rows` are the answered rows."""
+    body, lines = "", []
     first, *_, last = [*models.values()] * 2
     pairs = [(old[0], new[0]) for old, new in zip(first.right, last.right, strict=True)][: len(rows)]
     for index in changed_first(pairs, shown) if len(models) > 1 else range(min(shown, len(rows))):
         row = rows[index]
-        label = "" if row.get("answer") is None else f"\n\nexpected: {row['answer']}"
-        answers = [(answers.texts[index][0], answers.right[index][0]) for answers in models.values()]
-        table.append((prompt_text(row["prompt"]) + label, answers))
-    return SampleTable(tuple(models), table)
+        prompt = prompt_text(row["prompt"]) + ("" if row.get("answer") is None else f"\n\nexpected: {row['answer']}")
+        answers = {name: (each.texts[index][0], each.right[index][0]) for name, each in models.items()}
+        body += f"<tr>{cell(prompt)}{''.join(judged(*answer) for answer in answers.values())}</tr>"
+        lines += [prompt, *(f"  {name}, {verdict_text(right)}: {' | '.join(text.split(chr(10)))}"
+                            for name, (text, right) in answers.items())]
+    head = "".join(f"<th style='{CELL}'>{escape(name)}</th>" for name in ("prompt", *models))
+    return Picture("answers", f"<table style='{TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+                   "\n".join(lines))
 
 
 def judged(text: str, right: bool) -> str:

@@ -15,7 +15,7 @@ from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.runs.views.chart import LINES, css, how_smoothed
-from lowmem_grpo.runs.views.charts import deciding, figures, split_flat, taught, threshold
+from lowmem_grpo.runs.views.charts import deciding, figures, split_flat, taught
 from lowmem_grpo.runs.views.headline import Warned, alarms_in_words, count_alarms, headline
 from lowmem_grpo.runs.views.samples import Record, clipped, fitting, json_text, shown_sample
 from lowmem_grpo.utils import count_text
@@ -112,8 +112,7 @@ def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all
         "settings": [(str(name), clipped(json.dumps(value), LONGEST_OF_PAIR))
                      for name, value in (summary.get("config") or {}).items()],
     }
-    sampled = {"logged": run.logged, "right": right if len(right) == 1 else [], "above": threshold(summary),
-               "endings": ENDINGS}
+    sampled = {"logged": run.logged, "right": right if len(right) == 1 else [], "endings": ENDINGS}
     room = most_bytes - len(one_file(shown | {"samples": sampled}).encode(errors="replace")) - 1000  # for the note
     kept = fitting(run.samples, MAX_SAMPLES, room)
     if kept or not taught(summary):

@@ -36,9 +36,11 @@ def show_result(result: dict[str, Any], note: str, shown: int, width: int | None
         print_line(console, change_text(result))
     if shown:
         rows = [(prompt_text(row["prompt"]), row.get("answer"),
-                 [(row[name][0]["text"], row[name][0]["right"]) for name in named])
-                for row in first_shown(result["rows"], named, shown)]
-        console.print(answers_table(("prompt", *named), rows, LONGEST))
+                 [(row[name][0]["text"], row[name][0]["right"]) for name in named]) for row in result["rows"]]
+        if len(named) > 1:
+            pairs = [(base[1], adapter[1]) for _, _, (base, adapter) in rows]
+            rows = [rows[place] for place in changed_first(pairs, shown)]
+        console.print(answers_table(("prompt", *named), rows[:shown], LONGEST))
 
 
 def title(result: dict[str, Any], note: str) -> str:
@@ -82,20 +84,15 @@ def change_text(result: dict[str, Any]) -> str:
             f"prompts: {change['better']} better, {change['worse']} worse, {change['same']} the same")
 
 
-def first_shown(rows: list[dict[str, Any]], named: list[str], shown: int) -> list[dict[str, Any]]:
-    """Return `shown` rows: the first ones; of two models, `changed_first`."""
-    if len(named) < 2:
-        return rows[:shown]
-    pairs = [(row[named[0]][0]["right"], row[named[1]][0]["right"]) for row in rows]
-    return [rows[place] for place in changed_first(pairs, shown)]
-
-
 def show(plan: MemoryPlan, longest: int | None = None, width: int | None = None, time: TimePlan | None = None) -> None:
     """Print a plan's components, choices, step time and verdict, and the `longest` context that fits, if given."""
     console = any_console(width=width, highlight=False)
     console.print(rows_table(plan))
     if plan.choices:
-        console.print(choices_table(plan))
+        table = Table("chosen", "value", "saves", "which means", title="Choices", title_justify="left")
+        for choice in plan.choices:
+            table.add_row(choice.name, value_of(choice), size_text(choice.saved) if choice.saved else "", choice.why)
+        console.print(table)
     if time is not None and time.why is None:
         console.print(time_table(time))
     if longest is not None:
@@ -120,13 +117,6 @@ def rows_table(plan: MemoryPlan) -> Table:
     table.add_column("what", footer=f"training holds most in: {plan.moment}", overflow="fold")
     for row in plan.rows:
         table.add_row(row.name, *(gib(size) for size in (row.rollout, row.train, row.host)), row.note)
-    return table
-
-
-def choices_table(plan: MemoryPlan) -> Table:
-    table = Table("chosen", "value", "saves", "which means", title="Choices", title_justify="left")
-    for choice in plan.choices:
-        table.add_row(choice.name, value_of(choice), size_text(choice.saved) if choice.saved else "", choice.why)
     return table
 
 

@@ -6,6 +6,8 @@ import shutil
 import sys
 import textwrap
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +20,24 @@ PACKAGE = Path(__file__).parents[2]
 PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's standard library
 
 
-class plain_errors:  # noqa: N801  (used like a function)
-    """A context manager that shows errors of this package, whose messages are written for users, and refused files or
-    folders without a traceback. Ctrl-C exits with status 130."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        written_for_users = (ValueError, TypeError, OSError, ImportError, RuntimeError)
-        if isinstance(error, KeyboardInterrupt):
-            click.echo("\nstopped by Ctrl-C", err=True)
-            raise SystemExit(130) from error
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Show errors of this package, whose messages are written for users, and refused files or folders without a
+    traceback. Ctrl-C exits with status 130."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        click.echo("\nstopped by Ctrl-C", err=True)
+        raise SystemExit(130) from error
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         refused = getattr(error, "filename", None) if isinstance(error, OSError) else None
-        if isinstance(error, written_for_users) and is_ours(trace, through_python=refused is not None):
-            words = str(getattr(error, "strerror", None) or error)  # without the errno
-            words = words if refused is None else f"{refused}: {words}; correct that, or choose another path"
-            notes = "\n".join(getattr(error, "__notes__", []))
-            said = fitting(f"Error: {words}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
-            raise click.ClickException(said) from error
+        if not is_ours(error.__traceback__, through_python=refused is not None):
+            raise
+        words = str(getattr(error, "strerror", None) or error)  # without the errno
+        words = words if refused is None else f"{refused}: {words}; correct that, or choose another path"
+        notes = "\n".join(getattr(error, "__notes__", []))
+        said = fitting(f"Error: {words}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
+        raise click.ClickException(said) from error
 
 
 def was_given(option: str) -> bool:

@@ -2,16 +2,14 @@
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from tables import not_refused
 
 from lowmem_grpo.recipes.tasks import mail_database
-from lowmem_grpo.recipes.tasks.mail_database import MailDatabase, SearchError, database_of, main, write
+from lowmem_grpo.recipes.tasks.mail_database import MailDatabase, SearchError, database_of, write
 from lowmem_grpo.recipes.tasks.mailbox import WORLDS, Mail, mailbox
 
 
@@ -106,10 +104,3 @@ def test_a_file_is_written_once(tmp_path: Path) -> None:
     assert MailDatabase(path).read(1) == Mail("Ines", "Omar", "2026-01-05", "Lunch", "At noon?")
     with pytest.raises(FileExistsError, match="exists already"):
         write([], path)
-
-
-def test_the_script_writes_the_database_that_recipes_search(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["--mailbox", "small", "--out", str(tmp_path / "inbox.db")])
-    assert result.exit_code == 0 and "wrote 500 mails" in result.output
-    with closing(sqlite3.connect(tmp_path / "inbox.db")) as database:
-        assert database.execute("SELECT count(*) FROM mail_words WHERE mail_words MATCH 'falcon'").fetchone() == (25,)

@@ -79,7 +79,8 @@ def test_a_view_shows_what_an_encoding_has_of_a_text_and_ends_no_run(
     terminal = Terminal(encoding, tty)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", terminal)
-    view, state = LiveView(title=TEXT), SimpleNamespace(global_step=1, max_steps=2)
+    view, state = LiveView(), SimpleNamespace(global_step=1, max_steps=2)
+    view.title = TEXT
     view.on_train_begin(None, state, None)
     view.say(TEXT)
     view.on_log(None, state, None, {"reward": 0.5, f"rewards/{TEXT}/mean": 1.0})

@@ -9,7 +9,6 @@ from episodes import episode, game, turn
 from rich.console import Console
 from rich.text import Text
 
-from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.runs.views import live
 from lowmem_grpo.runs.views.console import print_accuracy, print_samples
 from lowmem_grpo.runs.views.live import BLOCKS, SAMPLE_SECONDS, LiveView, sparkline
@@ -76,9 +75,9 @@ def test_the_panel_cuts_nothing_off_and_shows_the_spread_and_a_sample_now_and_th
     width: int, now: list[float]
 ) -> None:
     terminal = console(terminal=True, width=width)
-    view = LiveView(terminal, title="[bold]run")
+    view = LiveView(terminal)
     run(view, LOGS | {"reward": 0.0}, LOGS | {"reward_std": 0.125})
-    for expected in ("step 2/60", "▁█", "1.50 GiB", "5/8", "[bold]run", "[red]format"):
+    for expected in ("step 2/60", "▁█", "1.50 GiB", "5/8", "GRPO", "[red]format"):
         assert expected in written(terminal)
     for text, seconds in (("first\x1b[2J [red]words", 0), ("too soon", SAMPLE_SECONDS / 2)):
         now[0] += seconds
@@ -205,10 +204,3 @@ def test_accuracy_is_printed_with_its_interval() -> None:
     assert after == "accuracy after   75.0%  (95% interval 65.7% to 82.5%)"
     assert change == "change +25.0 points on 100 problems"
     assert paired == "change +25.0 points (95% interval +13.0 to +36.0) on 100 problems"
-
-
-def test_wilson_interval_stays_inside_zero_and_one() -> None:
-    low, high = wilson_interval(0.0, 10)
-    assert low == 0.0 and high == pytest.approx(0.2775, abs=1e-4)
-    assert wilson_interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    assert wilson_interval(0.5, 0) == (0.0, 1.0)

@@ -2,42 +2,18 @@
 
 import json
 import re
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from run_pages import Page
 
-from lowmem_grpo.runs.accuracy import KINDS, changed_first
-from lowmem_grpo.runs.views.chart import DARK_LINES, DARK_RIGHT, DARK_WRONG, LINES, RIGHT, WRONG
+from lowmem_grpo.runs.accuracy import KINDS, changed_first, wilson_interval
+from lowmem_grpo.runs.views.chart import DARK_WRONG, RIGHT
 from lowmem_grpo.runs.views.report import MAX_SAMPLES, MOST_BYTES, write_report
 
 ENDS = {"done": 0.75, "max_turns": 0.25, "parse_error": 0.0}
 ATTACK = "</script><img src=x onerror=alert(1)><!--"
-
-
-SIGHTS = [np.eye(3), *(np.array(rows).reshape(3, 3) for rows in (  # usual, without red, green, or blue cones
-    [0.152286, 1.052583, -0.204868, 0.114503, 0.786281, 0.099216, -0.003882, -0.048116, 1.051998],
-    [0.367322, 0.860646, -0.227968, 0.280085, 0.672501, 0.047413, -0.011820, 0.042940, 0.968881],
-    [1.255528, -0.076749, -0.178779, -0.078411, 0.930809, 0.147602, 0.004733, 0.691367, 0.303900],
-))]
-
-
-def apart(one: str, other: str, seen: Any) -> float:
-    """How far two colours are from each other in CIELAB, as seen by these eyes."""
-    return float(np.linalg.norm(lab(one, seen) - lab(other, seen)))
-
-
-def lab(colour: str, seen: Any) -> Any:
-    """A colour "#rrggbb" in CIELAB (D65)."""
-    srgb = np.array([int(colour[place:place + 2], 16) / 255 for place in (1, 3, 5)])
-    linear = seen @ np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-    xyz = to_xyz @ linear.clip(0, 1) / np.array([0.9505, 1, 1.089])
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
 def metric(step: int, **more: Any) -> dict[str, Any]:
@@ -115,15 +91,10 @@ def test_the_headline_shows_what_the_summary_says_and_without_one_that_it_is_run
 
 
 def test_accuracies_have_wilson_intervals_and_their_difference_the_paired_one(tmp_path: Path) -> None:
-    """The roots of (p - x)^2 = z^2 x (1 - x) / n are the ends of Wilson's interval."""
     change = {"accuracy": 0.565, "interval": [0.482, 0.641], "better": 120, "worse": 7, "same": 73}
     finished(tmp_path, difference=change)
     prose = page_of(tmp_path, [metric(1)]).prose
-    ends = []
-    for share in (0.215, 0.78):
-        z, n = 1.959964, 200
-        a, b, c = 1 + z * z / n, 2 * share + z * z / n, share * share
-        ends += [(b + sign * (b * b - 4 * a * c) ** 0.5) / (2 * a) for sign in (-1, 1)]
+    ends = *wilson_interval(0.215, 200), *wilson_interval(0.78, 200)
     assert "95% intervals: {:.1%} to {:.1%} before, {:.1%} to {:.1%} after".format(*ends) in prose
     assert "change +56.5 points, 95% interval +48.2 to +64.1 (paired on the same problems): more than chance" in prose
 
@@ -212,14 +183,6 @@ def test_a_page_of_any_run_has_at_most_500_kb_and_still_shows_samples(tmp_path: 
     page = page_of(tmp_path, rows, [completion(step, long) for step in range(1, 200)])
     assert (tmp_path / "report.html").stat().st_size <= MOST_BYTES == 500_000
     assert page.samples and page.samples[-1]["step"] == 199
-
-
-def test_colours_differ_for_every_kind_of_sight() -> None:
-    """Simulated as by Machado et al. (2009), in CIELAB: 10 is another colour; verdicts are 25 apart."""
-    for lines, verdicts in ((LINES, (RIGHT, WRONG)), (DARK_LINES, (DARK_RIGHT, DARK_WRONG))):
-        for seen in SIGHTS:
-            assert min(apart(one, other, seen) for one, other in combinations(lines, 2)) > 10
-            assert apart(*verdicts, seen) > 25
 
 
 def test_a_half_written_last_line_is_left_out_and_a_broken_one_before_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -311,11 +274,11 @@ def test_curves_of_episodes_are_their_ends_turns_tools_and_waiting_and_shares_be
 
 
 def test_baselines_are_dashed_lines_beside_the_accuracy(tmp_path: Path) -> None:
-    finished(tmp_path, right="correct", right_above=0.5,
+    finished(tmp_path, right="correct",
              baselines={"random": 0.15, "perfect": {"share": 0.97, "games": 1000}, "odd": None})
-    page = page_of(tmp_path, [metric(1)], [completion(1), completion(2) | {"rewards": {"correct": 0.5}}])
+    page = page_of(tmp_path, [metric(1)], [completion(1), completion(2) | {"rewards": {"correct": 0.0}}])
     found = page.lines("Accuracy")
-    assert found["sampled in training (correct)"] == {1: 1.0, 2: 0.0}, "a draw is no win"
+    assert found["sampled in training (correct)"] == {1: 1.0, 2: 0.0}
     assert found["baseline random, 15.0%"] == dict.fromkeys(range(4), 0.15)
     assert found["baseline perfect, 97.0%"] == dict.fromkeys(range(4), 0.97) and len(found) == 4
     assert "baselines: random 15.0%, perfect 97.0%" in page.prose

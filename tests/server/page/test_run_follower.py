@@ -153,7 +153,7 @@ def test_a_run_that_was_resumed_is_read_anew(tmp_path: Path) -> None:
 @every_row("summary", [
     {"difference": 5}, {"samples": [5]}, {"samples": {"a": 1}}, {"accuracy_before": "x"}, {"machine": [1]},
     {"config": [1]}, {"steps": "many", "status": "failed"}, {"baselines": {"a": [1]}}, {"eval_problems": -4,
-    "accuracy_after": 7}, {"right_above": "x"}, {"train_seconds": "long"}])
+    "accuracy_after": 7}, {"train_seconds": "long"}])
 def test_a_summary_of_another_form_does_not_take_the_page_away(tmp_path: Path, summary: dict[str, object]) -> None:
     run = followed(write_run(tmp_path / "run", 3, summary))
     assert run.content()["charts"] and run.charts()
