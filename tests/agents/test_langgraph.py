@@ -11,9 +11,8 @@ from openai.types.chat.chat_completion import Choice
 from lowmem_grpo import agents as art
 from lowmem_grpo.agents.endpoint import AgentEndpoint
 from lowmem_grpo.agents.sampled import Sampled
-from lowmem_grpo.recipes.calculator import Sum, calculate, sums
+from lowmem_grpo.recipes.calculator import calculate, make_dataset
 from lowmem_grpo.recipes.tasks.arithmetic import last_integer
-from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.types import Rollout
 
 WHY = "LangGraph is not installed: pip install langgraph langchain-openai"
@@ -39,15 +38,15 @@ def react(model: Any) -> Any:
     return graph.compile()
 
 
-async def rollout(name: str, endpoint: AgentEndpoint, problem: Sum, streaming: bool) -> art.Trajectory:
+async def rollout(name: str, endpoint: AgentEndpoint, problem: dict[str, Any], streaming: bool) -> art.Trajectory:
     """One run of the agent."""
     async with endpoint.session() as session:
         model = langchain_openai.ChatOpenAI(
             model=name, base_url=session.base_url, api_key=session.api_key, streaming=streaming, max_tokens=32,
             extra_body={"return_token_ids": True})
-        end = await react(model).ainvoke({"messages": [("user", problem.question)]}, {"recursion_limit": 8})
+        end = await react(model).ainvoke({"messages": problem["prompt"]}, {"recursion_limit": 8})
     said = end["messages"]
-    right = last_integer(said[-1].content) == problem.answer
+    right = last_integer(said[-1].content) == int(problem["answer"])
     return session.trajectory(reward=float(right), metrics={"calls": sum(one.type == "tool" for one in said)})
 
 
@@ -74,7 +73,7 @@ def test_a_langgraph_agent_is_trained_a_step_on_the_tokens_that_it_was_answered_
             with model.serve() as endpoint:
                 groups = await art.gather_trajectory_groups(
                     art.TrajectoryGroup(rollout(model.name, endpoint, problem, bool(member % 2))
-                                        for member in range(MEMBERS)) for problem in take(sums("train", 3), 2))
+                                        for member in range(MEMBERS)) for problem in make_dataset("train", 2, 3))
                 trained = Sampled(backend.run(model).chat.histories, [model.name]).groups(groups)
                 done = await backend.train(model, groups, learning_rate=1e-3)
             everyone = [one for group in groups for one in group]

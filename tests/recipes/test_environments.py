@@ -1,6 +1,7 @@
 """The games keep their rules, pay what they promise, and do not fall over bad replies; known players do as is known."""
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from lowmem_grpo.recipes.calculator import calculate, draw_sum
 from lowmem_grpo.recipes.eval_task import baselines, play
 from lowmem_grpo.recipes.guess import Guess, number_in
 from lowmem_grpo.recipes.tasks.splits import distinct, take
-from lowmem_grpo.recipes.tictactoe import EMPTY, TicTacToe, free, square_in, winner
+from lowmem_grpo.recipes.tictactoe import EMPTY, TicTacToe, best_moves, free, square_in, value, winner
 
 NO_NUMBER = ["", "no idea", "4 or 5", "9" * 5000, "٣", "\x00", "1e999999999999", "1-2"]
 
@@ -108,6 +109,36 @@ def test_a_perfect_opponent_never_loses_and_varies_its_moves() -> None:
             game.step(tictactoe.random_move(game, rng))
         assert winner(game.board) != "X"
     assert len(firsts) == 4  # all four corners, which are the best answers to the centre
+
+
+def test_best_moves_agree_with_a_search_that_shares_no_code() -> None:
+    lines = [{3 * row + column for column in range(3)} for row in range(3)]
+    lines += [{3 * row + column for row in range(3)} for column in range(3)] + [{0, 4, 8}, {2, 4, 6}]
+
+    def outcome(x: frozenset[int], o: frozenset[int], turn: str) -> int:
+        """1 where X wins with the best play, 0 for a draw, -1 where O wins."""
+        if any(line <= x for line in lines):
+            return 1
+        if any(line <= o for line in lines):
+            return -1
+        places = set(range(9)) - x - o
+        if not places:
+            return 0
+        if turn == "X":
+            return max(outcome(x | {place}, o, "O") for place in places)
+        return min(outcome(x, o | {place}, "X") for place in places)
+
+    seen = 0
+    for marks in product("XO ", repeat=9):
+        x, o = (frozenset(place for place, mark in enumerate(marks) if mark == one) for one in "XO")
+        board = "".join(mark if mark != " " else EMPTY[place] for place, mark in enumerate(marks))
+        if len(x) != len(o) or len(x) < 2 or winner(board) or not free(board):
+            continue
+        seen += 1
+        worth = outcome(x, o, "X")
+        assert value(board, "X") == worth
+        assert best_moves(board, "X") == [place for place in free(board) if outcome(x | {place}, o, "O") == worth]
+    assert seen > 1000
 
 
 # calculator

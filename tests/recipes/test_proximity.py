@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from datasets import Dataset
 from recipe_runs import run
 
 from lowmem_grpo.recipes.proximity import (
+    GOODS,
     MAX_STEPS,
     MAX_STOCK,
     MIN_STEPS,
@@ -26,6 +28,35 @@ from lowmem_grpo.recipes.proximity import (
 )
 
 TASKS = pytest.mark.parametrize("task", [WORDS, STEPS], ids=["words", "steps"])
+PARTS = {"Half": 2, "A third": 3, "A quarter": 4, "A fifth": 5, "An eighth": 8}
+TIMES = {"twice": 2, "three times": 3, "four times": 4}
+RULES: list[tuple[str, Callable[..., int]]] = [  # sentences, and the stock after them, read off the text alone
+    (r"(\d+) carts of (\d+) boxes each arrive", lambda stock, carts, boxes: stock + int(carts) * int(boxes)),
+    (r"(\D+) of all boxes is sold", lambda stock, part: stock - exact(stock, PARTS[part])),
+    (r"(\d+) boxes are sold", lambda stock, boxes: stock - int(boxes)),
+    (r"(\d+) shelves with (\d+) boxes each get wet and are thrown away",
+     lambda stock, shelves, boxes: stock - int(shelves) * int(boxes)),
+    (r"Another warehouse sends (\D+) as many boxes as there are now", lambda stock, times: stock * (1 + TIMES[times])),
+]
+
+
+def exact(stock: int, part: int) -> int:
+    assert stock % part == 0
+    return stock // part
+
+
+def stocks(question: str) -> list[int]:
+    """What the warehouse holds at first and after each sentence."""
+    form = rf"A warehouse holds (\d+) boxes of ({'|'.join(GOODS)})\. (.*) How many boxes are left\?"
+    start = re.fullmatch(form, question)
+    assert start, question
+    found = [int(start[1])]
+    for sentence in start[3].removesuffix(".").split(". "):
+        ((match, rule),) = [(match, rule) for form, rule in RULES if (match := re.fullmatch(form, sentence))]
+        found.append(rule(found[-1], *match.groups()))
+    return found
+
+
 def take(count: int, split: str = "train", seed: int = 0) -> list[StockProblem]:
     return list(islice(WORDS.problems(split, seed), count))
 
@@ -36,15 +67,24 @@ def questions(dataset: Dataset) -> list[str]:
 
 def test_the_question_and_the_worked_solution_agree() -> None:
     for problem in take(2000):
-        first, *story, asked = problem.question.split(". ")
-        assert asked == "How many boxes are left?" and MIN_STEPS <= len(problem.lines) == len(story) <= MAX_STEPS
-        stock = int(re.findall(r"\d+", first)[0])
-        for sentence, line in zip(story, problem.lines, strict=True):
+        held = stocks(problem.question)
+        assert held[-1] == problem.answer
+        assert len(held) - 1 == len(problem.lines) and MIN_STEPS <= len(problem.lines) <= MAX_STEPS
+        assert all(MIN_STOCK <= stock <= MAX_STOCK for stock in held)
+        for before, after, line in zip(held, held[1:], problem.lines, strict=False):
             made_of, _, result = line.rpartition(" = ")
-            assert line.startswith(f"{stock} ") and eval(made_of) == (stock := int(result)), line
-            assert {*re.findall(r"\d+", sentence)} <= {*re.findall(r"\d+", made_of)}, line
-            assert MIN_STOCK <= stock <= MAX_STOCK
-        assert stock == problem.answer
+            assert line.startswith(f"{before} ") and eval(made_of) == after == int(result), line
+
+
+def test_every_event_happens_often() -> None:
+    text = "\n".join(". ".join(problem.question.split(". ")[1:-1]) for problem in take(1000))
+    for form, _ in RULES:
+        assert len(re.findall(form.replace(r"\D+", "[A-Za-z ]+"), text)) > 300, form
+
+
+@TASKS
+def test_no_test_problem_is_shown_in_a_demonstration(task: Task) -> None:
+    assert not set(questions(make_dataset("test", 2000, 7, task))) & set(questions(make_demonstrations(2000, 0, task)))
 
 
 @TASKS
@@ -68,6 +108,12 @@ def test_nearer_answers_earn_more_and_answers_outside_the_format_lose(task: Task
     assert exact_answer > near + 1 > far + 1 > outlier + 1
     assert total("50") < far and total("") < 0
     assert not task.has_form("50") and not task.has_form("Answer: 50")
+
+
+def test_the_embedded_model_is_only_asked_for_words_that_it_can_write() -> None:
+    assert [message["role"] for message in STEPS.prompt("1 + 1?")] == ["user"]
+    assert [message["role"] for message in WORDS.prompt("1 + 1?")] == ["system", "user"]
+    assert make_demonstrations(1, 5, STEPS)[0]["completion"].splitlines()[-1].startswith("Answer = ")
 
 
 # short runs

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lora_settings import LOADED, REFUSED, SAMPLED
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import SPLIT, shallow
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -174,6 +174,18 @@ def test_settings_that_nothing_here_computes_are_refused_by_name(
     folder = edit(save(tmp_path / "saved"), **settings)
     with pytest.raises(AdapterError, match=message):
         untouched.load_lora(folder)
+
+
+def test_an_adapter_that_lacks_layers_adds_none_to_the_model(tmp_path: Path) -> None:
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=128, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(bare, r=4, target_modules=["q_proj"], use_gradient_checkpointing=False)
+    before = list(model.state_dict())
+    folder = save(tmp_path / "saved", target_modules=["q_proj", "k_proj"])
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if "k_proj" not in name}, file)
+    with pytest.raises(AdapterError, match="lacks 2 of the layers that its own"):
+        model.fast_generate("Start", lora_request=str(folder))
+    assert list(model.state_dict()) == before
 
 
 @pytest.mark.parametrize("later", [(), ("use_rslora", "rank_pattern", "alpha_pattern")])

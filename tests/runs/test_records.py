@@ -78,6 +78,11 @@ def test_rewinding_drops_later_steps_and_a_half_written_line(records: RunRecords
     assert steps(records) == []
 
 
+def test_a_line_cut_inside_a_character_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "text": "\xe2\x82')
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
 def test_rewinding_without_files_makes_none(records: RunRecords) -> None:
     records.rewind(0)
     assert list(records.run_dir.iterdir()) == []
