@@ -46,5 +46,4 @@ def copy(adapter: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the comparison of logits, which loads three models: what is tested is something else."""
-    monkeypatch.setattr("lowmem_grpo.models.export.formats.LARGEST", 0)
     monkeypatch.setattr("lowmem_grpo.models.export.merged.LARGEST", 0)

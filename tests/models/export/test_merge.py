@@ -132,6 +132,8 @@ def test_a_module_that_no_adapter_knows_is_copied(tmp_path: Path) -> None:
     write_merged(tmp_path, weights, {}, torch.bfloat16)
     found = load_file(tmp_path / "model.safetensors")
     assert found[".steps"].dtype == torch.int64
+    (stored,) = [one for one in stored_weights(tmp_path, None, "16bit", torch.float32) if one.name == ".steps"]
+    assert stored.shape == () and torch.equal(stored.open()(0, 1), torch.tensor(3))
     assert check_merged(tmp_path, tensor_files(tmp_path), weights, {}).tensors == 3
     save_file(found | {".steps": torch.tensor(4)}, tmp_path / "model.safetensors")
     with pytest.raises(MergeError, match=r"\.steps was read back and is not what the base model has"):
