@@ -56,9 +56,6 @@ class ExpertStack(nn.Module):
         held = NF4Weight.from_bitsandbytes(weight) if getattr(weight, "quant_state", None) else weight.detach()
         return FrozenStack(held, self.experts)
 
-    def extra_repr(self) -> str:
-        return f"experts={self.experts}, out={self.rows}, in={self.columns}"
-
 
 class ExpertLayer(nn.Module):
     """The experts of one layer: `gate_up_proj` (E, 2 I, D) and `down_proj` (E, D, I)."""

@@ -99,28 +99,6 @@ def test_the_frozen_router_carries_gradient_to_the_hidden_states_and_is_renormal
     assert not any(parameter.requires_grad for parameter in block.parameters())
 
 
-def test_a_choice_of_experts_can_be_recorded_and_given_in(folder: Path) -> None:
-    model = load(folder)
-    blocks, seen = list(routed_blocks(model)), {}
-
-    def record(number: int, ids: torch.Tensor) -> torch.Tensor:
-        seen[number] = ids
-        return ids
-
-    with torch.no_grad():
-        expected = model(input_ids=IDS).logits
-        for block in blocks:
-            block.choice = record
-        assert torch.equal(model(input_ids=IDS).logits, expected)
-        assert {number: ids.shape for number, ids in seen.items()} == {0: (40, 2), 1: (40, 2)}
-        for block in blocks:
-            block.choice = lambda number, ids: seen[number].flip(-1)  # the same experts in another order
-        torch.testing.assert_close(model(input_ids=IDS).logits, expected)
-        for block in blocks:
-            block.choice = lambda number, ids: (seen[number] + 1) % EXPERTS
-        assert not torch.allclose(model(input_ids=IDS).logits, expected)
-
-
 @pytest.mark.parametrize("targets", [["gate_proj", "q_proj"], ["down_proj"], ["gate"], ["experts"], ["gate_up_proj"]])
 def test_lora_on_experts_or_their_router_is_refused_by_name(targets: list[str], folder: Path) -> None:
     model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, load_in_4bit=False)

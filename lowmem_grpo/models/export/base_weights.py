@@ -25,12 +25,11 @@ from lowmem_grpo.kernels.frozen import FrozenStack, QuantizedWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
-from lowmem_grpo.models.experts import STACKS, expert_stacks, quantized_stack
-from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, fp8_linears, scale_of
+from lowmem_grpo.models.experts import STACKS, ExpertStack, quantized_stack
+from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, SCALE, FP8Linear, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.pretrained import nf4
-from lowmem_grpo.models.stored_model import block_of, quantization_of
-from lowmem_grpo.models.text_backbone import text_name
+from lowmem_grpo.models.stored_model import block_of, quantization_of, text_name
 from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -84,17 +83,15 @@ def live_weights(model: Any) -> list[Weight]:
     """Return every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones appear
     once."""
     weights: list[Weight] = []
-    in_fp8 = {id(layer.weight): layer for layer in fp8_linears(model)}
-    stacks = {id(stack.weight): stack for stack in expert_stacks(model)}
-    scales = {id(layer.weight_scale) for layer in in_fp8.values()}
     for name, tensor in (*model.named_parameters(), *saved_buffers(model)):
-        if ".lora_" not in name and id(tensor) not in scales:
-            plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
-            layer, stack = in_fp8.get(id(tensor)), stacks.get(id(tensor))
-            if stack is not None:
-                weights += expert_weights(plain, stack.frozen)
-            else:
-                weights.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
+        path, _, part = name.rpartition(".")
+        owner, plain = model.get_submodule(path), name.removeprefix(PREFIX).replace(".base_layer.", ".")
+        if isinstance(owner, ExpertStack):
+            weights += expert_weights(plain, owner.frozen)
+        elif isinstance(owner, FP8Linear) and part == "weight":
+            weights.append(quantized_weight(plain, owner.frozen))
+        elif ".lora_" not in name and not (isinstance(owner, FP8Linear) and part == SCALE):
+            weights.append(live_weight(plain, tensor))
     return weights
 
 
