@@ -1,6 +1,7 @@
 """Mixtures of experts: quantized while loading, the block in place of transformers' own, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,7 @@ def test_loading_needs_room_for_the_experts_of_one_layer_in_16_bits_at_most(tmp_
 
 
 def test_missing_experts_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     stored = load_file(folder / "model.safetensors")
     del stored["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
@@ -121,8 +121,7 @@ def test_all_linear_is_attention_where_experts_stay_frozen(folder: Path) -> None
 def test_experts_that_are_stored_quantized_are_refused(
     stored: dict[str, Any], words: str, folder: Path, tmp_path: Path
 ) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
     with pytest.raises(ValueError, match=words):
