@@ -7,18 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import torch
-from small_models import TINY, scatter
+from small_models import scatter
 from tables import every_row
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import lowmem_grpo
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
-from lowmem_grpo.data.prompt_inputs import encode
-from lowmem_grpo.fast_model import BareModel, FastPeftModel, LoraRequest, RequestOutput, adapter_for
+from lowmem_grpo.fast_model import BareModel, FastPeftModel, RequestOutput, adapter_for
 from lowmem_grpo.runs.saved_adapter import CheckpointError, base_of_adapter
 
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
@@ -56,29 +54,20 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
     return [completion.text for output in outputs for completion in output.outputs]
 
 
-def snapshot(model: FastPeftModel) -> dict[str, Any]:
-    """Everything about the adapters that `fast_generate` must leave alone."""
-    named = list(model.named_parameters())
-    return {
-        "parameters": {name: (p.data_ptr(), p.requires_grad, p.detach().clone()) for name, p in named},
-        "order": [name for name, _ in named], "identity": [id(parameter) for _, parameter in named],
-        "adapters": list(model.peft_config), "active": model.active_adapter, "training": model.training,
-        "modes": {name: module.training for name, module in model.named_modules()},
-    }
+def snapshot(model: FastPeftModel) -> list[Any]:
+    """Everything about the adapters that `fast_generate` must leave alone, but the values."""
+    return [[(name, id(p), p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()],
+            list(model.peft_config), model.active_adapter, [(n, m.training) for n, m in model.named_modules()]]
 
 
 @pytest.fixture(params=[True, False], ids=["training", "evaluating"])
 def untouched(model: FastPeftModel, request: pytest.FixtureRequest) -> Iterator[FastPeftModel]:
     """The model, in either mode; afterwards it must be what it was."""
     model.train(request.param)
-    before = snapshot(model)
+    before, values = snapshot(model), {name: p.detach().clone() for name, p in model.named_parameters()}
     yield model
-    after = snapshot(model)
-    for name, (address, flag, values) in before.pop("parameters").items():
-        assert after["parameters"][name][:2] == (address, flag), name
-        assert torch.equal(after["parameters"][name][2], values), name
-    after.pop("parameters")
-    assert after == before
+    assert snapshot(model) == before
+    assert not [name for name, p in model.named_parameters() if not torch.equal(p, values[name])]
 
 
 @every_row(("prompts", "count"), [
@@ -121,17 +110,6 @@ def test_no_lora_request_means_the_base_model(bare: BareModel, untouched: FastPe
     assert untouched.fast_generate([CHAT, "Start"], sampling_params=GREEDY, lora_request=None) == base
 
 
-def test_current_lora_is_the_adapter_as_it_is_now(untouched: FastPeftModel) -> None:
-    ids = torch.tensor([encode(untouched.loaded.tokenizer, CHAT)[1]])
-    mode = untouched.training
-    with torch.no_grad():
-        first = untouched.eval()(input_ids=ids).logits[0, -1].argmax().item()
-    untouched.train(mode)
-    (output,) = untouched.fast_generate(CHAT, GREEDY, untouched.current_lora())
-    assert output.outputs[0].token_ids[0] == first
-    assert output != untouched.fast_generate(CHAT, GREEDY)[0]
-
-
 def test_a_saved_adapter_samples_and_the_live_one_is_left_alone(
     untouched: FastPeftModel, saved: tuple[Path, list[str]]
 ) -> None:
@@ -151,31 +129,6 @@ def test_the_live_adapter_is_left_alone_when_sampling_with_a_saved_one_fails(
     with pytest.raises(KeyboardInterrupt), adapter_for(untouched, request):
         raise KeyboardInterrupt
     assert texts(untouched.fast_generate([CHAT, "Start"], GREEDY, request)) == saved[1]
-
-
-def test_an_adapter_of_another_model_is_refused_and_leaves_no_trace(untouched: FastPeftModel, tmp_path: Path) -> None:
-    config = AutoModelForCausalLM.from_pretrained(TINY).config
-    config.hidden_size, config.intermediate_size = 64, 96
-    other = peft.get_peft_model(
-        AutoModelForCausalLM.from_config(config), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
-    other.save_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match="trained on another base model"):
-        untouched.load_lora(tmp_path)
-    with pytest.raises(ValueError, match="trained on another base model"):
-        untouched.fast_generate(CHAT, GREEDY, LoraRequest(tmp_path))
-
-
-def test_gradients_reach_the_live_adapter_after_sampling_with_a_saved_one(saved: tuple[Path, list[str]]) -> None:
-    model = load()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    model.fast_generate(CHAT, GREEDY, model.load_lora(saved[0]))
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    assert len(before) == 84
-    model(input_ids=torch.tensor([[5, 6, 7]])).logits.log_softmax(-1)[0, 2, 3].backward()
-    optimizer.step()
-    after = dict(model.named_parameters())
-    assert not [name for name, values in before.items() if torch.equal(after[name], values)]
 
 
 def test_the_folder_of_a_saved_adapter_loads_as_a_model_with_that_adapter(
@@ -205,14 +158,8 @@ def test_a_folder_that_is_no_adapter_is_named_when_it_is_loaded(
         model.load_lora(folder)
 
 
-def test_a_saved_adapter_loads_with_plain_peft(model: FastPeftModel, tmp_path: Path) -> None:
+def test_a_saved_adapter_has_its_tokenizer_end_tokens_and_base_beside_it(model: FastPeftModel, tmp_path: Path) -> None:
     model.save_lora(tmp_path / "adapter")
-    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(tmp_path / "adapter"))
-    ids = torch.tensor([encode(model.loaded.tokenizer, CHAT)[1]])
-    with torch.no_grad():
-        torch.testing.assert_close(
-            plain.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-4
-        )
     names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "base_model.json",
              "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == names
@@ -410,17 +357,3 @@ def test_the_bare_model_refuses_to_sample_once_it_has_an_adapter_and_takes_no_se
         taken.fast_generate("Start", GREEDY)
     with pytest.raises(ValueError, match="LoRA already"):
         FastLanguageModel.get_peft_model(taken, r=2, use_gradient_checkpointing=False)
-
-
-def test_an_adapter_with_layers_that_the_model_lacks_is_refused_and_leaves_no_trace(
-    saved: tuple[Path, list[str]]
-) -> None:
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
-    narrow = FastLanguageModel.get_peft_model(bare, r=2, target_modules=["q_proj"], use_gradient_checkpointing=False)
-    before = snapshot(narrow)
-    with pytest.raises(ValueError, match=r"has 36 layers that the one in the model lacks, .*layers\.0\.mlp\.down_proj"):
-        narrow.fast_generate(CHAT, GREEDY, narrow.load_lora(saved[0]))
-    after = snapshot(narrow)
-    assert [after[key] for key in ("order", "identity", "adapters", "active", "training", "modes")] == [
-        before[key] for key in ("order", "identity", "adapters", "active", "training", "modes")
-    ]

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowmem_grpo.losses.loss_metrics import Report
     from lowmem_grpo.losses.policy_loss import (
-        Report,
         at_level,
         factors,
         given,
@@ -25,7 +25,7 @@ __all__ = [
     "settings_of",
 ]
 
-HOMES = dict.fromkeys(__all__, "losses.policy_loss")
+HOMES = {**dict.fromkeys(__all__, "losses.policy_loss"), "Report": "losses.loss_metrics"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,97 +8,89 @@ from torch import Tensor
 
 from lowmem_grpo.losses.loss_types import LossTokens, LossType, clip_bounds, sequence_means, vespo_phi
 
-Means = dict[str, tuple[Tensor, float]]  # name: (mean, count)
+
+class Report:
+    """Collects metrics: means with their counts, and extremes."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Tensor] = {}
+        self.counts: dict[str, float] = {}
+
+    def mean(self, name: str, values: Tensor) -> None:
+        """Add the mean of values (N,), if there are any."""
+        if values.numel():
+            self.metrics[name], self.counts[name] = values.detach().mean(), float(len(values))
+
+    def extremes(self, name: str, values: Tensor, *kinds: str) -> None:
+        """Add the "min" or the "max" of values (N,), if there are any."""
+        if values.numel():
+            self.metrics |= {f"{name}{kind}": getattr(values, kind)() for kind in kinds}
 
 
-def clip_metrics(
-    kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool
-) -> tuple[Means, dict[str, Tensor]]:
-    """Return (means, extremes) of the clipping of a loss type; empty for one that does not clip. Means are over
-    sequences if the ratio is one for the sequence, else over tokens; extremes are over sequences."""
-    if not kind.metrics or tokens.logprobs.numel() == 0:
-        return {}, {}
-    return KINDS[kind.metrics](tokens, options, per_sequence)
+def report_clipping(
+    kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool, report: Report
+) -> None:
+    """Report the clipping of a loss type, if it clips. Means are over sequences if the ratio is one for the sequence,
+    else over tokens; extremes are over sequences."""
+    if kind.metrics and tokens.logprobs.numel():
+        KINDS[kind.metrics](tokens, options, per_sequence, report)
 
 
-def averaged(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Tensor, float]:
-    """Return (mean, count) of values (N,), over tokens or over sequences."""
-    if not per_sequence:
-        return flags.to(tokens.logprobs.dtype).mean(), float(len(flags))
-    means = of_sequences(flags, tokens)
-    return means.mean(), float(len(means))
-
-
-def of_sequences(flags: Tensor, tokens: LossTokens) -> Tensor:
-    """Return the mean of each sequence that has tokens. Synchronises with the card."""
+def of_sequences(flags: Tensor, tokens: LossTokens, fill: float | None = None) -> Tensor:
+    """Return the mean of values (N,) over each sequence (S,): `fill` for one without tokens, or with None only those
+    that have tokens, which synchronises with the card."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
-    return means[tokens.lengths > 0]
+    return means[tokens.lengths > 0] if fill is None else means.masked_fill(tokens.lengths == 0, fill)
 
 
-def filled_means(flags: Tensor, tokens: LossTokens, fill: float) -> Tensor:
-    """Return the mean of each sequence (S,), or `fill` for one without tokens."""
-    means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
-    return means.masked_fill(tokens.lengths == 0, fill)
+def counted(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> Tensor:
+    """Return what a mean of values (N,) is over: tokens, or sequences."""
+    return of_sequences(flags, tokens) if per_sequence else flags.to(tokens.logprobs.dtype)
 
 
-def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the share of tokens whose gradient was clipped away: below the bounds if A < 0, above them if A > 0."""
+def clip(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool, report: Report) -> None:
+    """Report the share of tokens whose gradient was clipped away: below the bounds if A < 0, above them if A > 0."""
     weight, (low, high) = tokens.log_weight.detach().exp(), clip_bounds(options)
     bounded = weight if options["delta"] is None else weight.clamp(max=options["delta"])
-    return both_sides(bounded < low, bounded > high, tokens, per_sequence)
+    both_sides(bounded < low, bounded > high, tokens, per_sequence, report)
 
 
-def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the share of tokens whose log ratio was clipped before the mean over the sequence."""
+def gmpo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool, report: Report) -> None:
+    """Report the share of tokens whose log ratio was clipped before the mean over the sequence."""
     ratio = tokens.log_ratio.detach()
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
-    return both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False)
+    both_sides(ratio < -options["epsilon"], ratio > upper, tokens, False, report)
 
 
-def both_sides(below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Return the shares of tokens clipped on either side, from flags (N,): the sign of A decides which flag counts."""
+def both_sides(below: Tensor, above: Tensor, tokens: LossTokens, per_sequence: bool, report: Report) -> None:
+    """Report the shares of tokens clipped on either side, from flags (N,): the sign of A decides which flag counts."""
     low, high = below & (tokens.advantages < 0), above & (tokens.advantages > 0)
-    shares = {"low_mean": low, "high_mean": high, "region_mean": low | high}
-    means = {f"clip_ratio/{name}": averaged(flags, tokens, per_sequence) for name, flags in shares.items()}
-    extremes = {"clip_ratio/low_min": filled_means(low, tokens, torch.inf).min(),
-                "clip_ratio/high_max": filled_means(high, tokens, -torch.inf).max()}
-    return means, extremes
+    for name, flags in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
+        report.mean(f"clip_ratio/{name}", counted(flags, tokens, per_sequence))
+    report.extremes("clip_ratio/low_", of_sequences(low, tokens, torch.inf), "min")
+    report.extremes("clip_ratio/high_", of_sequences(high, tokens, -torch.inf), "max")
 
 
-def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the share of tokens with A > 0 whose weight was bounded."""
+def cispo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool, report: Report) -> None:
+    """Report the share of tokens with A > 0 whose weight was bounded."""
     bounded = (tokens.log_weight.detach().exp() > options["epsilon_high"]) & (tokens.advantages > 0)
-    return {"cispo_clip_ratio": averaged(bounded, tokens, per_sequence)}, {}
+    report.mean("cispo_clip_ratio", counted(bounded, tokens, per_sequence))
 
 
-def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the mean over sequences of the weight phi."""
-    return {"vespo/phi_seq_mean": averaged(vespo_phi(tokens, options), tokens, True)}, {}
+def vespo(tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool, report: Report) -> None:
+    """Report the mean over sequences of the weight phi."""
+    report.mean("vespo/phi_seq_mean", of_sequences(vespo_phi(tokens, options), tokens))
 
 
-KINDS: dict[str, Callable[..., tuple[Means, dict[str, Tensor]]]] = {
-    "clip": clip, "gmpo": gmpo, "cispo": cispo, "vespo": vespo,
-}
+KINDS: dict[str, Callable[..., None]] = {"clip": clip, "gmpo": gmpo, "cispo": cispo, "vespo": vespo}
 FIRST_WORDS = ("clip_ratio", "cispo_clip_ratio", "vespo")  # begin the names of their metrics, before the slash
 
 
-def correction_metrics(correction: Tensor, tokens: LossTokens) -> tuple[Means, dict[str, Tensor]]:
-    """Measure the weights (N,) for the sampler's mismatch: min, mean, max, over sequences if each has one weight."""
-    if correction.numel() == 0:
-        return {}, {}
-    name, values = "sampling/importance_sampling_ratio", correction
-    if tokens.correction_is_per_sequence:
-        values = of_sequences(correction, tokens)
-    means = {f"{name}/mean": (values.mean(), float(len(values)))}
-    return means, {f"{name}/min": values.min(), f"{name}/max": values.max()}
-
-
-def mismatch_metrics(mismatch: Tensor) -> tuple[Means, dict[str, Tensor]]:
-    """Measure |log pi_old - log mu| over tokens (N,): mean and max."""
-    if mismatch.numel() == 0:
-        return {}, {}
-    name, values = "sampling/sampling_logp_difference", mismatch.abs()
-    return {f"{name}/mean": (values.mean(), float(len(values)))}, {f"{name}/max": values.max()}
+def report_correction(correction: Tensor, tokens: LossTokens, report: Report) -> None:
+    """Report the weights (N,) for the sampler's mismatch: min, mean, max, over sequences if each has one weight."""
+    values = of_sequences(correction, tokens) if tokens.correction_is_per_sequence else correction
+    report.mean("sampling/importance_sampling_ratio/mean", values)
+    report.extremes("sampling/importance_sampling_ratio/", values, "min", "max")
 
 
 def percentiles(values: Tensor, shares: tuple[float, ...] = (0.01, 0.5, 0.99)) -> list[float]:

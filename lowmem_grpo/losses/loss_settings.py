@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lowmem_grpo.losses.kl import KL_ESTIMATORS
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.off_policy import CORRECTIONS, Bounds
+from lowmem_grpo.losses.regularization import KL_ESTIMATORS
 from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, Rule, check_ranges, number, one_of
 
 LEVELS = ("token", "sequence", "sequence_token")

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.losses.entropy import top_entropy_mask
-from lowmem_grpo.losses.kl import KL_ESTIMATORS, weighed_kl
-from lowmem_grpo.losses.loss_metrics import Means, clip_metrics, correction_metrics, mismatch_metrics
+from lowmem_grpo.losses.loss_metrics import Report, report_clipping, report_correction
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.losses.loss_types import (
     LOSS_TYPES,
@@ -24,6 +22,7 @@ from lowmem_grpo.losses.loss_types import (
     sequence_sums,
 )
 from lowmem_grpo.losses.off_policy import CORRECTIONS, correction_weights, off_policy_sequence_mask
+from lowmem_grpo.losses.regularization import KL_ESTIMATORS, top_entropy_mask, weighed_kl
 from lowmem_grpo.types import LossOutput
 
 
@@ -59,7 +58,7 @@ def grpo_loss(
         known = needed(entropy, "entropy", f"top_entropy_quantile is {settings.top_entropy_quantile}")
         policy_mask = top_entropy_mask(known.detach(), settings.top_entropy_quantile)
     report = Report()
-    report.add(clip_metrics(kind, tokens, chosen, settings.level != "token"))
+    report_clipping(kind, tokens, chosen, settings.level != "token", report)
     term_factors = list(factors(tokens, settings, rollout_logprobs, policy_mask, report))
     per_token = weighed(lambda tokens: kind.token_loss(tokens, chosen), tokens, term_factors)
     if settings.beta:
@@ -74,28 +73,10 @@ def grpo_loss(
     samples = {"ratio": tokens.log_ratio.detach().exp()}
     if rollout_logprobs is not None:
         mismatch = (old - rollout_logprobs).detach()
-        report.add(mismatch_metrics(mismatch))
+        report.mean("sampling/sampling_logp_difference/mean", mismatch.abs())
+        report.extremes("sampling/sampling_logp_difference/", mismatch.abs(), "max")
         samples["mismatch"] = mismatch.exp()
     return LossOutput(loss, report.metrics, report.counts, samples, policy_loss.detach())
-
-
-class Report:
-    """Collects metrics: means with their counts, and extremes."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, Tensor] = {}
-        self.counts: dict[str, float] = {}
-
-    def add(self, measured: tuple[Means, dict[str, Tensor]]) -> None:
-        """Add (means, extremes) of a part of the loss."""
-        means, extremes = measured
-        self.metrics |= {name: mean for name, (mean, _) in means.items()} | extremes
-        self.counts |= {name: count for name, (_, count) in means.items()}
-
-    def mean(self, name: str, values: Tensor) -> None:
-        """Add the mean of values (N,), if there are any."""
-        if values.numel():
-            self.add(({name: (values.detach().mean(), float(len(values)))}, {}))
 
 
 def settings_of(settings: LossSettings | None, options: dict[str, Any]) -> LossSettings:
@@ -147,7 +128,7 @@ def factors(
     if policy_mask is not None:
         yield policy_mask.to(tokens.logprobs.dtype)
     if tokens.correction is not None:
-        report.add(correction_metrics(tokens.correction, tokens))
+        report_correction(tokens.correction, tokens, report)
         if settings.loss_type != "vespo":  # VESPO's sequence weight contains it
             yield tokens.correction
 

@@ -147,7 +147,8 @@ class DeltaNet(nn.Module):
         query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
         heads = query.unflatten(-1, (-1, self.head_k_dim)), key.unflatten(-1, (-1, self.head_k_dim))
         value = value.unflatten(-1, (-1, self.head_v_dim))
-        if state is not None and len(inputs.g) == len(runs.lengths) == sum(runs.lengths) and not grads(state, value):
+        recorded = torch.is_grad_enabled() and (value.requires_grad or getattr(state, "requires_grad", False))
+        if state is not None and len(inputs.g) == len(runs.lengths) == sum(runs.lengths) and not recorded:
             result, state = delta_step(*heads, value, inputs.g, inputs.beta, state)
         else:
             result, state = delta_rule(*heads, value, inputs.g, inputs.beta, runs, state)
@@ -163,11 +164,6 @@ class DeltaNet(nn.Module):
 def wide(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors in float32; float64 tensors stay in float64."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
-
-
-def grads(*tensors: Tensor) -> bool:
-    """Return whether autograd records an operation on these tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def repeated(states: Tensor, counts: tuple[int, ...]) -> Tensor:

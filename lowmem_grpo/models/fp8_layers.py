@@ -28,8 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowmem_grpo.kernels.fp8 import E4M3, FP8Weight, fp8_quantize, scales_shape
 from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.memory.layer_forms import FP8_BLOCK
-from lowmem_grpo.models.stored_model import block_of, quantization_of
-from lowmem_grpo.models.text_backbone import text_name
+from lowmem_grpo.models.stored_model import block_of, quantization_of, text_name
 
 NAME = "lowmem_grpo_fp8"  # the quantizer's name
 BLOCK = (128, 128)  # for load_in_fp8="block"
@@ -61,20 +60,6 @@ class FP8Linear(nn.Linear):
         frozen = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.register_parameter("bias", frozen)
 
-    @classmethod
-    def holding(cls, weight: FP8Weight, bias: Tensor | None = None) -> "FP8Linear":
-        """Return a layer that holds this weight without a copy."""
-        with torch.device("meta"):
-            layer = cls(weight.shape[1], weight.shape[0], bias is not None, weight.block, weight.dtype)
-        layer.hold(weight)
-        layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        return layer
-
-    def hold(self, weight: FP8Weight) -> None:
-        """Replace the layer's weight, scales and block size by those of `weight`."""
-        self.weight, self.weight_scale = nn.Parameter(weight.codes, requires_grad=False), weight.scales
-        self.block = weight.block
-
     @property
     def frozen(self) -> FP8Weight:
         """The weight in the form that the kernels take, decoding to `compute_dtype`; ValueError if codes or scales
@@ -89,9 +74,6 @@ class FP8Linear(nn.Linear):
         bias = self.bias if self.bias is None else self.bias.to(dtype)
         y = frozen_linear(x.to(dtype), self.frozen, bias)
         return y if mixed else y.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, block={self.block}, compute_dtype={self.compute_dtype}"
 
 
 def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
@@ -195,10 +177,12 @@ class FP8Quantizer(HfQuantizer):
         for path, module in model.named_modules():
             if isinstance(module, FP8Linear) and self.pre_quantized:
                 try:
-                    module.hold(stored_weight(module.weight.detach(), module.weight_scale, module.block,
-                                              module.compute_dtype))
+                    weight = stored_weight(module.weight.detach(), module.weight_scale, module.block,
+                                           module.compute_dtype)
                 except ValueError as error:
                     raise ValueError(f"{path} is stored in FP8, and {error}. {PLAIN_WAY}") from error
+                module.weight, module.weight_scale = nn.Parameter(weight.codes, requires_grad=False), weight.scales
+                module.block = weight.block
         return model
 
 

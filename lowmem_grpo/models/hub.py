@@ -151,7 +151,15 @@ def answer(ask: Callable[[], Any]) -> None:
     client's timeout starts anew for each address of the hub and does not cover the DNS look-up, so the time is limited
     outside the client."""
     answers: SimpleQueue[Exception | None] = SimpleQueue()
-    Thread(target=lambda: answers.put(failure(ask)), daemon=True).start()
+
+    def work() -> None:
+        try:
+            ask()
+            answers.put(None)
+        except Exception as error:  # noqa: BLE001  (the other thread raises it)
+            answers.put(error)
+
+    Thread(target=work, daemon=True).start()
     try:
         error = answers.get(timeout=patience())
     except Empty:
@@ -162,15 +170,6 @@ def answer(ask: Callable[[], Any]) -> None:
         raise NoAnswerError("HF_HUB_OFFLINE allows no download") from error
     if error is not None:  # each version raises network errors of another library
         raise NoAnswerError(f"the hub does not answer ({first_line(error)})") from error
-
-
-def failure(ask: Callable[[], Any]) -> Exception | None:
-    """Call `ask` and return the exception that it raises, or None."""
-    try:
-        ask()
-    except Exception as error:  # noqa: BLE001  (another thread raises it)
-        return error
-    return None
 
 
 def patience() -> float:

@@ -79,7 +79,8 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
     by_peft = scope.layers_to_transform is None or isinstance(chosen, list)
     if scope.is_complete and by_peft and model.config.get_text_config() is model.config:
         return chosen
-    paths = [path for path in decoder_linears(model, scope) if chosen == "all-linear" or is_named(path, chosen)]
+    adapted = adapted_layers(model, LoraConfig(target_modules=chosen))
+    paths = [path for path in decoder_linears(model, scope) if path in adapted]
     if not paths:
         raise ValueError(f"target_modules={targets!r} names no layer of the part of the model that is to be trained; "
                          "finetune_attention_modules, finetune_mlp_modules or layers_to_transform leave it out")
@@ -153,13 +154,6 @@ def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
         linear = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
         config = LoraConfig(target_modules=linear, exclude_modules=config.exclude_modules)
     return {path: module for path, module in model.named_modules() if check_target_module_exists(config, path)}
-
-
-def is_named(path: str, targets: list[str] | str) -> bool:
-    """Return whether a module's path matches by PEFT's rules: a pattern matches whole paths, a list their ends."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, path) is not None
-    return f".{path}".endswith(tuple(f".{name}" for name in targets))
 
 
 def decoder_linears(model: Any, scope: Scope) -> list[str]:

@@ -13,8 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging as their_logging
 
 from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
@@ -22,12 +30,10 @@ from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.chat_ids import with_ids
-from lowmem_grpo.models.expert_loading import ExpertsNF4Config
-from lowmem_grpo.models.experts import use_routed_blocks
+from lowmem_grpo.models.experts import ExpertsNF4Config, use_routed_blocks
 from lowmem_grpo.models.fp8_layers import fp8_linears, keep_stored, to_quantize
 from lowmem_grpo.models.hub import first_line
-from lowmem_grpo.models.stored_model import stored_form
-from lowmem_grpo.models.text_backbone import read_model, text_names, text_part
+from lowmem_grpo.models.stored_model import stored_form, text_names, text_part
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
@@ -116,6 +122,28 @@ class Pretrained:
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(OWN_CODE.format(self.name)) from error
+
+
+def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
+    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. There,
+    transformers would list each tensor of the other parts as unexpected; we log only their number. ValueError if a
+    tensor of the text model is missing."""
+    if not names:
+        return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=False, **options)
+    before = their_logging.get_verbosity()
+    their_logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, key_mapping=names, output_loading_info=True, trust_remote_code=False, **options)
+    finally:
+        their_logging.set_verbosity(before)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{path} lacks {len(missing)} tensors of its text model, such as {missing[0]}. Fetch the "
+                         "checkpoint again, or take one of text only")
+    logger.info("of %s the text model is loaded: %d tensors of images or sounds are left out", path,
+                len(info["unexpected_keys"]))
+    return model
 
 
 def tokenizer_beside(adapter: Path) -> Any:

@@ -1,15 +1,20 @@
 """Find a stored model by its name, a folder or a name on the hub, and read from its config the form of its weights: 16
 or 32 bits, NF4, FP8, or an unsupported one.
 
+Of a multimodal checkpoint, only transformers' class of the text model is loaded, so the other parts take no memory, and
+the rest of the package sees a model like any other of its family.
+
 No torch is imported here, so that a wrong name or an unsupported checkpoint is refused at once.
 """
 
+import copy
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.memory.families import check_family, check_float16
+from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.named_configs import named_config, read_config
 
@@ -18,6 +23,7 @@ TINY_GAMES = "tiny-games"  # plays games
 TINY_INBOX = "tiny-inbox"  # searches mails
 TINY_TALKS = "tiny-talks"  # plays 2048, asks questions and answers them
 EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS)
+SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # config fields that list unquantized modules
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
              "or load_in_fp8=True")
 LABELS = {  # transformers' quant_method, or a format of compressed-tensors -> its common name
@@ -170,3 +176,35 @@ def refusal(name: str, label: str) -> ValueError:
         "bits of bitsandbytes, and in FP8 (e4m3, of compressed-tensors or fine-grained): "
         + PLAIN_ONE.format(label.partition(" ")[0])
     )
+
+
+# The text model of a multimodal checkpoint
+
+
+def text_names(config: Any) -> dict[str, str]:
+    """Return {pattern of stored names: replacement} if only the text part of the checkpoint is loaded; otherwise {}."""
+    return TEXT_NAMES.get(str(config.model_type), {})
+
+
+def text_part(config: Any) -> Any:
+    """Return the config of the model to load: that of the text part, with the whole config's weight tying and
+    quantization; `config` itself if there is no other part."""
+    names = text_names(config)
+    if not names:
+        return config
+    text = copy.deepcopy(config.get_text_config())
+    text.tie_word_embeddings = bool(text.tie_word_embeddings or config.tie_word_embeddings)
+    quantization = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if quantization is not None:
+        fields = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
+        left = {key: [text_name(path, names) or path for path in fields[key]] for key in SKIPPED if fields.get(key)}
+        text.quantization_config = fields | left
+    return text
+
+
+def text_name(stored: str, names: dict[str, str]) -> str | None:
+    """Return the name in the text model of a stored tensor or module; None if it belongs to another part."""
+    if not names or stored.startswith("lm_head"):
+        return stored
+    pattern = next((known for known in names if re.match(known, stored)), None)
+    return None if pattern is None else re.sub(pattern, names[pattern], stored)

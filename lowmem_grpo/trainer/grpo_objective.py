@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.losses.entropy import EntropyControl, top_entropy_mask
-from lowmem_grpo.losses.kl import put_kl_in_reward, take_kl_from_rewards
 from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
 from lowmem_grpo.losses.loss_types import LOSS_TYPES, StepCounts
 from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
 from lowmem_grpo.losses.off_policy import MismatchWatch, mean_k3
 from lowmem_grpo.losses.policy_loss import grpo_loss
+from lowmem_grpo.losses.regularization import (
+    EntropyControl,
+    put_kl_in_reward,
+    take_kl_from_rewards,
+    top_entropy_mask,
+)
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)

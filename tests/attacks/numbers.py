@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lowmem_grpo.kernels import linear_logprobs, linear_logprobs_ref
 from lowmem_grpo.losses.advantages import STD_EPSILON
-from lowmem_grpo.losses.kl import KL_ESTIMATORS, put_kl_in_reward
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.policy_loss import grpo_loss
+from lowmem_grpo.losses.regularization import KL_ESTIMATORS, put_kl_in_reward
 from lowmem_grpo.types import Rollout
 from tests.attacks.attack import Verdict, attack_and_exit
 

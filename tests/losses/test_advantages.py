@@ -20,7 +20,7 @@ from lowmem_grpo.losses.advantages import (
     combine_rewards,
     of_group,
 )
-from lowmem_grpo.losses.kl import put_kl_in_reward, take_kl_from_rewards
+from lowmem_grpo.losses.regularization import put_kl_in_reward, take_kl_from_rewards
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NAN = float("nan")

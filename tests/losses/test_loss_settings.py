@@ -25,15 +25,12 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"kl_estimator": "k2"}, "kl_estimator is 'k2', and beta is 0: there is no KL term; set beta"),
     ({"epsilon": -0.1}, "epsilon is -0.1; it must be 0 or above"),
     ({"epsilon": math.nan}, "epsilon is nan; it must be 0 or above"),
-    ({"epsilon_high": -0.1}, "epsilon_high is -0.1; it must be 0 or above"),
     ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg is 0.0; it must be above 0"),
     ({"loss_type": "vespo", "vespo_k_pos": -1.0}, "vespo_k_pos is -1.0; it must be 0 or above"),
     ({"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high is 0.28, and cispo bounds the ratio itself by it"),
-    ({"delta": 1.1}, "delta is 1.1; it must be above 1 + epsilon_high = 1.2"),
     ({"delta": 1.2}, "delta is 1.2; it must be above 1 + epsilon_high = 1.2"),
     ({"delta": 1.5, "epsilon_high": 0.5}, "delta is 1.5; it must be above 1 + epsilon_high = 1.5"),
     ({"top_entropy_quantile": 0.0}, "top_entropy_quantile is 0.0; it must be in (0, 1]"),
-    ({"top_entropy_quantile": 1.5}, "top_entropy_quantile is 1.5; it must be in (0, 1]"),
     ({"top_entropy_quantile": math.nan}, "top_entropy_quantile is nan; it must be in (0, 1]"),
     *[({"loss_type": name, "top_entropy_quantile": 0.2}, f"loss_type {name!r} has one ratio for all tokens of a "
        "completion, which a mask over tokens would break up; use loss_type='gspo_token'") for name in ("gspo", "gmpo")],
@@ -44,7 +41,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
      "entropy_coef is 0.3; it must be between entropy_coef_min (0.0) and entropy_coef_max (0.2)"),
     ({"use_adaptive_entropy": True, "entropy_coef_min": 0.1}, "entropy_coef is 0.0; it must be between"),
     ({MIN: 2.0}, f"{MIN} is 2.0; it must be below {MAX}, which is 2.0"),
-    ({MIN: 3.0, MAX: 2.5}, f"{MIN} is 3.0; it must be below {MAX}, which is 2.5"),
     *[({MODE: mode, MAX: None}, f"{MODE} is {mode!r} without any bound; set {MAX}, 2.0 is usual")
       for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")],
     *[({CORRECTION: False} | more, f"{CORRECTION} is False, and its mode or bounds are set; leave one of them out")
@@ -55,12 +51,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
      "importance_sampling_level 'sequence' has one ratio"),
     ({MODE: "geometric_mask"}, f"'geometric_mask' needs {MIN} and _clip_max, such as 0.99 and 1.01"),
     ({MODE: "geometric_mask", MIN: 0.99, MAX: None}, f"'geometric_mask' needs {MIN} and _clip_max"),
-    ({"beta": -1.0}, "beta is -1.0; it must be 0 or above"), ({"beta": math.nan}, "beta is nan"),
-    ({"entropy_coef": -0.1}, "entropy_coef is -0.1; it must be 0 or above"),
+    ({"beta": math.nan}, "beta is nan"), ({"entropy_coef": -0.1}, "entropy_coef is -0.1; it must be 0 or above"),
     ({"epsilon": math.inf}, "epsilon is inf; it must be 0 or above"),
     ({"use_adaptive_entropy": True, "entropy_target": math.nan}, "entropy_target is nan"),
     ({"off_policy_mask_threshold": -1.0}, "off_policy_mask_threshold is -1.0; it must be above 0"),
-    ({MAX: -1.0}, "clip_max is -1.0; it must be above 0, or None"),
     ({MAX: math.nan}, "clip_max is nan; it must be above 0, or None"),
     ({MIN: 0.0}, "clip_min is 0.0; it must be above 0, or None"),
     ({MODE: "k3_mask", MAX: 0.01, MIN: 0.001}, "'k3_mask' has no lower bound"),
@@ -141,12 +135,3 @@ def test_options_that_go_together_are_accepted() -> None:
     for options in ACCEPTED:
         settings = LossSettings(**options)
         assert all(getattr(settings, name) == value for name, value in options.items()), options
-
-
-def test_by_default_nothing_is_on_that_costs_or_changes_the_samples() -> None:
-    settings = LossSettings()
-    assert (settings.loss_type, settings.beta) == ("dapo", 0)
-    assert (settings.entropy_coef, settings.top_entropy_quantile) == (0, 1)
-    assert settings.off_policy_mask_threshold is None and not settings.use_adaptive_entropy
-    assert settings.vllm_importance_sampling_correction is None
-    assert (settings.vllm_importance_sampling_mode, settings.correction_bounds) == ("token_truncate", (None, 2.0))

@@ -372,6 +372,3 @@ def test_an_unknown_loss_type_and_what_an_option_needs_and_lacks_are_refused(
 def test_settings_and_options_together_are_refused() -> None:
     with pytest.raises(TypeError, match="settings and also epsilon"):
         grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings=LossSettings(), epsilon=0.1)
-
-
-# The registry

@@ -45,8 +45,6 @@ def test_packing_makes_no_square_mask(family: str) -> None:
     assert storage.peak < total * total / 2  # bytes: a boolean mask alone would take total * total
 
 
-
-
 @pytest.mark.parametrize(("family", "shape", "message"), [
     ("Bloom", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM does not take its attention from transformers' registry"),
     ("GptOss", {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

@@ -104,16 +104,6 @@ def test_an_fp8_checkpoint_stays_in_fp8_whatever_was_asked_and_it_is_said(
     assert ("not in 4 bits" in said[0].message) == warned
 
 
-@pytest.mark.parametrize(("asked", "message"), [
-    ({"load_in_fp8": True, "load_in_4bit": True}, "load_in_4bit=True and load_in_fp8=True contradict each other"),
-    ({"load_in_fp8": "block", "load_in_16bit": True}, "load_in_16bit=True and load_in_fp8='block' contradict"),
-    ({"load_in_fp8": "rows"}, "load_in_fp8 is 'rows'; it must be True"),
-])
-def test_two_answers_to_one_question_are_refused(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FastLanguageModel.from_pretrained("tiny", **asked)
-
-
 @pytest.mark.parametrize(("form", "options", "dtype"), [
     ("fp8", {}, torch.float32), ("fp8-block", {}, torch.float32), ("fp8", {"lora_dropout": 0.3}, torch.float32),
     ("fp8", {}, torch.bfloat16),

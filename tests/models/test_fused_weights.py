@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from accuracy import assert_as_accurate
-from safetensors.torch import load_file
 from small_models import FUSED, SPLIT, save_wide, scatter
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import BareModel, FastPeftModel
@@ -140,19 +139,11 @@ def test_a_saved_model_is_the_same_checkpoint(four_bit: bool, tmp_path: Path) ->
         assert not fused or fuse_weights(model.inner) == []
         model.save_pretrained(tmp_path / name)
         model.loaded.tokenizer.save_pretrained(tmp_path / name)
-    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
-    assert sorted(path.name for path in (tmp_path / "fused").iterdir()) == names
-    assert len(list((tmp_path / "fused").glob("*.safetensors"))) == 1
-    plain, joined = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "fused"))
-    assert plain.keys() == joined.keys()
-    for name, tensor in plain.items():
-        assert torch.equal(tensor, joined[name]), name
-    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("plain", "fused")]
-    assert sizes[0] == sizes[1]
+    plain, joined = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+                     for name in ("plain", "fused"))
+    assert plain == joined and "model.safetensors" in plain
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "fused", four_bit)(input_ids=IDS).logits, model(input_ids=IDS).logits)
-        logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(IDS).logits for name in ("plain", "fused")]
-    assert torch.equal(*logits)
 
 
 def test_a_layer_whose_matrices_end_inside_a_block_stays_as_it_is_and_is_named(tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ import torch
 from lora_settings import LOADED, REFUSED, SAMPLED
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
-from small_models import SPLIT, scatter, shallow
+from small_models import SPLIT, TINY, scatter, shallow
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.lora_layers import OneNode
+from lowmem_grpo.models.lora_targets import Scope, lora_targets
 from lowmem_grpo.trainer.model_setup import Brought
 
 IDS = torch.tensor([[5, 9, 11, 200, 31, 7, 8, 90, 14, 301]])
@@ -333,3 +334,37 @@ def test_without_settings_a_lora_of_the_usual_shape_is_trained_and_one_line_says
 def test_full_training_by_name_is_refused() -> None:
     with pytest.raises(ValueError, match="model_init_kwargs: full_finetuning=True is not supported"):
         brought(str(shallow()), model_init_kwargs={"full_finetuning": True})
+
+
+# Patterns
+
+
+UNSLOTHS = (  # what its FastModel makes, shortened
+    r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|down_proj).*?)|"
+    r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|down_proj)))"
+)
+
+
+@pytest.mark.parametrize("pattern", [UNSLOTHS, r".*self_attn\.(q|v)_proj", r"model\.layers\.[24]\..*_proj", r".*_proj"])
+def test_a_pattern_puts_lora_on_the_layers_that_peft_puts_it_on(pattern: str) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(TINY)
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    ours = FastLanguageModel.get_peft_model(bare, target_modules=pattern)
+    assert adapted(ours).keys() == adapted(get_peft_model(plain, LoraConfig(target_modules=pattern))).keys()
+    assert ours.peft_config["default"].target_modules == pattern
+
+
+def test_a_pattern_and_the_part_of_the_model_that_is_trained_both_count() -> None:
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    paths = lora_targets(model, r".*(q|up)_proj", Scope(finetune_mlp_modules=False, layers_to_transform=[1, 2]))
+    assert paths == ["model.layers.1.self_attn.q_proj", "model.layers.2.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize(("pattern", "message"), [
+    ("q_proj", "matches no module's whole path"), ("(q", r"no regular expression \(missing \)"),
+    (r".*norm", r"matches 'model\.layers\.0\.input_layernorm', which is no linear layer"),
+    (r"lm_head|.*q_proj", "names lm_head; the head and the embedding stay frozen"), (".*", "'the model', which is no"),
+])
+def test_a_pattern_that_cannot_be_trained_is_refused_by_name(pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lora_targets(AutoModelForCausalLM.from_pretrained(TINY), pattern, Scope())

@@ -2,6 +2,7 @@
 of a small random model."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,9 +93,7 @@ def save_in_fp8(folder: Path, kind: str) -> dict[str, Tensor]:
 
 def store_in_fp8(source: Path, folder: Path, kind: str, of: str) -> Path:
     """A copy of a checkpoint with the linear layers of one part in FP8."""
-    for file in source.iterdir():
-        if file.is_file():
-            (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(source, folder, dirs_exist_ok=True)
     rewrite_in_fp8(folder, kind, of)
     return folder
 

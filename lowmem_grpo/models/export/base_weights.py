@@ -25,13 +25,11 @@ from lowmem_grpo.kernels.frozen import FrozenStack, QuantizedWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
-from lowmem_grpo.models.expert_loading import quantized_stack
-from lowmem_grpo.models.experts import STACKS, expert_stacks
-from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, fp8_linears, scale_of
+from lowmem_grpo.models.experts import STACKS, ExpertStack, quantized_stack
+from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, SCALE, FP8Linear, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.pretrained import nf4
-from lowmem_grpo.models.stored_model import block_of, quantization_of
-from lowmem_grpo.models.text_backbone import text_name
+from lowmem_grpo.models.stored_model import block_of, quantization_of, text_name
 from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -72,15 +70,10 @@ def quantized_rows(weight: QuantizedWeight) -> Rows:
 def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | str) -> Rows:
     """Return a reader of a tensor or of a slice of a file, which casts floating-point values to `dtype` if given."""
     def rows(start: int, stop: int) -> Tensor:
-        band: Tensor = (tensor[start:stop] if len(shape_of(tensor)) else tensor).to(device)
+        band: Tensor = (tensor[start:stop] if getattr(tensor, "ndim", 1) else tensor).to(device)
         return band.to(dtype) if dtype is not None and band.is_floating_point() else band
 
     return rows
-
-
-def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor, or of a slice of a file."""
-    return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
 # A loaded model
@@ -90,17 +83,15 @@ def live_weights(model: Any) -> list[Weight]:
     """Return every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones appear
     once."""
     weights: list[Weight] = []
-    in_fp8 = {id(layer.weight): layer for layer in fp8_linears(model)}
-    stacks = {id(stack.weight): stack for stack in expert_stacks(model)}
-    scales = {id(layer.weight_scale) for layer in in_fp8.values()}
     for name, tensor in (*model.named_parameters(), *saved_buffers(model)):
-        if ".lora_" not in name and id(tensor) not in scales:
-            plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
-            layer, stack = in_fp8.get(id(tensor)), stacks.get(id(tensor))
-            if stack is not None:
-                weights += expert_weights(plain, stack.frozen)
-            else:
-                weights.append(live_weight(plain, tensor) if layer is None else quantized_weight(plain, layer.frozen))
+        path, _, part = name.rpartition(".")
+        owner, plain = model.get_submodule(path), name.removeprefix(PREFIX).replace(".base_layer.", ".")
+        if isinstance(owner, ExpertStack):
+            weights += expert_weights(plain, owner.frozen)
+        elif isinstance(owner, FP8Linear) and part == "weight":
+            weights.append(quantized_weight(plain, owner.frozen))
+        elif ".lora_" not in name and not (isinstance(owner, FP8Linear) and part == SCALE):
+            weights.append(live_weight(plain, tensor))
     return weights
 
 
@@ -139,6 +130,91 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # A stored model
 
 
+@dataclass(frozen=True)
+class TensorFiles:
+    """The tensors of a stored model, and the dtype and the device in which they are read."""
+
+    places: dict[str, Path]  # tensor: its file
+    dtype: torch.dtype
+    device: torch.device | str
+
+    def slice(self, name: str) -> Any:
+        """Return a lazy slice of a tensor, read when it is indexed; the file is mapped, not loaded."""
+        return safe_open(self.places[name], "pt").get_slice(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor on the device, in the dtype in which it is stored."""
+        with safe_open(self.places[name], "pt") as file:
+            tensor: Tensor = file.get_tensor(name).to(self.device)
+        return tensor
+
+    def plain(self, name: str) -> Weight:
+        """Return a tensor that loading casts to the dtype, if it is floating point, and does not quantize."""
+        part = self.slice(name)
+        read = self.slice if part.get_shape() else self.read  # a scalar has no slices
+        return Weight(name, self.shape(name), INTEGERS.get(part.get_dtype(), self.dtype),
+                      lambda: plain_rows(read(name), self.dtype, self.device))
+
+    def quantized(self, name: str, shape: tuple[int, ...], step: int, read: Callable[[], QuantizedWeight]) -> Weight:
+        return Weight(name, shape, self.dtype, lambda: quantized_rows(read()), step)
+
+    def to_quantize(self, name: str, form: str) -> Weight:
+        """Return a tensor stored in 16 or 32 bits, with the values that it has when loaded in NF4 or FP8."""
+        def read() -> QuantizedWeight:
+            tensor = self.read(name).to(self.dtype)
+            if form != NF4:
+                return fp8_quantize(tensor, BLOCK if form == FP8_BLOCK else None)
+            param: Any = Params4bit(tensor, requires_grad=False, quant_type="nf4", compress_statistics=True,
+                                    blocksize=64)
+            return NF4Weight.from_bitsandbytes(param.to(self.device))
+
+        return self.quantized(name, self.shape(name), BLOCK_ROWS, read)
+
+    def in_4bit(self, name: str) -> Weight:
+        """Return a tensor that bitsandbytes quantized to 4 bits, with its scales stored beside it."""
+        parts = [other for other in self.places if other.startswith(f"{name}.")]
+        described = json.loads(bytes(self.read(next(part for part in parts if STATE in part)).tolist()))
+
+        def read() -> QuantizedWeight:
+            stats = {f"weight.{part.removeprefix(f'{name}.')}": self.read(part) for part in parts}
+            param = Params4bit.from_prequantized(self.read(name), stats, device=self.device)
+            param.quant_state.dtype = self.dtype
+            return NF4Weight.from_bitsandbytes(param)
+
+        return self.quantized(name, tuple(described["shape"]), described["blocksize"], read)
+
+    def in_fp8(self, name: str, scale: str, block: tuple[int, int] | None) -> Weight:
+        """Return a tensor stored in FP8; `scale` is the name of its scales."""
+        shape = self.shape(name)
+        return self.quantized(name, shape, 1, lambda: stored_weight_in_fp8(
+            self.read(name), self.read(scale), block or (1, shape[1]), self.dtype))
+
+    def expert(self, name: str, stack: Callable[[str, str], FrozenStack]) -> Weight:
+        """Return one matrix of one expert, with the values that it has in NF4; reading it quantizes its whole stack,
+        which `stack` returns of (path of the experts, kind)."""
+        path, number, part, _ = name.rsplit(".", 3)
+        kind = next(kind for kind, parts in STACKS.items() if part in parts)
+        shape = self.shape(name)
+        start = STACKS[kind].index(part) * shape[0]
+
+        def read() -> QuantizedWeight:
+            whole: Any = stack(path, kind).expert(int(number))
+            return whole.rows(start, start + shape[0])
+
+        return self.quantized(name, shape, BLOCK_ROWS, read)
+
+    def expert_stack(self, path: str, kind: str) -> FrozenStack:
+        """Read the matrices of all experts of a stack and quantize them like the loader, which quantizes the scales of
+        all experts at once."""
+        count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
+        tensors = [[self.read(f"{path}.{number}.{part}.weight").to(self.dtype) for number in range(count)]
+                   for part in STACKS[kind]]
+        return FrozenStack(NF4Weight.from_bitsandbytes(quantized_stack(tensors, count)), count)
+
+
 def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu",
                    names: dict[str, str] | None = None) -> list[Weight]:
     """Return every tensor of a stored model, with its values after loading in `dtype`. For a multimodal checkpoint,
@@ -146,27 +222,28 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
 
     Linear layers of a checkpoint in 16 or 32 bits get the values that they have in this form (NF4, FP8, ...).
     """
-    places = tensor_files(folder)
-    whole = {name for name in places if name.partition(PARTS)[0] == name}
-    in_4_bit = {name for name in whole if f"{name}.absmax" in places}
-    in_fp8 = {name: scale for name in whole if name.endswith(".weight") and (scale := scale_of(name, places))}
+    files = TensorFiles(tensor_files(folder), dtype, device)
+    whole = {name for name in files.places if name.partition(PARTS)[0] == name}
+    in_4_bit = {name for name in whole if f"{name}.absmax" in files.places}
+    in_fp8 = {name: scale for name in whole if name.endswith(".weight") and (scale := scale_of(name, files.places))}
     beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS))}
     modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
-    block, experts = block_of(quantization_of(config) or {}), StoredExperts(places, dtype, device)
+    stack = lru_cache(len(STACKS))(files.expert_stack)  # keeps the last stacks, those of one layer
     weights = []
     for name in sorted(whole - beside):
         plain = text_name(name, names or {})
         if plain is None:
             continue
         if name in in_4_bit:
-            weight = stored_in_4bit(name, places, dtype, device)
+            weight = files.in_4bit(name)
         elif name in in_fp8:
-            weight = stored_in_fp8(name, places[name], (in_fp8[name], places[in_fp8[name]]), block, dtype, device)
-        elif form == NF4 and has_experts(config) and (parts := EXPERT.fullmatch(name)):
-            weight = experts.weight(name, parts[1], int(parts[2]), parts[3])
+            weight = files.in_fp8(name, in_fp8[name], block_of(quantization_of(config) or {}))
+        elif form == NF4 and has_experts(config) and EXPERT.fullmatch(name):
+            weight = files.expert(name, stack)
+        elif plain.endswith(".weight") and plain.rpartition(".")[0] in modules:
+            weight = files.to_quantize(name, form)
         else:
-            quantize = plain.endswith(".weight") and plain.rpartition(".")[0] in modules
-            weight = stored_weight(name, places[name], form if quantize else BITS_16, dtype, device)
+            weight = files.plain(name)
         weights.append(replace(weight, name=plain))
     return weights
 
@@ -183,90 +260,6 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                       "model again with transformers' save_pretrained")
     with safe_open(folder / SINGLE, "pt") as file:
         return dict.fromkeys(file.keys(), folder / SINGLE)
-
-
-def stored_weight(name: str, file: Path, form: str, dtype: torch.dtype, device: torch.device | str) -> Weight:
-    """Return a tensor stored in 16 or 32 bits, with the values that it has when loaded in `form`."""
-    part = file_slice(file, name)
-    shape = shape_of(part)
-    if form == BITS_16:
-        kept = INTEGERS.get(part.get_dtype(), dtype)
-        return Weight(name, shape, kept, lambda: plain_rows(file_slice(file, name), dtype, device))
-
-    def read() -> Rows:
-        tensor = file_slice(file, name)[:].to(device, dtype)
-        if form != NF4:
-            return quantized_rows(fp8_quantize(tensor, BLOCK if form == FP8_BLOCK else None))
-        param: Any = Params4bit(tensor, requires_grad=False, quant_type="nf4", compress_statistics=True, blocksize=64)
-        return quantized_rows(NF4Weight.from_bitsandbytes(param.to(device)))
-
-    return Weight(name, shape, dtype, read, BLOCK_ROWS)
-
-
-class StoredExperts:
-    """The experts of a checkpoint in 16 or 32 bits, with the values that they have in NF4. Scales are quantized for all
-    experts of a stack at once, so whole stacks are quantized; the last stacks, those of one layer, are cached."""
-
-    def __init__(self, places: dict[str, Path], dtype: torch.dtype, device: torch.device | str) -> None:
-        self.places, self.dtype, self.device = places, dtype, device
-        self.stack = lru_cache(len(STACKS))(self.quantized)
-
-    def weight(self, name: str, path: str, number: int, part: str) -> Weight:
-        """Return one matrix of one expert; opening it quantizes its whole stack."""
-        shape = shape_of(file_slice(self.places[name], name))
-        kind = next(kind for kind, parts in STACKS.items() if part in parts)
-        start = STACKS[kind].index(part) * shape[0]
-
-        def read() -> Rows:
-            whole = self.stack(path, kind).expert(number)
-            assert isinstance(whole, NF4Weight)
-            return quantized_rows(whole.rows(start, start + shape[0]))
-
-        return Weight(name, shape, self.dtype, read, BLOCK_ROWS)
-
-    def quantized(self, path: str, kind: str) -> FrozenStack:
-        """Read the matrices of all experts of a stack and quantize them like the loader."""
-        count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
-        names = [[f"{path}.{number}.{part}.weight" for number in range(count)] for part in STACKS[kind]]
-        tensors = [[file_slice(self.places[name], name)[:].to(self.device, self.dtype) for name in part]
-                   for part in names]
-        return FrozenStack(NF4Weight.from_bitsandbytes(quantized_stack(tensors, count)), count)
-
-
-def stored_in_4bit(name: str, places: dict[str, Path], dtype: torch.dtype, device: torch.device | str) -> Weight:
-    """Return a tensor that bitsandbytes quantized to 4 bits, with its scales stored beside it."""
-    parts = [other for other in places if other.startswith(f"{name}.")]
-    state = next(part for part in parts if STATE in part)
-    described = json.loads(bytes(file_slice(places[state], state)[:].tolist()))
-
-    def read() -> Rows:
-        stats = {part.removeprefix(f"{name}."): file_slice(places[part], part)[:] for part in parts}
-        stats = {f"weight.{key}": value for key, value in stats.items()}
-        param = Params4bit.from_prequantized(file_slice(places[name], name)[:], stats, device=device)
-        param.quant_state.dtype = dtype
-        return quantized_rows(NF4Weight.from_bitsandbytes(param))
-
-    return Weight(name, tuple(described["shape"]), dtype, read, described["blocksize"])
-
-
-def stored_in_fp8(name: str, file: Path, scale: tuple[str, Path], block: tuple[int, int] | None, dtype: torch.dtype,
-                  device: torch.device | str) -> Weight:
-    """Return a tensor stored in FP8; `scale` is the name and file of its scales."""
-    shape = shape_of(file_slice(file, name))
-
-    def read() -> Rows:
-        codes, scales = (file_slice(place, part)[...].to(device) for part, place in ((name, file), scale))
-        return quantized_rows(stored_weight_in_fp8(codes, scales, block or (1, shape[1]), dtype))
-
-    return Weight(name, shape, dtype, read)
-
-
-def file_slice(file: Path, name: str) -> Any:
-    """Return a lazy slice of a file's tensor, read when it is indexed (a scalar is read at once); the file is mapped,
-    not loaded."""
-    opened = safe_open(file, "pt")
-    part = opened.get_slice(name)
-    return part if part.get_shape() else opened.get_tensor(name)
 
 
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:

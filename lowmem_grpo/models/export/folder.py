@@ -33,9 +33,11 @@ class Exported:
 
 
 @contextmanager
-def new_folder(out: Path, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder that becomes `out` at the end, and is deleted after an error. It is created beside `out`, or
-    beside the target if `out` is a link. ExportError if `out` is taken or cannot be written."""
+def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder that becomes `done.folder` at the end, with the export's record, and is deleted after an
+    error. It is created beside that folder, or beside the target of a link. ExportError if the folder is taken or
+    cannot be written."""
+    out = done.folder
     check_out(out, overwrite, source)
     final = out.resolve()  # a link cannot be renamed over, and stays
     temp = final.parent / f".{final.name}.export-{os.getpid()}"
@@ -43,6 +45,9 @@ def new_folder(out: Path, overwrite: bool, source: Path | None = None) -> Iterat
         with removed_after(temp):
             temp.mkdir(parents=True)
             yield temp
+            done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
+            record = asdict(done) | {"folder": out.name}
+            (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
             swap_in(temp, final)
     except OSError as error:
         if error.filename is None or str(temp) not in str(error.filename):
@@ -65,13 +70,6 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
     if not (out / RECORD).is_file():
         raise ExportError(f"{out} holds something that is no export of this command ({RECORD} is missing); "
                           "--overwrite would delete it. Choose another --out")
-
-
-def finish(temp: Path, done: Exported) -> None:
-    """Count the bytes of an export and write its record, which marks the folder as an export."""
-    done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
-    record = asdict(done) | {"folder": done.folder.name}
-    (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
 def check_disk(folder: Path, needed: int) -> None:

@@ -14,23 +14,11 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 
 from lowmem_grpo.config.loading import form_of_weights
-from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models.export import gguf
 from lowmem_grpo.models.export.base_weights import stored_weights, tensor_files
-from lowmem_grpo.models.export.folder import Exported, ExportError, finish, new_folder
+from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
 from lowmem_grpo.models.export.merge import read_pairs
-from lowmem_grpo.models.export.merged import (
-    DTYPES,
-    LARGEST,
-    Merge,
-    adapter_logits,
-    compare,
-    elements,
-    live_merge,
-    output_dtype,
-    write_folder,
-    write_live,
-)
+from lowmem_grpo.models.export.merged import DTYPES, Merge, adapter_logits, live_merge, output_dtype, write_folder
 from lowmem_grpo.models.hub import check_repo, model_folder, push
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
@@ -77,15 +65,14 @@ def export(run: Path, kind: str, out: Path, settings: ExportSettings | None = No
         check_repo(repo)
     converter = gguf.find_converter(settings.llama_cpp, [settings.gguf_type]) if kind == "gguf" else None
     adapter = find_adapter(run, unfinished)
-    with new_folder(out, overwrite, adapter.folder) as temp:
-        done = Exported(out, kind, adapter.note, None)
+    done = Exported(out, kind, adapter.note, None)
+    with new_folder(done, overwrite, adapter.folder) as temp:
         if kind == "adapter":
             export_adapter(adapter, temp, done)
         elif kind == "merged":
             export_merged(adapter, settings, temp, done)
         elif converter is not None:
             export_gguf(adapter, settings, converter, temp, done)
-        finish(temp, done)
     if repo is not None:
         done.address = push(out, repo, private, api)
     return done
@@ -128,24 +115,19 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     with stored.naming_the_model():
         (config, names), tokenizer = stored.parts(), tokenizer_beside(adapter.folder) or stored.tokenizer()
         form = stored.form(form)
-    with freed_memory_returned():
-        weights = stored_weights(Path(stored.path), config, form, computed, device, names)
-        dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
-        ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)
-        merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends)
-        write_folder(merge, temp, done)
-    if elements(weights) * 4 <= LARGEST:
-        reference = adapter_logits(stored, adapter.folder, computed, device, form)
-        compare(reference, merge, temp, device, done)
+    weights = stored_weights(Path(stored.path), config, form, computed, device, names)
+    dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
+    ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)
+    merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends, device,
+                  lambda: adapter_logits(stored, adapter.folder, computed, device, form))
+    write_folder(merge, temp, done)
 
 
 def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path,
                 done: Exported) -> None:
     """Merge a saved adapter into a temporary folder and convert that to a GGUF file."""
-    merged = temp / "merged"
-    merged.mkdir()
-    export_merged(adapter, settings, merged, done)
-    convert_merged(converter, merged, [settings.gguf_type], done)
+    export_merged(adapter, settings, temp / "merged", done)
+    convert_merged(converter, temp / "merged", [settings.gguf_type], done)
 
 
 def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp: Path | None, overwrite: bool,
@@ -155,12 +137,9 @@ def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp
         check_choices("gguf", ExportSettings(gguf_type=kind))
     converter = gguf.find_converter(llama_cpp, kinds)
     merge, done = live_merge(model, tokenizer, None), Exported(out, "gguf", "a loaded model", name)
-    with new_folder(out, overwrite) as temp:
-        merged = temp / "merged"
-        merged.mkdir()
-        write_live(model, merge, merged, done)
-        convert_merged(converter, merged, kinds, done)
-        finish(temp, done)
+    with new_folder(done, overwrite) as temp:
+        write_folder(merge, temp / "merged", done)
+        convert_merged(converter, temp / "merged", kinds, done)
     return done
 
 

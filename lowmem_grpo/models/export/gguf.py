@@ -51,14 +51,13 @@ class Converter:
 
     def convert(self, merged: Path, out: Path, kind: str) -> GGUFContent:
         """Write a GGUF file and read it back. GGUFError if either fails."""
-        if kind in DIRECT:
-            run(command(self.script, merged, out, kind), out, SCRIPT)
-            return read_gguf(out)
-        assert self.quantizer is not None, kind
-        between = out.with_suffix(".bf16")
-        run(command(self.script, merged, between, "bf16"), between, SCRIPT)
-        run([str(self.quantizer), str(between), str(out), kind.upper()], out, QUANTIZER)
-        between.unlink()
+        direct = kind in DIRECT
+        first = out if direct else out.with_suffix(".bf16")
+        run([sys.executable, str(self.script), str(merged), "--outfile", str(first), "--outtype",
+             kind if direct else "bf16"], first, SCRIPT)
+        if not direct:
+            run([str(self.quantizer), str(first), str(out), kind.upper()], out, QUANTIZER)
+            first.unlink()
         return read_gguf(out)
 
 
@@ -88,11 +87,6 @@ def program(folder: Path | None, name: str, *others: str) -> Path | None:
             return path
     on_path = shutil.which(name)
     return None if on_path is None else Path(on_path)
-
-
-def command(script: Path, merged: Path, out: Path, kind: str) -> list[str]:
-    """Return the command line of llama.cpp's converter."""
-    return [sys.executable, str(script), str(merged), "--outfile", str(out), "--outtype", kind]
 
 
 def run(words: list[str], out: Path, name: str) -> None:

@@ -22,7 +22,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lowmem_grpo.models.export.base_weights import INDEX, Weight
-from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, read_adapter, refuse_variants, scaling_of
+from lowmem_grpo.runs.adapter_file import (
+    PREFIX,
+    SIDES,
+    layers_of,
+    rank_of,
+    read_adapter,
+    refuse_variants,
+    scaling_of,
+)
 from lowmem_grpo.runs.saved_adapter import AdapterError
 
 SHARD_BYTES = 2**30
@@ -49,17 +57,15 @@ def read_pairs(folder: Path) -> dict[str, LoraPair]:
     config, tensors = read_adapter(folder)
     refuse_variants(config, folder, "merged")
     pairs = {}
-    for module in sorted({name.partition(".lora_")[0] for name in tensors}):
-        a, b = (tensors.pop(f"{module}.lora_{side}.weight", None) for side in "AB")
-        if a is None or b is None or a.ndim != 2 or b.ndim != 2:
-            raise AdapterError(f"the adapter in {folder} has no lora_A and lora_B matrices for {module}; only LoRA on "
-                               "linear layers is merged")
-        if len(a) != rank_of(config, module):
-            raise AdapterError(f"the adapter in {folder} has rank {len(a)} in {module}, and adapter_config.json says "
-                               f"r={rank_of(config, module)}; one file is of another adapter")
+    for module, parts in sorted(layers_of(tensors).items()):
+        a, b = (parts.pop(SIDES[side], None) for side in "AB")
+        if a is None or b is None or a.ndim != 2 or b.ndim != 2 or parts:
+            raise AdapterError(f"the adapter in {folder} has not just one lora_A and one lora_B matrix for {module}; "
+                               "only LoRA on linear layers is merged")
+        if {len(a), b.shape[1]} != {rank_of(config, module)}:
+            raise AdapterError(f"the adapter in {folder} has rank {len(a)} and {b.shape[1]} in {module}, and "
+                               f"adapter_config.json says r={rank_of(config, module)}; one file is of another adapter")
         pairs[module.removeprefix(PREFIX)] = LoraPair(a, b, scaling_of(config, module))
-    if tensors:
-        raise AdapterError(f"the adapter in {folder} holds {next(iter(tensors))}, which is not LoRA on a linear layer")
     return checked(pairs, str(folder))
 
 

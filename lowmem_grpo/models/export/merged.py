@@ -7,6 +7,7 @@ multiple of the effect of 16-bit rounding, which is the merged model's own diffe
 import copy
 import gc
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.export.base_weights import Weight, live_weights, tensor_files
-from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, finish, new_folder
+from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, new_folder
 from lowmem_grpo.models.export.merge import LoraPair, MergeError, check_merged, live_pairs, size_of, write_merged
 from lowmem_grpo.models.policy import end_ids, evaluating
 from lowmem_grpo.models.pretrained import Pretrained, compute_in, fix_frequencies
@@ -51,48 +52,51 @@ class Merge:
     generation_config: Any
     tokenizer: Any
     ends: list[int]  # ids that end a completion
+    device: str
+    reference: Callable[[], Logits]  # the logits of base and adapter; only called for a small model
+    context: int = 0  # the `max_seq_length` for which a loaded model's RoPE frequencies were fixed; 0 for none
 
 
 def save_merged(model: Any, out: Path, tokenizer: Any, dtype: str | None, overwrite: bool,
                 name: str | None = None) -> Exported:
     """Merge a loaded model with its adapter and write the folder `out`."""
     merge, done = live_merge(model, tokenizer, dtype), Exported(out, "merged", "a loaded model", name)
-    with new_folder(out, overwrite) as temp:
-        write_live(model, merge, temp, done)
-        finish(temp, done)
+    with new_folder(done, overwrite) as temp:
+        write_folder(merge, temp, done)
     return done
 
 
 def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:
     """Return the merge of a loaded model and its adapter, if it has one."""
+    loaded = getattr(model, "loaded", None)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     weights, wanted = live_weights(model), output_dtype(dtype, base.get_input_embeddings().weight.dtype)
     pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
-    ends = {*end_ids(base.generation_config, tokenizer), *getattr(getattr(model, "loaded", None), "stop_ids", ())}
-    return Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer, sorted(ends))
-
-
-def write_live(model: Any, merge: Merge, temp: Path, done: Exported) -> None:
-    """Write the merge of a loaded model into a folder, and compare its logits with the model's if it is small."""
-    with freed_memory_returned():
-        write_folder(merge, temp, done)
-        if elements(merge.weights) * 4 <= LARGEST and merge.tokenizer is not None:
-            context = getattr(getattr(model, "loaded", None), "max_seq_length", 0)
-            compare(live_logits(model), merge, temp, str(model.device), done, context)
+    ends = {*end_ids(base.generation_config, tokenizer), *getattr(loaded, "stop_ids", ())}
+    return Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer, sorted(ends),
+                 str(model.device), lambda: live_logits(model), getattr(loaded, "max_seq_length", 0))
 
 
 def save_adapter(model: Any, out: Path, tokenizer: Any, overwrite: bool, name: str | None = None) -> Exported:
     """Write the adapter of a loaded PEFT model as `save_pretrained` does, and mark the folder as an export."""
     done = Exported(out, "adapter", "a loaded model", name)
-    with new_folder(out, overwrite) as temp:
+    with new_folder(done, overwrite) as temp:
         model.save_pretrained(str(temp))
         tokenizer.save_pretrained(temp)
-        finish(temp, done)
     return done
 
 
 def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
+    """Write a merged model and check it; if it is small, with its logits."""
+    with freed_memory_returned():
+        write_files(merge, temp, done)
+        if sum(math.prod(weight.shape) for weight in merge.weights) * 4 <= LARGEST and merge.tokenizer is not None:
+            compare(merge, temp, done)
+
+
+def write_files(merge: Merge, temp: Path, done: Exported) -> None:
     """Write weights, config, tokenizer and generation config, then check everything except the logits."""
+    temp.mkdir(exist_ok=True)
     check_disk(temp, sum(size_of(weight, merge.dtype) for weight in merge.weights))
     total = write_merged(temp, merge.weights, merge.pairs, merge.dtype)
     config = copy.deepcopy(merge.config)
@@ -117,15 +121,14 @@ def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
                     "dtype": str(merge.dtype).removeprefix("torch.")}
 
 
-def compare(reference: Logits, merge: Merge, temp: Path, device: str, done: Exported, context: int = 0) -> None:
-    """Load a merged model with transformers, compare its logits with `reference`, and add the root mean squares over
-    all positions and tokens to the export's checks. MergeError if they differ by more than rounding explains.
-
-    `context` is the `max_seq_length` for which a loaded model's RoPE frequencies were fixed; 0 for none.
-    """
-    prompts = [merge.tokenizer(text, return_tensors="pt").input_ids.to(device) for text in TEXTS]
+def compare(merge: Merge, temp: Path, done: Exported) -> None:
+    """Load a merged model with transformers, compare its logits with the reference, and add the root mean squares over
+    all positions and tokens to the export's checks. MergeError if they differ by more than rounding explains."""
+    prompts = [merge.tokenizer(text, return_tensors="pt").input_ids.to(merge.device) for text in TEXTS]
+    reference = merge.reference()
     wanted = [reference(ids).float() for ids in prompts]
-    exact, rounded = (answers(temp, kind, prompts, device, context) for kind in (torch.float32, merge.dtype))
+    exact, rounded = (answers(temp, kind, prompts, merge.device, merge.context)
+                      for kind in (torch.float32, merge.dtype))
     difference, rounding = rms(exact, wanted), rms(exact, rounded)
     agree = torch.cat([(a.argmax(-1) == b.argmax(-1)).flatten() for a, b in zip(exact, wanted, strict=True)])
     if not difference <= ALLOWED * rounding:
@@ -144,10 +147,6 @@ def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
             raise ExportError(f"dtype is {asked!r}; allowed are {', '.join(DTYPES)}")
         return DTYPES[asked]
     return torch.bfloat16 if computed == torch.float32 else computed
-
-
-def elements(weights: list[Weight]) -> int:
-    return sum(torch.Size(weight.shape).numel() for weight in weights)
 
 
 def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int = 0) -> list[Tensor]:
@@ -176,7 +175,6 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
     model, _ = base.load(dtype, device, form)
     adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
-
     return live_logits(adapted)
 
 

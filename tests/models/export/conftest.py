@@ -1,5 +1,6 @@
 """What tests of exports share: saved adapters, each made once."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,15 +37,10 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(adapter: Path, tmp_path: Path) -> Path:
     """The same in a folder that may be changed."""
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for path in adapter.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    return shutil.copytree(adapter, tmp_path / "copy")
 
 
 @pytest.fixture
 def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the comparison of logits, which loads three models: what is tested is something else."""
-    monkeypatch.setattr("lowmem_grpo.models.export.formats.LARGEST", 0)
     monkeypatch.setattr("lowmem_grpo.models.export.merged.LARGEST", 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from export_tools import names_beside, spoil
 
-from lowmem_grpo.models.export.folder import ExportError, new_folder
+from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
 from lowmem_grpo.models.export.formats import export
 from lowmem_grpo.models.export.merge import read_pairs
 from lowmem_grpo.runs.saved_adapter import AdapterError
@@ -70,7 +70,7 @@ def test_a_full_disk_is_named_before_anything_is_written(
 
 
 def test_a_process_that_dies_inside_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "out", False) as temp:
+    with pytest.raises(KeyboardInterrupt), new_folder(Exported(tmp_path / "out", "adapter", "", None), False) as temp:
         (temp / "half").touch()
         assert not (tmp_path / "out").exists()
         raise KeyboardInterrupt

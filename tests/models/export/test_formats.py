@@ -1,6 +1,7 @@
 """Which adapter an export takes, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ def test_a_run_that_never_finished_gives_its_last_good_checkpoint_and_only_when_
 def test_a_finished_run_gives_its_final_adapter(tmp_path: Path, adapter: Path) -> None:
     run = run_of(tmp_path / "run", adapted(False), "finished", (4,))
     assert find_adapter(run).folder == run / "checkpoint-4"  # its adapter is gone
-    (run / "adapter").mkdir()
-    for path in adapter.iterdir():
-        (run / "adapter" / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(adapter, run / "adapter")
     assert find_adapter(run).folder == run / "adapter"
 
 

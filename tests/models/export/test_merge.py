@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from export_tools import names_beside
+from export_tools import edit, names_beside, spoil
 from memory import LiveStorage
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -28,6 +28,7 @@ from lowmem_grpo.models.export.merge import (
     tiles,
     write_merged,
 )
+from lowmem_grpo.runs.saved_adapter import AdapterError
 from lowmem_grpo.utils import GIB
 
 
@@ -132,7 +133,40 @@ def test_a_module_that_no_adapter_knows_is_copied(tmp_path: Path) -> None:
     write_merged(tmp_path, weights, {}, torch.bfloat16)
     found = load_file(tmp_path / "model.safetensors")
     assert found[".steps"].dtype == torch.int64
+    (stored,) = [one for one in stored_weights(tmp_path, None, "16bit", torch.float32) if one.name == ".steps"]
+    assert stored.shape == () and torch.equal(stored.open()(0, 1), torch.tensor(3))
     assert check_merged(tmp_path, tensor_files(tmp_path), weights, {}).tensors == 3
     save_file(found | {".steps": torch.tensor(4)}, tmp_path / "model.safetensors")
     with pytest.raises(MergeError, match=r"\.steps was read back and is not what the base model has"):
         check_merged(tmp_path, tensor_files(tmp_path), weights, {})
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_an_adapter_that_is_not_finite_is_refused_by_layer(kind: str, value: float, copy: Path, tmp_path: Path) -> None:
+    spoil(copy, value)
+    with pytest.raises(AdapterError, match=r"3\.mlp\.up_proj\.lora_[AB]\.weight holds NaN.*older checkpoint"):
+        export(copy, kind, tmp_path / "out")
+    assert names_beside(tmp_path) == ["copy"]
+
+
+def test_scaling_is_pefts(copy: Path) -> None:
+    edit(copy, lora_alpha=32, use_rslora=True)
+    assert {pair.scaling for pair in read_pairs(copy).values()} == {16.0}
+    edit(copy, use_rslora=False)
+    assert {pair.scaling for pair in read_pairs(copy).values()} == {8.0}
+
+
+def test_an_adapter_whose_ranks_do_not_meet_is_refused_by_name(copy: Path) -> None:
+    edit(copy, rank_pattern={"q_proj": 2})
+    with pytest.raises(AdapterError, match="r=2; one file"):
+        read_pairs(copy)
+    edit(copy, rank_pattern={})
+    tensors = load_file(copy / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_B" in name)
+    save_file(tensors | {name: tensors[name][:, :2].contiguous()}, copy / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"has rank 4 and 2 in .*r=4; one file"):
+        read_pairs(copy)

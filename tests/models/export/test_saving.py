@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.export.folder import ExportError
+from lowmem_grpo.models.export.formats import export
 from lowmem_grpo.models.export.gguf import GGUFError, read_gguf
+from lowmem_grpo.models.export.merge import read_pairs
 from lowmem_grpo.models.hub import HubError
 from lowmem_grpo.utils import UnsupportedError
 
@@ -124,3 +126,21 @@ def test_an_option_that_is_not_honoured_is_refused(options: dict[str, Any], mess
             call("never", **options)
     with pytest.raises(UnsupportedError, match="TorchAoConfig"):
         model.save_pretrained_torchao("never")
+
+
+def test_a_push_makes_the_repository_and_uploads_the_whole_folder(adapter: Path, tmp_path: Path) -> None:
+    hub = StubHub()
+    done = export(adapter, "adapter", tmp_path / "out", repo="owner/name", api=hub)
+    assert done.address == "https://hub/owner/name/commit/1"
+    (_, created), (_, uploaded) = hub.calls
+    assert created == {"repo_id": "owner/name", "private": True, "exist_ok": True}
+    assert (uploaded["repo_id"], uploaded["folder_path"]) == ("owner/name", str(tmp_path / "out"))
+    assert {"adapter_model.safetensors", "adapter_config.json", "base_model.json"} <= set(uploaded["files"])
+    assert str(tmp_path) not in (tmp_path / "out" / "export.json").read_text()  # nobody else's business
+
+
+def test_a_hub_that_refuses_leaves_the_export_whole(adapter: Path, tmp_path: Path) -> None:
+    refusing = StubHub(OSError("no token"))
+    with pytest.raises(HubError, match=r"did not take owner/name: no token\. What lies in .* is whole: `hf auth"):
+        export(adapter, "adapter", tmp_path / "out", repo="owner/name", api=refusing)
+    assert read_pairs(tmp_path / "out")

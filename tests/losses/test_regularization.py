@@ -1,4 +1,5 @@
-"""Which tokens a mask over entropies keeps, how strong the bonus is, and what it adds to the gradient."""
+"""KL estimates per token, at a point and on average, with their gradients; which tokens a mask over entropies keeps,
+how strong the bonus is, and what it adds to the gradient."""
 
 import math
 from itertools import product
@@ -8,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, naive_loss, places_of
+from naive_loss import LENGTHS, LONGEST, STEP, close, close_with_gradients, example, kl_of, naive_loss, places_of
 from tables import every_row
 from torch import Tensor
 
-from lowmem_grpo.losses.entropy import EntropyControl, top_entropy_mask
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.losses.policy_loss import grpo_loss
+from lowmem_grpo.losses.regularization import KL_ESTIMATORS, EntropyControl, top_entropy_mask
 
 SHARES = (0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 COUNT = sum(LENGTHS)
@@ -27,6 +28,62 @@ def entropies(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 def ours(tokens: dict[str, Tensor], **options: Any) -> Any:
     return grpo_loss(**(tokens | {"max_completion_length": LONGEST} | CASE | STEP | options))
+
+
+# KL
+
+
+def distributions() -> tuple[Tensor, Tensor]:
+    """Logits (V,) of a policy, with gradient, and log-probabilities (V,) of a reference."""
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    return policy.requires_grad_(), reference.log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_an_estimate_and_its_gradient_are_the_formula(name: str) -> None:
+    logp = torch.tensor([-1.0, -0.2, -3.0, -0.7], dtype=torch.float64).requires_grad_()
+    ref = torch.tensor([-1.5, -0.1, -1.0, -0.7], dtype=torch.float64)
+    expected = torch.stack([kl_of(name, one, other) for one, other in zip(logp, ref, strict=True)])
+    found = KL_ESTIMATORS[name](logp, ref)
+    close(found, expected)
+    close(*(torch.autograd.grad(values.sum(), logp)[0] for values in (found, expected)))
+
+
+def test_estimates_are_zero_at_the_reference_and_k2_and_k3_never_below() -> None:
+    same = torch.linspace(-9, 0, 20)
+    assert all(not estimate(same, same).any() for estimate in KL_ESTIMATORS.values())
+    apart = same + torch.linspace(-3, 3, 20)
+    assert (KL_ESTIMATORS["k2"](same, apart) >= 0).all() and (KL_ESTIMATORS["k3"](same, apart) >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_an_unbiased_estimate_is_the_kl_on_average(name: str) -> None:
+    logits, ref = distributions()
+    logp = logits.log_softmax(-1).detach()
+    close((logp.exp() * KL_ESTIMATORS[name](logp, ref)).sum(), (logp.exp() * (logp - ref)).sum())
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_weighed_by_the_ratio_the_gradient_is_the_kls_own(name: str) -> None:
+    logits, ref = distributions()
+    logp = logits.log_softmax(-1)
+    weighed = (logp.detach().exp() * (logp - logp.detach()).exp() * KL_ESTIMATORS[name](logp, ref)).sum()
+    exact = (logp.exp() * (logp - ref)).sum()
+    close(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (weighed, exact)))
+
+
+def test_k2_as_a_loss_has_the_gradient_of_k1_in_the_reward_and_k1_has_none() -> None:
+    logits, ref = distributions()
+    logp = logits.log_softmax(-1)
+    chance, cost = logp.detach().exp(), (logp - ref).detach()
+
+    def gradient(per_token: Tensor) -> Tensor:
+        return torch.autograd.grad((chance * per_token).sum(), logits, retain_graph=True)[0]
+
+    close(gradient(KL_ESTIMATORS["k2"](logp, ref)), gradient(cost * logp))
+    close(gradient(KL_ESTIMATORS["k1"](logp, ref)), torch.zeros(7).double())
+    assert math.isclose(chance.sum().item(), 1)
 
 
 # Masks
