@@ -1,11 +1,10 @@
 """`CheckpointStore`: weights that clients saved under a name, to continue training from or to sample with."""
 
-import json
 import re
 import sqlite3
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowmem_grpo.runs.files import remove
@@ -92,7 +91,7 @@ class CheckpointStore:
 
     def put(self, saved: Saved, connection: sqlite3.Connection) -> None:
         """Add a row, in the transaction that stores the request's answer."""
-        values = asdict(saved) | {"settings": json.dumps(asdict(saved.settings))}
+        values = vars(saved) | {"settings": saved.settings.model_dump_json()}
         marks = ", ".join("?" * len(values))
         connection.execute(f"INSERT OR REPLACE INTO tinker_saved ({', '.join(values)}) VALUES ({marks})",
                            tuple(values.values()))

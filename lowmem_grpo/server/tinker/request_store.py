@@ -12,7 +12,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowmem_grpo.server.requests import json_of
@@ -160,7 +160,7 @@ class RequestStore:
         """Add a model with its first request. A model that exists stays as it is."""
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_models VALUES (?, ?, ?, NULL, 0, -1)",
-                               (model, owner, json.dumps(asdict(settings))))
+                               (model, owner, settings.model_dump_json()))
             connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, 0, ?, ?)",
                                (model, kind, body))
 
@@ -274,4 +274,4 @@ class RequestStore:
 
 
 def with_settings(row: Row) -> Row:
-    return row | {"settings": LoraSettings(**json.loads(row["settings"]))}
+    return row | {"settings": LoraSettings.model_validate_json(row["settings"])}

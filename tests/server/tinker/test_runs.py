@@ -167,51 +167,21 @@ def test_a_model_whose_client_left_makes_room_for_a_new_one(start: Any) -> None:
     assert runs == [f"{session}:train:0", second]
 
 
-def test_a_body_that_could_not_be_read_holds_up_what_comes_after_it_for_a_moment_only(
+def test_a_request_that_never_comes_or_cannot_be_read_holds_up_the_others_for_a_while_only(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = clock_of_gaps(monkeypatch)
+    now = [time.time()]
+    monkeypatch.setattr(runs, "time", SimpleNamespace(time=lambda: now[0]))
     model = server.create()
     server.wait(server.forward_backward(model, 1, 1))
-    cut = server.post("forward_backward", body(model, 2, 2)[:-7])
-    assert cut.status_code == 422
-    stepped = server.optim_step(model, 3)
-    assert server.wait(stepped).json()["type"] == "try_again"
-    now[0] += runs.SOON
-    assert server.wait(stepped).json()["metrics"]["grad_norm"] > 0
-
-
-def test_a_request_that_never_comes_holds_up_the_others_for_a_while_only(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = clock_of_gaps(monkeypatch)
-    model = server.create()
-    server.wait(server.forward_backward(model, 1, 1))
+    monkeypatch.setattr("lowmem_grpo.server.tinker.routes.POLL", 0.01)
+    assert server.post("forward_backward", body(model, 2, 2)[:-7]).status_code == 422
     late = server.optim_step(model, 3)
     for _ in range(2):
         assert server.wait(late).json()["type"] == "try_again", "it has a minute to come"
         now[0] += runs.GAP / 2
+    server.wait(late)
+    monkeypatch.undo()
     assert server.wait(late).json()["metrics"]["grad_norm"] > 0
     came_too_late = server.wait(server.forward_backward(model, 2, 1)).json()
     assert "seq_id 2 did not come, or" in came_too_late["error"]
-
-
-def test_each_missing_request_has_its_own_time_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, waiting = clock_of_gaps(monkeypatch), runs.Gaps()
-    assert not waiting.is_over("model", "user", 3)
-    now[0] += runs.GAP - 1
-    assert not waiting.is_over("model", "user", 3)
-    assert not waiting.is_over("model", "user", 4), "3 came, and 4 is missing from now on"
-    now[0] += runs.GAP - 1
-    assert not waiting.is_over("model", "user", 4)
-    now[0] += 1
-    assert waiting.is_over("model", "user", 4)
-    assert not waiting.is_over("model", "user", 4), "it is given up once"
-
-
-def clock_of_gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time by which requests are missed; a poll that waits for one that is missing ends at once."""
-    now = [100.0]
-    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
-    monkeypatch.setattr("lowmem_grpo.server.tinker.routes.SOON", 0.01)
-    return now

@@ -72,7 +72,7 @@ class InProcess:
 
     def __init__(self, served: ServedModel, folder: Path) -> None:
         self.worker, self.adapters, self.folder = served.worker, served.training.adapters, folder
-        self.worker.run(lambda: self.adapters.create("mine", LoraSettings(8, 1))).result()
+        self.worker.run(lambda: self.adapters.create("mine", LoraSettings(rank=8, seed=1))).result()
 
     def sample(self, prompt: list[int], seed: int) -> Sampled:
         folder = self.folder / f"at-{seed}"
@@ -87,7 +87,7 @@ class InProcess:
                                                          "advantages": torch.tensor(advantages)})
                       for ids, targets, logprobs, advantages in data], LOSS, {}, False)
         logprobs, metrics = self.worker.run(lambda: self.adapters.run("mine", asked)).result()
-        stepped = self.worker.run(lambda: self.adapters.optim_step("mine", Adam(RATE))).result()
+        stepped = self.worker.run(lambda: self.adapters.optim_step("mine", Adam(learning_rate=RATE))).result()
         return [metrics["loss:sum"], stepped["grad_norm"], *(one.tolist() for one in logprobs)]
 
 

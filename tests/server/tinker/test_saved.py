@@ -159,7 +159,7 @@ def test_weights_of_another_rank_are_refused_and_the_model_stays_as_it_was(serve
 
 def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:
     shelf = CheckpointStore(Database(tmp_path / "server.sqlite"), tmp_path / "saved")
-    settings = LoraSettings(4, 1)
+    settings = LoraSettings(rank=4, seed=1)
     for name, expires in (("old", 1.0), ("new", None)):
         place = shelf.place("run:train:0", TRAINING, name, 1)
         place.write_bytes(b"x")
