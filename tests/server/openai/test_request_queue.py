@@ -13,9 +13,8 @@ import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.server.openai.request_queue import (
-    FIRST,
     LIVE,
-    NO_ROUND,
+    MOST_QUIET,
     Call,
     EngineSession,
     Keys,
@@ -65,26 +64,23 @@ class Line:
     def call(self) -> None:
         self.waiting.add(replace(CALL, future=Future()))
 
-    def taken(self, first: bool, last: Round, widest: Round) -> int:
-        return len(self.waiting.take_calls(CALL.batch_key, None, True, first, last, widest))
+    def taken(self, expected: Round) -> int:
+        return len(self.waiting.take_calls(CALL.batch_key, None, True, False, expected))
 
 
-@pytest.mark.parametrize(("later", "first", "last", "widest", "waits"), [
-    (7, True, NO_ROUND, WIDE, 8), (7, False, WIDE, WIDE, 8),  # one for each that came, and one in which none did
-    (0, True, NO_ROUND, WIDE, 1), (0, False, WIDE, WIDE, 1), (0, True, NO_ROUND, (1, 0.8), 0),
-    (0, False, NO_ROUND, (1, 0.8), 0)])
+@pytest.mark.parametrize(("later", "expected", "waits"), [(7, WIDE, 7), (0, WIDE, 1), (0, (1, 0.8), 0)])
 def test_calls_that_trickle_in_are_waited_for_and_taken_together_where_many_came_before_and_only_there(
-    later: int, first: bool, last: Round, widest: Round, waits: int
+    later: int, expected: Round, waits: int
 ) -> None:
     line = Line(later)
-    assert line.taken(first, last, widest) == later + 1
-    assert len(line.arrivals.waits) == waits and all(0 < (wait or 0) <= FIRST for wait in line.arrivals.waits)
+    assert line.taken(expected) == later + 1
+    assert len(line.arrivals.waits) == waits and all(0 < (wait or 0) <= MOST_QUIET for wait in line.arrivals.waits)
 
 
 def test_nobody_waits_for_calls_while_a_job_waits() -> None:
     line = Line(later=5)
     line.arrivals.later.insert(1, lambda: line.waiting.add(WorkerTask(lambda: None, False)))
-    assert line.taken(True, NO_ROUND, WIDE) == 2
+    line.taken(WIDE)
     assert len(line.arrivals.waits) == 2
 
 

@@ -23,10 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def adapter(server: Server) -> Path:
     """A folder of a trained model's weights."""
-    model = server.create()
-    server.wait(server.forward_backward(model, 1, seed=1))
-    server.wait(server.optim_step(model, 2))
-    server.wait(server.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "s"}).json())
+    server.asked("save_weights_for_sampler", model_id=server.trained(), seq_id=3, path="s")
     [path] = server.model.training.shelf.folder.iterdir()
     return path
 
