@@ -9,13 +9,10 @@ import asyncio
 import contextvars
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+from typing import Any
 
 
 class BackgroundLoop:
@@ -60,36 +57,3 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=partial(contextvars.copy_context().run, work), name=name, daemon=True)
     thread.start()
     return thread
-
-
-def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """Return [run(item) for item in items], computed in `workers` threads. After an error or an interrupt no further
-    item begins; the first error is raised once the items in progress have ended."""
-    waiting = list(enumerate(items))[::-1]
-    results: dict[int, Result] = {}
-    faults: list[BaseException] = []
-    lock = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                at, item = waiting.pop()
-            try:
-                results[at] = run(item)
-            except BaseException as error:  # noqa: BLE001, raised again below
-                faults.append(error)
-                waiting.clear()
-
-    threads = []
-    try:
-        for number in range(min(workers, len(items))):
-            threads.append(start_thread(f"side by side {number}", work))
-        for thread in threads:
-            thread.join()
-    finally:
-        waiting.clear()
-    if faults:
-        raise faults[0]
-    return [results[at] for at in range(len(items))]

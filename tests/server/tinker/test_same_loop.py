@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scripted_chat import until
-from served import MODEL, Serving, serving, tinker_client
+from served import MODEL, Serving, tinker_client
 from tinker_server import same
 from torch import Tensor
 
@@ -106,12 +106,6 @@ def loop(verbs: "OverHttp | InProcess") -> list[Any]:
             seen.append(group)
         seen.append(verbs.train(data))
     return seen
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Serving]:
-    with serving(tmp_path / "served") as made:
-        yield made
 
 
 def test_samples_losses_and_adapters_are_those_of_the_loop_in_the_process(served: Serving, tmp_path: Path) -> None:
