@@ -110,10 +110,6 @@ class StoredModel:
     done: int  # the seq of the last answered request
     asked: float  # the time of the last request, in seconds since 1970; 0 if there was none
 
-    @classmethod
-    def from_row(cls, row: Row) -> "StoredModel":
-        return cls(**with_settings(row))
-
 
 class RequestStore:
     """The store of sessions, models, requests and answers. Thread-safe; when a method returns, its changes survive a
@@ -169,12 +165,12 @@ class RequestStore:
         row = self.database.row(f"{MODELS} WHERE id = ?", (str(model),))
         if row is None or (owner is not None and row["owner"] != owner):
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
-        return StoredModel.from_row(row)
+        return StoredModel(**with_settings(row))
 
     def models(self, owner: str | None = None) -> list[StoredModel]:
         """Return all models, or those of a user, the oldest first."""
         rows = self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid", (owner, owner))
-        return list(map(StoredModel.from_row, rows))
+        return [StoredModel(**with_settings(row)) for row in rows]
 
     def ask(self, asked: ModelRequest) -> ModelRequest | None:
         """Store a request, or return the earlier one of its number. ValueError for a number too high or too old."""
