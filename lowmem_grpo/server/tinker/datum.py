@@ -45,8 +45,7 @@ class Entries:
 
 
 def cells_of(targets: Entries, weights: Entries) -> Cells:
-    """Return the targets and weights of a datum. A cell is absent if both lack it; if only one lacks it, its value is 0.
-    """
+    """Return a datum's targets and weights. A cell is absent if both lack it; if only one lacks it, its value is 0."""
     length, width = targets.shape
     cells = torch.cat([targets.cells, weights.cells]).unique()
     ids, numbers = (torch.zeros(len(cells), dtype=each.values.dtype).index_put(

@@ -1,7 +1,5 @@
 """The five usual GSM8K rewards, on plain and on chat completions."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from lowmem_grpo.rewards import (
     xmlcount_reward_func,
 )
 
-GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
 STRICT = "<reasoning>\n{}\n</reasoning>\n<answer>\n{}\n</answer>\n"
 RIGHT = STRICT.format("48 / 2 = 24\n\n48 + 24 = 72", "72")
 
@@ -80,13 +77,3 @@ def test_answers_are_extracted_as_text_and_labels_as_plain_numbers() -> None:
     assert extract_hash_answer("5 * 2 = 10\n#### 1,234,567 ") == "1234567"
     assert extract_hash_answer("no label") is None
     assert soft_format_reward_func([SYSTEM_PROMPT[SYSTEM_PROMPT.index("<reasoning>"):]]) == [0.5]
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not here")
-def test_every_gsm8k_label_is_an_integer_that_its_own_answer_satisfies() -> None:
-    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
-    labels = [extract_hash_answer(row["answer"]) for row in rows]
-    assert len(labels) == 7473 and all(label is not None and str(int(label)) == label for label in labels)
-    completions = [STRICT.format(row["answer"], label) for row, label in zip(rows, labels, strict=True)]
-    assert set(correctness_reward_func([], completions, labels)) == {2.0}
-    assert set(strict_format_reward_func(completions)) == {0.5}

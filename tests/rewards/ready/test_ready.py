@@ -1,6 +1,7 @@
 """The ready-made verifiers and rewards: what they say and pay, and bad arguments."""
 
 import pickle
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from tables import every_row
+from trl.rewards import get_soft_overlong_punishment
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.ready import math_answer
@@ -207,6 +209,16 @@ def test_a_nearer_answer_earns_more_and_an_outlier_loses() -> None:
     assert pay(rewards.proximity(reach=0.5), "9", answer="10") == pytest.approx(2.4)
 
 
+@every_row("seed", range(5))
+def test_every_length_is_punished_as_by_trl(seed: int) -> None:
+    rng = random.Random(seed)
+    longest = rng.randint(1, 500)
+    cache = rng.randint(1, longest)
+    ids = [[7] * length for length in (*(rng.randint(0, longest + 20) for _ in range(200)), longest - cache, longest)]
+    theirs = get_soft_overlong_punishment(longest, cache)(completion_ids=ids)
+    assert rewards.soft_overlong_penalty(longest, cache)(completion_ids=ids, cache_length=[9] * 202) == theirs
+
+
 def test_a_length_is_paid_in_its_unit() -> None:
     assert pay(rewards.length_near(3, 2), "a b c d e", [1, 2]) == 0.5
     assert pay(rewards.length_near(3, 2, "characters"), "abcde") == 0.0
@@ -271,6 +283,9 @@ def test_every_reward_can_be_pickled() -> None:
     (lambda: rewards.too_long(2.5), "longest is 2.5; it must be a whole number"),  # type: ignore[arg-type]
     (lambda: rewards.too_long(2, "lines"), "unit is 'lines'; allowed are tokens, words, characters"),
     (lambda: rewards.repetition_penalty(0), "ngram is 0"), (lambda: rewards.repetition_penalty(worst=1), "worst is 1"),
+    (lambda: rewards.soft_overlong_penalty(True, True), "max_completion_length is True"),
+    (lambda: rewards.soft_overlong_penalty(10, 0), "cache_length is 0"),
+    (lambda: rewards.soft_overlong_penalty(10, 11), r"it must be at most max_completion_length \(10\)"),
     (lambda: rewards.signed(" \n"), "empty signature"), (lambda: rewards.after(""), "empty mark"),
     (lambda: rewards.in_tag(""), "a tag has at least one character"),
     (lambda: rewards.number_equal(column="completion_ids"), "cannot read a column named completion_ids"),

@@ -90,16 +90,6 @@ def test_a_wrong_tensor_fails_its_promise_with_the_field(
     assert not said or any(word in said for word in ("data[0]", "loss_fn", "not finite", "is NaN")), said
 
 
-@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**63 - 1])
-def test_a_length_that_is_not_there_is_not_made(one_server: Server, size: int) -> None:
-    length = bytearray()
-    while size:
-        length.append(size & 0x7F | (0x80 if size > 0x7F else 0))
-        size >>= 7
-    for field in (1, 3, 4):
-        assert "no ForwardBackwardRequest" in told(one_server, bytes([field << 3 | 2]) + bytes(length) + b"x" * 9)
-
-
 @pytest.mark.parametrize("claimed", [None, 10, 2**40])
 def test_zstd_that_grows_too_large_is_stopped_and_named(one_server: Server, claimed: int | None) -> None:
     packed = bytearray(zstandard.ZstdCompressor().compress(bytes(200_000_000)))
@@ -107,14 +97,3 @@ def test_zstd_that_grows_too_large_is_stopped_and_named(one_server: Server, clai
         packed[5:9] = struct.pack("<I", claimed % 2**32)
     said = told(one_server, bytes(packed), **{"Content-Encoding": "zstd"})
     assert "the body grows to more than 67108864 bytes" in said or "zstd" in said
-
-
-def test_ids_and_numbers_that_are_not_the_callers_are_refused(one_server: Server, models: tuple[str, str]) -> None:
-    mine, theirs = models
-    before = gradients(one_server, theirs)
-    for wrong in (theirs, f"{mine}/../x", "", "\0", mine.upper(), f"{mine} "):
-        assert "there is no such model of yours" in told(one_server, body(wrong, 2, 2))
-    done = one_server.model.training.ledger.model(mine).done
-    for seq in (0, -1, done + 5000):
-        assert "seq_id" in told(one_server, body(mine, seq, 3))
-    assert all(torch.equal(one, other) for one, other in zip(before, gradients(one_server, theirs), strict=True))

@@ -139,6 +139,8 @@ def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(
 def test_a_model_whose_client_left_makes_room_for_a_new_one(start: Any) -> None:
     server = start(allowances=defaultdict(lambda: Allowance(models=2)))
     first, second = server.trained(), server.trained()
+    again = {"session_id": second.partition(":")[0], "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+    assert server.post("create_model", again).status_code == 200, "a repeated request is no further model"
     session = server.post("create_session", {}).json()["session_id"]
     asked = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
     assert "models: this key has 2" in server.post("create_model", asked).json()["error"]["message"]

@@ -8,7 +8,6 @@ from tinker_server import MODEL, OTHER, Server, same
 
 from lowmem_grpo.models.stored_model import public_name
 from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import LoraSettings
 from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, CheckpointStore, Saved, path_of
 from lowmem_grpo.server.tinker.request_store import UnknownError
@@ -48,22 +47,6 @@ def test_a_model_goes_back_to_saved_weights_and_stays_there_after_a_restart(star
     assert same(following.state(model), before)
     reply = following.wait(following.optim_step(model, 10)).json()
     assert "there is no gradient" in reply["error"], "what was added before the load is gone"
-
-
-def test_weights_to_sample_with_are_those_of_their_moment(server: Server) -> None:
-    model = server.trained(2)
-    saved = server.asked("save_weights_for_sampler", model_id=model, seq_id=5, path="v1")
-    assert saved["path"] == f"tinker://{model}/sampler_weights/v1"
-    server.train(model, 6, 3)
-    found = [logprobs(server, model, number, path) for number, path in enumerate((saved["path"], saved["path"], None))]
-    assert found[0] == found[1] != found[2]
-
-
-def logprobs(server: Server, model: str, number: int, path: str | None) -> bytes:
-    """Of a prompt, by weights under a name or by the base model; each time by a pass of the same shape."""
-    promise = server.sample(server.sampler(session_of(model), number, path), prompt_logprobs=True).json()
-    found: bytes = wire.SampleResponse.FromString(server.wait(promise).content).prompt_logprobs
-    return found
 
 
 def test_lists_tell_what_there_is_and_what_was_deleted_is_gone(server: Server) -> None:
