@@ -9,10 +9,15 @@ import asyncio
 import contextvars
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class BackgroundLoop:
@@ -57,3 +62,27 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=partial(contextvars.copy_context().run, work), name=name, daemon=True)
     thread.start()
     return thread
+
+
+def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
+    """Return [run(item) for item in items], computed in `workers` threads. After an error, which is raised, or an
+    interrupt no further item begins."""
+    futures: list[Future[Result]] = [Future() for _ in items]
+    waiting = deque(zip(futures, items, strict=True))
+
+    def work() -> None:
+        with suppress(IndexError):  # none is left
+            while True:
+                future, item = waiting.popleft()
+                try:
+                    future.set_result(run(item))
+                except BaseException as error:  # noqa: BLE001, raised by the future
+                    future.set_exception(error)
+                    waiting.clear()
+
+    try:
+        for number in range(min(workers, len(items))):
+            start_thread(f"side by side {number}", work)
+        return [future.result() for future in futures]
+    finally:
+        waiting.clear()

@@ -19,10 +19,10 @@ import os
 import re
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lowmem_grpo.data.code_tests import function_in
+from lowmem_grpo.rewards.calling.background import run_side_by_side
 from lowmem_grpo.rewards.ready.reading import Place, in_tag
 from lowmem_grpo.rewards.reward import MeanOf, Reward
 from lowmem_grpo.rewards.sandbox.cases import AssertCase, Case, read_cases
@@ -128,13 +128,10 @@ class CodeVerifier(Verifier):
             except CannotStart:  # once more, since the machine may lack a resource only for a moment
                 return run_tests(code, cases[row], self.sandbox)
 
-        pool = ThreadPoolExecutor(self.workers)
         try:
-            results = list(pool.map(run, pairs))
+            results = run_side_by_side(run, pairs, self.workers)
         except CannotStart as error:
             raise SandboxError(f"{self.sandbox.isolation} worked before and no longer does: {error}") from error
-        finally:  # after an error or Ctrl-C no other code begins, and what runs is ended by its limits
-            pool.shutdown(wait=False, cancel_futures=True)
         if late := results.count(None):
             logger.warning("%d of %d codes did not run within %g s and get no reward: raise workers (%d), or "
                            "batch_seconds with GRPOConfig(reward_timeout=...), or lower limits.seconds (%g)",
