@@ -48,6 +48,8 @@ def words_of(errors: ValidationError, kind: type[Body]) -> str:
         case "json_invalid":
             return f"the body is no JSON ({error['ctx']['error']}); send a JSON object"
         case "extra_forbidden":
+            for part in error["loc"][:-1]:
+                kind = kind.model_fields[part].annotation  # type: ignore[assignment]
             return f"{place} is not a field that is known here; leave it out. Known are {', '.join(kind.model_fields)}"
         case "missing":
             return f"{place} is missing"

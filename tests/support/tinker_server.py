@@ -44,6 +44,14 @@ class Server(HeldUp):
     def wait(self, promise: dict[str, Any], key: str = OWNER) -> Any:
         return self.post("retrieve_future", {"request_id": promise["request_id"]}, key)
 
+    def asked(self, route: str, key: str = OWNER, /, **body: Any) -> Any:
+        """What a promise was kept with, or the error of the request itself."""
+        reply = self.post(route, body, key)
+        return reply.json() if reply.status_code != 200 else self.wait(reply.json(), key).json()
+
+    def get(self, path: str, key: str = OWNER, method: str = "GET", **more: Any) -> Any:
+        return self.http.request(method, f"{API}/{path}", headers={"X-API-Key": key}, **more)
+
     def forward_backward(self, model: str, seq: int, seed: int, **changes: Any) -> Any:
         return self.post("forward_backward", body(model, seq, seed, **changes)).json()
 
@@ -55,6 +63,17 @@ class Server(HeldUp):
         """A pass and a step, numbered from `seq` on; what the step's promise was kept with."""
         self.wait(self.forward_backward(model, seq, seed))
         return self.wait(self.optim_step(model, seq + 1)).json()
+
+    def trained(self, steps: int = 1, number: int = 0) -> str:
+        """A model after so many steps."""
+        model = self.create(number=number)
+        for step in range(steps):
+            self.train(model, 2 * step + 1, step)
+        return model
+
+    def sample(self, sampler: str, seq: int = 1, **more: Any) -> Any:
+        return self.post("asample", {"sampling_session_id": sampler, "seq_id": seq, "prompt": [5, 6, 7],
+                                     "sampling_params": {"max_tokens": 1}} | more)
 
     def sampler(self, session: str = "", number: int = 0, path: str | None = None) -> str:
         """The id of a sampling session, of a new session's if none is given: of the base model, or of a path."""

@@ -9,8 +9,10 @@ import asyncio
 import contextvars
 import threading
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -63,33 +65,24 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """Return [run(item) for item in items], computed in `workers` threads. After an error or an interrupt no further
-    item begins; the first error is raised once the items in progress have ended."""
-    waiting = list(enumerate(items))[::-1]
-    results: dict[int, Result] = {}
-    faults: list[BaseException] = []
-    lock = threading.Lock()
+    """Return [run(item) for item in items], computed in `workers` threads. After an error, which is raised, or an
+    interrupt no further item begins."""
+    futures: list[Future[Result]] = [Future() for _ in items]
+    waiting = deque(zip(futures, items, strict=True))
 
     def work() -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                at, item = waiting.pop()
-            try:
-                results[at] = run(item)
-            except BaseException as error:  # noqa: BLE001, raised again below
-                faults.append(error)
-                waiting.clear()
+        with suppress(IndexError):  # none is left
+            while True:
+                future, item = waiting.popleft()
+                try:
+                    future.set_result(run(item))
+                except BaseException as error:  # noqa: BLE001, raised by the future
+                    future.set_exception(error)
+                    waiting.clear()
 
-    threads = []
     try:
         for number in range(min(workers, len(items))):
-            threads.append(start_thread(f"side by side {number}", work))
-        for thread in threads:
-            thread.join()
+            start_thread(f"side by side {number}", work)
+        return [future.result() for future in futures]
     finally:
         waiting.clear()
-    if faults:
-        raise faults[0]
-    return [results[at] for at in range(len(items))]

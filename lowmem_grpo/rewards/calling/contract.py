@@ -50,16 +50,12 @@ def unwrap(func: Any) -> Any:
     return func
 
 
-def function_name(func: RewardFunction) -> str:
-    func = unwrap(func)
-    return getattr(func, "__name__", type(func).__name__)
-
-
-def unique_names(names: list[str]) -> list[str]:
-    """Return the same names; a repeated one gets the first free suffix of _2, _3, ..."""
+def names_of(functions: list[RewardFunction]) -> list[str]:
+    """Return the functions' names; a repeated one gets the first free suffix of _2, _3, ..."""
     unique: list[str] = []
-    for name in names:
-        candidates = [name, *(f"{name}_{number}" for number in range(2, len(names) + 1))]
+    for func in map(unwrap, functions):
+        name = getattr(func, "__name__", type(func).__name__)
+        candidates = [name, *(f"{name}_{number}" for number in range(2, len(functions) + 1))]
         unique.append(next(candidate for candidate in candidates if candidate not in unique))
     return unique
 
@@ -82,10 +78,6 @@ def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
 def own_limit(func: RewardFunction) -> float | None:
     """Return a function's own time limit in seconds; None if it has none."""
     return getattr(unwrap(func), "time_limit", None)
-
-
-def is_required(func: RewardFunction) -> bool:
-    return bool(getattr(unwrap(func), "required", False))
 
 
 def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:

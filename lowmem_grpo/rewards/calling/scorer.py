@@ -79,7 +79,7 @@ class RewardScorer:
             raise ValueError("reward_funcs is empty; give at least one reward function")
         for func in self.funcs:
             contract.check_function(func)
-        self.names = contract.unique_names([contract.function_name(func) for func in self.funcs])
+        self.names = contract.names_of(self.funcs)
         check_weights(weights, self.names)
         self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
         if not any(self.weights):
@@ -100,7 +100,7 @@ class RewardScorer:
     def required(self) -> list[str]:
         """The functions whose None leaves the whole group out of the step; not those of weight 0, which are metrics."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
-        return [name for name, func, weight in named if weight and contract.is_required(func)]
+        return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 
     @property
     def by_name(self) -> dict[str, RewardFunction]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from importlib import import_module
 from typing import Any
 
@@ -39,12 +38,14 @@ class ChatTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: Any) -> Any:
         seconds = request.extensions.get("timeout", {}).get("read")
         try:
-            return await within(seconds, self.answer(request, seconds))
+            return await asyncio.wait_for(self.answer(request), seconds)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no answer within {seconds:g} seconds") from None
         except ChatError as error:
             return as_json(error.body(), error.status)
 
-    async def answer(self, request: Any, seconds: float | None) -> Any:
-        """Return the model's reply. ChatError for any other route."""
+    async def answer(self, request: Any) -> Any:
+        """Return the model's reply, a stream as a whole. ChatError for any other route."""
         place = f"{request.method} {request.url.path}"
         if place == "GET /v1/models":
             return as_json({"object": "list", "data": list(map(model_entry, self.chat.names()))})
@@ -59,39 +60,9 @@ class ChatTransport(httpx.AsyncBaseTransport):
 
         if not body.get("stream"):
             return as_json(await self.chat.create(body, session, record))
-        stream = self.chat.stream(body, session, record)
-        first = await anext(stream)  # awaited here, so that a refused request raises at once
-        events = EventStream(first, stream, seconds)
-        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=events)
-
-
-class EventStream(httpx.AsyncByteStream):
-    """A streamed reply as server-sent events."""
-
-    def __init__(self, first: dict[str, Any], chunks: Any, seconds: float | None) -> None:
-        self.first, self.chunks, self.seconds = first, chunks, seconds
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        chunk: dict[str, Any] | None = self.first
-        try:
-            while chunk is not None:
-                yield event(chunk)
-                chunk = await within(self.seconds, anext(self.chunks, None))
-        except ChatError as error:
-            yield event(error.body())
-        yield DONE
-
-    async def aclose(self) -> None:
-        await self.chunks.aclose()
+        chunks = [event(chunk) async for chunk in self.chat.stream(body, session, record)]
+        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=b"".join([*chunks, DONE]))
 
 
 def as_json(reply: dict[str, Any], status: int = 200) -> Any:
     return httpx.Response(status, content=json.dumps(reply), headers={"Content-Type": "application/json"})
-
-
-async def within(seconds: float | None, work: Any) -> Any:
-    """Await `work` and return its result. httpx.ReadTimeout after `seconds`."""
-    try:
-        return await asyncio.wait_for(work, seconds)
-    except TimeoutError:
-        raise httpx.ReadTimeout(f"no answer within {seconds:g} seconds") from None

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
-from lowmem_grpo.server.openai.routes import Completions, listed_routes, openai_router
+from lowmem_grpo.server.openai.routes import Completions, openai_router
 from lowmem_grpo.server.openai.sessions import OpenSessions, Session
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import CLOSE, HOSTS, LOOPBACK, made_for, make_server_app, open_socket
 from lowmem_grpo.server.users import Users
 
+ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 START = 30.0  # seconds that the server may need to start
 S = TypeVar("S", bound=Session)
 
@@ -39,8 +40,7 @@ class Endpoint:
         self.completions = Completions(lambda holder: chat, self.sessions, self.limits, self.closing)
         routers = {"/v1": openai_router(self.completions),
                    "/s/{session}/v1": openai_router(self.completions, texts=False)}
-        self.server = made_for(make_server_app(routers, Users(self.api_key), self.limits,
-                                               routes=listed_routes(routers)))
+        self.server = made_for(make_server_app(routers, Users(self.api_key), self.limits, routes=ROUTES))
         self.lock, self.closed = threading.Lock(), False
         self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), name="lowmem-grpo endpoint",
                                        daemon=True)

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -19,10 +18,9 @@ from lowmem_grpo.types import Rollout, Turn
 
 LIVE = "live"  # the adapter in the model, as it is during sampling
 Round = tuple[int, float]  # calls served together, and seconds that took
-QUIET, PATIENCE = 0.05, 0.25  # fractions of the last round's seconds: longest silence, longest wait for the next round
 NO_ROUND: Round = (0, 0.0)
-LEAST = 0.003  # seconds
-FIRST = 0.1  # most seconds without a new call before the first round of a session starts
+QUIET = 0.05  # the fraction of a round's seconds without a new call after which the next one starts
+LEAST, MOST_QUIET = 0.003, 0.1  # bounds of these seconds
 logger = logging.getLogger(__name__)
 MOST = 4096  # remembered conversation numbers; an engine caches fewer
 
@@ -95,23 +93,20 @@ class RequestQueue:
             return job
 
     def take_calls(
-        self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, last: Round, widest: Round,
+        self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, expected: Round
     ) -> list[Call]:
         """Return up to `most` calls of a `batch_key` (None: all); none if other items wait, unless these are the
         `first` calls of a session.
 
-        With `wait`, block until any item waits, then a moment longer, so that calls are decoded together: until as many
-        calls as in the `last` round are back; or, if these are the first or come late, until no more arrive, if the
-        `widest` round had several calls."""
+        With `wait`, block until any item waits. Then wait for as many calls as in the `expected` round, to decode them
+        together, while they arrive within a fraction of its seconds, and no other items wait."""
         with self.changed:
             if wait:
-                back, took = last[0] + len(self.lines.get(batch_key, ())), last[1]
-                began, soon = time.monotonic(), max(LEAST, PATIENCE * took)
                 self.changed.wait_for(lambda: self.lines or self.closed)
-                if first or time.monotonic() - began > soon:
-                    self.gather(batch_key, math.inf if widest[0] > 1 else 0, widest[1], FIRST)
-                else:
-                    self.gather(batch_key, back, took, math.inf)
+                count, quiet = expected[0], min(max(LEAST, QUIET * expected[1]), MOST_QUIET)
+                while not self.closed and list(self.lines) == [batch_key] and len(self.lines[batch_key]) < count:
+                    if not self.changed.wait(quiet):
+                        break
             if self.closed or (not first and any(line != batch_key for line in self.lines)):
                 return []
             line = self.lines.pop(batch_key, deque())
@@ -119,15 +114,6 @@ class RequestQueue:
             if line:
                 self.lines[batch_key] = line  # moves to the end
             return taken
-
-    def gather(self, batch_key: tuple[object, ...], back: float, took: float, most: float) -> None:
-        """Wait briefly until `back` calls are queued and no more follow, no call arrived for a while (at most `most`
-        seconds), or other items wait. A single call is not delayed unless more are expected."""
-        quiet, end = min(max(LEAST, QUIET * took), most), time.monotonic() + max(LEAST, PATIENCE * took)
-        while not self.closed and list(self.lines) == [batch_key] and time.monotonic() < end:
-            count = len(self.lines[batch_key])
-            if 1 == count >= back or not self.changed.wait(quiet if count < back else LEAST):
-                return
 
     def drain(self, batch_key: tuple[object, ...]) -> list[Call]:
         """Remove and return all calls of a `batch_key`."""
@@ -184,7 +170,7 @@ class EngineSession:
     def next_requests(self, busy: bool) -> list[Request]:
         """Return the next requests for the engine, without cancelled calls; see `Conversation`."""
         self.widest = max(self.widest, self.last)
-        while taken := self.waiting.take_calls(self.batch_key, self.room, not busy, not self.begun, *self.expected):
+        while taken := self.waiting.take_calls(self.batch_key, self.room, not busy, not self.begun, self.expected):
             self.begun, self.back, self.since = True, 0, time.monotonic()
             if requests := [self.enter(call) for call in taken if not call.future.cancelled()]:
                 return requests
@@ -224,11 +210,11 @@ class EngineSession:
         return self.back, time.monotonic() - self.since
 
     @property
-    def expected(self) -> tuple[Round, Round]:
-        """The last and the widest round, which predict the next, if the engine decodes in rounds; else `NO_ROUND`."""
+    def expected(self) -> Round:
+        """The round that predicts the next one, if the engine decodes in rounds; else `NO_ROUND`."""
         if self.engine is None or self.engine.name == "vllm":
-            return NO_ROUND, NO_ROUND
-        return self.last, max(self.before, self.widest)
+            return NO_ROUND
+        return self.last if self.begun else self.before
 
     def enter(self, call: Call) -> Request:
         """Add a call, and return its engine request; a key that is in use is replaced by a new one."""

@@ -2,21 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
 from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lowmem_grpo.server.openai.chat_handler import DONE, ChatHandler, Choice, event, model_entry
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.server.openai.sessions import OpenSessions
 from lowmem_grpo.server.requests import CLOSED, NO_RETRY, ChatError, Limits, json_of
-from lowmem_grpo.server.server import WITHOUT_KEY
 
 CLIENT_LEFT = 499  # nginx's code for it; no client reads it
 SINCE = int(time.time())  # start of this program, as `created` of its models
@@ -160,15 +158,6 @@ def openai_router(completions: Completions, texts: bool = True) -> APIRouter:
     router.add_api_route("/models", completions.models, response_model=None)
     router.add_api_route("/models/{name:path}", completions.model, response_model=None)
     return router
-
-
-def listed_routes(routers: Mapping[str, APIRouter]) -> str:
-    """Return the routes of the routers by their prefixes, for a message. Those with a name in their path are left out.
-    """
-    routes = [f"{method} {prefix}{route.path}" for prefix, router in routers.items() if "{" not in prefix
-              for route in router.routes if isinstance(route, Route) and "{" not in route.path
-              for method in sorted((route.methods or set()) - {"HEAD"})]
-    return f"{', '.join(routes)} and GET {WITHOUT_KEY}"
 
 
 async def departure(receive: Receive) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from peft import LoraConfig, PeftModel
-from pydantic import BeforeValidator, ConfigDict, Field
-from pydantic.dataclasses import dataclass as checked
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 
 from lowmem_grpo.losses.token_losses import token_losses
@@ -26,36 +25,37 @@ from lowmem_grpo.models.lora_targets import Scope, lora_targets
 from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.files import flush, remove, removed_after
+from lowmem_grpo.server.requests import Body
 from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
 from lowmem_grpo.trainer.rewind import Gradients
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 ALPHA = 32  # as in the protocol's own service, for every rank, so that its programs' learning rates fit
 MOST_RANK = 512
-STRICT = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=True)
 AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else seed)
 Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
 Share = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
-@checked(frozen=True, config=STRICT)
-class LoraSettings:
-    """The LoRA settings that a client requests."""
+class LoraSettings(Body, extra="forbid", populate_by_name=True):
+    """The LoRA settings that a client requests. `train_unembed` is ignored: create_session tells clients so."""
 
     rank: Annotated[int, Field(ge=1, le=MOST_RANK)]
     seed: Seed = Field(None, validate_default=True)
     attention: bool = Field(True, alias="train_attn")
     mlp: bool = Field(True, alias="train_mlp")
+    train_unembed: Any = Field(None, exclude=True)
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def check_trained(self) -> Self:
         if not (self.attention or self.mlp):
             raise ValueError("has train_attn and train_mlp both false, which leaves nothing to train here: the output "
                              "head stays as it is; set one of them")
+        return self
 
 
-@checked(frozen=True, config=STRICT)
-class Adam:
+class Adam(Body, extra="forbid"):
     """Adam's settings for one optimizer step, under the protocol's names."""
 
     learning_rate: NotNegative = 1e-4
@@ -64,6 +64,7 @@ class Adam:
     eps: NotNegative = 1e-12
     weight_decay: NotNegative = 0.0
     grad_clip_norm: NotNegative = 0.0  # 0 does not clip
+    type: Any = None  # ignored
 
 
 class DroppedError(ValueError):

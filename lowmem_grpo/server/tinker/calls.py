@@ -42,20 +42,6 @@ def refused(advice: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def known(kind: Any, *dropped: str) -> BeforeValidator:
-    """Return a validator that refuses names that a dataclass has no field for, and drops `dropped` ones."""
-    names = [field.alias or name for name, field in kind.__pydantic_fields__.items()]
-
-    def check(settings: Any) -> Any:
-        if not isinstance(settings, dict):
-            return settings
-        if unknown := sorted(settings.keys() - {*names, *dropped}):
-            raise ValueError(f"has {unknown[0]!r}, which is not offered; it takes {', '.join(names)}")
-        return {name: value for name, value in settings.items() if name not in dropped}
-
-    return BeforeValidator(check)
-
-
 def only_adam(settings: Any) -> None:
     if settings and (not isinstance(settings, dict) or settings.get("type", "adam") not in ("adam", "adamw")):
         raise ValueError(f"is {shown(settings)}; only Adam is offered: leave it out")
@@ -75,16 +61,16 @@ class ModelCall(Body):
 class OptimStep(Body):
     """The body of optim_step."""
 
-    adam_params: Annotated[Adam, known(Adam, "type")]
+    adam_params: Adam
     optimizer_params: Annotated[Any, refused("only Adam is: pass types.AdamParams(...)")] = None
 
 
 class CreateModel(Body):
-    """The body of create_model. `train_unembed` is ignored: create_session tells clients that it is not offered."""
+    """The body of create_model."""
 
     model_seq_id: Natural
     optimizer_config: OnlyAdam = None
-    lora_config: Annotated[LoraSettings, known(LoraSettings, "train_unembed")]
+    lora_config: LoraSettings
 
 
 class CreateSampler(Body):
@@ -147,7 +133,7 @@ def chunks_of(prompt: Any) -> Any:
     return [chunk["tokens"] for chunk in chunks]
 
 
-class SamplingSettings(Body):
+class SamplingSettings(Body, extra="forbid"):
     """Sampling options that differ from the defaults."""
 
     max_tokens: Positive | None = None
@@ -165,7 +151,7 @@ class SampleRequest(Body):
     seq_id: Natural
     prompt: Annotated[list[Tokens], BeforeValidator(chunks_of)]
     num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
-    sampling_params: Annotated[SamplingSettings, known(SamplingSettings)]
+    sampling_params: SamplingSettings
     prompt_logprobs: Any = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     prompt_logprobs_last_n: Positive | None = None

@@ -1,15 +1,14 @@
 """`CheckpointStore`: weights that clients saved under a name, to continue training from or to sample with."""
 
-import json
 import re
 import sqlite3
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowmem_grpo.runs.files import remove
-from lowmem_grpo.server.server_dir import Database, Row
+from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker.adapters import LoraSettings
 from lowmem_grpo.server.tinker.request_store import UnknownError, with_settings
 
@@ -32,10 +31,6 @@ class Saved:
     size: int
     made: float
     expires: float | None = None
-
-    @classmethod
-    def from_row(cls, row: Row) -> "Saved":
-        return cls(**with_settings(row))
 
     @property
     def kind(self) -> str:
@@ -64,7 +59,7 @@ class CheckpointStore:
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"path is {path!r}; there are no such weights of yours")
-        saved = Saved.from_row(row)
+        saved = Saved(**with_settings(row))
         if kind == TRAINING != saved.kind:
             raise ValueError(f"path is {path!r}, which was saved to sample with; save_state saves what to train on")
         if kind == SAMPLING != saved.kind:
@@ -76,7 +71,7 @@ class CheckpointStore:
         """Return this user's weights, the newest first, of one model or of all."""
         rows = self.database.rows("SELECT * FROM tinker_saved WHERE owner = ? AND (expires IS NULL OR expires > ?) "
                                   "ORDER BY made DESC, path", (owner, time.time()))
-        return [saved for saved in map(Saved.from_row, rows) if model in (None, saved.model)]
+        return [saved for saved in (Saved(**with_settings(row)) for row in rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
         """Return the file for a request's weights, unique to it: older weights stay until it is complete."""
@@ -92,7 +87,7 @@ class CheckpointStore:
 
     def put(self, saved: Saved, connection: sqlite3.Connection) -> None:
         """Add a row, in the transaction that stores the request's answer."""
-        values = asdict(saved) | {"settings": json.dumps(asdict(saved.settings))}
+        values = vars(saved) | {"settings": saved.settings.model_dump_json()}
         marks = ", ".join("?" * len(values))
         connection.execute(f"INSERT OR REPLACE INTO tinker_saved ({', '.join(values)}) VALUES ({marks})",
                            tuple(values.values()))

@@ -35,40 +35,36 @@ class Cells:
         return values.new_zeros(self.length, self.width).index_put((self.rows, self.columns), values)
 
 
-def is_wide(tensor: Any) -> bool:
-    """Return whether a Tensor message has more than one value for a token, or is sparse."""
-    return tensor.WhichOneof("kind") == "sparse_csr" or len(tensor.shape) > 1
+@dataclass(frozen=True)
+class Entries:
+    """The values that a Tensor message lists."""
+
+    shape: list[int]  # [T], or [T, K] for several values for a token
+    cells: Tensor  # (E,) int64, t * K + k in ascending order
+    values: Tensor  # (E,)
 
 
-def cells_of(targets: Any, weights: Any, where: str, length: int) -> Cells:
-    """Return the targets and weights of a datum of `length` tokens. A cell is absent if both lack it; if only one lacks
-    it, its value there is 0. ValueError names the field that is wrong."""
-    names = [f"{where}['target_tokens']", f"{where}['weights']"]
-    tokens = listed(targets, names[0], length, torch.int64)
-    factors = listed(weights, names[1], length, torch.float32)
-    if list(targets.shape) != list(weights.shape):
-        raise ValueError(f"{names[1]} has the shape {list(weights.shape)}, and the targets {list(targets.shape)}; each "
-                         "target needs one weight")
-    width = int(targets.shape[1])
-    cells = torch.cat([tokens[0], factors[0]]).unique()
-    ids, numbers = (torch.zeros(len(cells), dtype=values.dtype).index_put((torch.searchsorted(cells, at),), values)
-                    for at, values in (tokens, factors))
+def cells_of(targets: Entries, weights: Entries) -> Cells:
+    """Return a datum's targets and weights. A cell is absent if both lack it; if only one lacks it, its value is 0."""
+    length, width = targets.shape
+    cells = torch.cat([targets.cells, weights.cells]).unique()
+    ids, numbers = (torch.zeros(len(cells), dtype=each.values.dtype).index_put(
+        (torch.searchsorted(cells, each.cells),), each.values) for each in (targets, weights))
     return Cells(cells // width, cells % width, ids, numbers, length, width)
 
 
-def listed(tensor: Any, where: str, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a matrix of `length` rows as cells (E,) int64, t * K + k in ascending order, and their values (E,)."""
-    shape = list(tensor.shape)
-    if len(shape) != 2 or shape[0] != length or not 1 <= shape[1] <= MOST_WIDTH:
-        raise ValueError(f"{where} has the shape {shape}; it must be [{length}, K], a row for each token of "
-                         f"model_input, with at most {MOST_WIDTH} targets")
+def entries_of(tensor: Any, where: str, length: int, dtype: torch.dtype) -> Entries:
+    """Return the values of a Tensor message for `length` tokens: integers or floats, as `dtype` says."""
     sparse = tensor.WhichOneof("kind") == "sparse_csr"
-    data = tensor.sparse_csr.values if sparse else tensor.dense
-    values = values_of(tensor, data, where, dtype)
+    values = values_of(tensor, tensor.sparse_csr.values if sparse else tensor.dense, where, dtype)
+    shape = list(tensor.shape) or [len(values)]
+    if shape[0] != length or (sparse and len(shape) == 1) or shape[2:] or not 1 <= (*shape, 1)[1] <= MOST_WIDTH:
+        raise ValueError(f"{where} has the shape {shape}{' and is sparse' * sparse}; it must be [{length}], or "
+                         f"[{length}, K], a row for each token of model_input, with at most {MOST_WIDTH} targets")
     cells = csr_cells(tensor.sparse_csr, where, shape) if sparse else torch.arange(math.prod(shape))
     if len(cells) != len(values):
         raise ValueError(f"{where} has {len(values)} values for {len(cells)} places; each needs one")
-    return cells, values
+    return Entries(shape, cells, values)
 
 
 def csr_cells(matrix: Any, where: str, shape: list[int]) -> Tensor:
@@ -163,23 +159,20 @@ def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: ModelBounds
     if missing := [name for name in (TARGETS, *needs) if name not in datum.loss_fn_inputs]:
         raise ValueError(f"{inputs} lacks {missing[0]!r}; {loss} needs {', '.join((TARGETS, *needs))}, each with a "
                          "value for every token of model_input")
-    if is_wide(datum.loss_fn_inputs[TARGETS]):
-        return wide_datum(datum.loss_fn_inputs, inputs, ids, bounds, loss)
-    targets = tensor_of(datum.loss_fn_inputs[TARGETS], f"{inputs}[{TARGETS!r}]", len(ids), torch.int64)
-    check_ids(targets, f"{inputs}[{TARGETS!r}]", bounds)
-    values = {name: tensor_of(datum.loss_fn_inputs[name], f"{inputs}[{name!r}]", len(ids), torch.float32)
-              for name in needs}
-    return Datum(ids, targets, values)
-
-
-def wide_datum(inputs: Any, where: str, ids: list[int], bounds: ModelBounds, loss: str) -> Datum:
+    read = {name: entries_of(datum.loss_fn_inputs[name], f"{inputs}[{name!r}]", len(ids),
+                             torch.int64 if name == TARGETS else torch.float32) for name in (TARGETS, *needs)}
+    targets = read.pop(TARGETS)
+    for name, entries in read.items():
+        if entries.shape != targets.shape:
+            raise ValueError(f"{inputs}[{name!r}] has the shape {entries.shape}, and the targets {targets.shape}; each "
+                             "target needs one value")
+    check_ids(targets.values, f"{inputs}[{TARGETS!r}]", bounds)
+    if len(targets.shape) == 1:
+        return Datum(ids, targets.values, {name: entries.values for name, entries in read.items()})
     if loss != "cross_entropy":
-        raise ValueError(f"{where}[{TARGETS!r}] has several targets for a token, which {loss} does not take: only "
+        raise ValueError(f"{inputs}[{TARGETS!r}] has several targets for a token, which {loss} does not take: only "
                          "cross_entropy does")
-    cells = cells_of(inputs[TARGETS], inputs["weights"], where, len(ids))
-    check_ids(cells.tokens, f"{where}[{TARGETS!r}]", bounds)
-    firsts = torch.zeros(len(ids), dtype=torch.int64)
-    return Datum(ids, firsts, {}, cells)
+    return Datum(ids, torch.zeros(len(ids), dtype=torch.int64), {}, cells_of(targets, read["weights"]))
 
 
 def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
@@ -204,19 +197,6 @@ def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
         place = int(wrong[0])
         raise ValueError(f"{where}[{place}] is {int(ids[place])}; the model's token ids are 0 to "
                          f"{bounds.vocabulary - 1}")
-
-
-def tensor_of(tensor: Any, where: str, length: int, dtype: torch.dtype) -> Tensor:
-    """Return the values (length,) of a Tensor message: integers or floats, as `dtype` says."""
-    if is_wide(tensor):
-        raise ValueError(f"{where} has the shape {list(tensor.shape)}, and may be sparse; it must be [{length}], as "
-                         "the targets are: several values for a token go with several targets only")
-    values = values_of(tensor, tensor.dense, where, dtype)
-    shape = list(tensor.shape) or [len(values)]
-    if math.prod(shape) != len(values) or len(values) != length:
-        raise ValueError(f"{where} has the shape {shape} and {len(values)} values; model_input has {length} tokens, "
-                         "and each needs one value")
-    return values
 
 
 def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:

@@ -12,7 +12,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowmem_grpo.server.requests import json_of
@@ -110,10 +110,6 @@ class StoredModel:
     done: int  # the seq of the last answered request
     asked: float  # the time of the last request, in seconds since 1970; 0 if there was none
 
-    @classmethod
-    def from_row(cls, row: Row) -> "StoredModel":
-        return cls(**with_settings(row))
-
 
 class RequestStore:
     """The store of sessions, models, requests and answers. Thread-safe; when a method returns, its changes survive a
@@ -160,7 +156,7 @@ class RequestStore:
         """Add a model with its first request. A model that exists stays as it is."""
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_models VALUES (?, ?, ?, NULL, 0, -1)",
-                               (model, owner, json.dumps(asdict(settings))))
+                               (model, owner, settings.model_dump_json()))
             connection.execute("INSERT OR IGNORE INTO tinker_promises (model, seq, kind, body) VALUES (?, 0, ?, ?)",
                                (model, kind, body))
 
@@ -169,12 +165,12 @@ class RequestStore:
         row = self.database.row(f"{MODELS} WHERE id = ?", (str(model),))
         if row is None or (owner is not None and row["owner"] != owner):
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
-        return StoredModel.from_row(row)
+        return StoredModel(**with_settings(row))
 
     def models(self, owner: str | None = None) -> list[StoredModel]:
         """Return all models, or those of a user, the oldest first."""
         rows = self.database.rows(f"{MODELS} WHERE owner = ? OR ? IS NULL ORDER BY rowid", (owner, owner))
-        return list(map(StoredModel.from_row, rows))
+        return [StoredModel(**with_settings(row)) for row in rows]
 
     def ask(self, asked: ModelRequest) -> ModelRequest | None:
         """Store a request, or return the earlier one of its number. ValueError for a number too high or too old."""
@@ -274,4 +270,4 @@ class RequestStore:
 
 
 def with_settings(row: Row) -> Row:
-    return row | {"settings": LoraSettings(**json.loads(row["settings"]))}
+    return row | {"settings": LoraSettings.model_validate_json(row["settings"])}

@@ -74,6 +74,9 @@ class PromptScoring:
     def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
         """Return a future of a prompt's log-probabilities under the base model, or under a saved adapter."""
         prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last)
+        if len(ids) == 1:
+            prompt.future.set_result(prompt.scored(torch.empty(0), torch.empty(0, top), torch.empty(0, top)))
+            return prompt.future
         with self.lock:
             self.waiting.append(prompt)
 
@@ -85,11 +88,19 @@ class PromptScoring:
         self.worker.run(self.work, sleep=False).add_done_callback(tell)
         return prompt.future
 
+    @torch.no_grad()
     def work(self) -> None:
         """Score the prompts that wait for the first one's adapter; none are left if an earlier job scored them."""
-        taken = self.next_prompts()
+        if not (taken := self.next_prompts()):
+            return
+        groups = [group_of(prompt.ids) for prompt in taken]
+        asked = {id(group.rollouts[0]): prompt for group, prompt in zip(groups, taken, strict=True)}
         try:
-            self.score(taken)
+            with self.worker.computing_with(taken[0].adapter):
+                results = self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
+                                          lambda batches: self.passes(batches, asked))
+            for prompt, scored in results:
+                prompt.future.set_result(scored)
         except Exception as error:  # noqa: BLE001, raised to the callers by their futures
             for prompt in taken:
                 prompt.future.set_exception(error)
@@ -104,20 +115,6 @@ class PromptScoring:
                 tokens += len(prompt.ids) * fits
             self.waiting = left
         return taken
-
-    @torch.no_grad()
-    def score(self, prompts: list[WaitingPrompt]) -> None:
-        long = [prompt for prompt in prompts if len(prompt.ids) > 1]
-        groups = [group_of(prompt.ids) for prompt in long]
-        asked = {id(group.rollouts[0]): prompt for group, prompt in zip(groups, long, strict=True)}
-        results = [(prompt, prompt.scored(torch.empty(0), torch.empty(0, prompt.top), torch.empty(0, prompt.top)))
-                   for prompt in prompts if len(prompt.ids) == 1]
-        if groups:
-            with self.worker.computing_with(long[0].adapter):
-                results += self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
-                                           lambda batches: self.passes(batches, asked))
-        for prompt, scored in results:
-            prompt.future.set_result(scored)
 
     def passes(
         self, batches: Iterator[MicroBatch], asked: dict[int, WaitingPrompt]

@@ -32,7 +32,7 @@ from lowmem_grpo.server.tinker.request_store import (
     StoredModel,
     UnknownError,
 )
-from lowmem_grpo.server.tinker.usage import Gaps, Runs, Usage
+from lowmem_grpo.server.tinker.usage import GAP, Runs, Usage
 from lowmem_grpo.server.users import Allowances
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ class Training:
         self.busy: set[str] = set()  # models with a request in the worker
         # by promise, while a client polls for it: a future that is done once the promise is fulfilled
         self.told: WeakValueDictionary[str, Future[None]] = WeakValueDictionary()
-        self.gaps = Gaps()
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.shelf = CheckpointStore(ledger.database, folder / "saved")
@@ -72,8 +71,8 @@ class Training:
         may be sent again later."""
         earlier = self.ledger.asked(asked.model, asked.seq)
         if earlier is None:
-            earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
             self.runs.touch(asked.model)
+            earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
         if earlier is not None and not earlier.agrees_with(asked):
             raise ValueError(f"seq_id is {asked.seq}, which {asked.model} was sent with another {earlier.kind} before: "
                              "two programs may be using one model; let each create its own")
@@ -106,18 +105,15 @@ class Training:
         if self.shelf.expired():
             self.worker.run(self.shelf.sweep, sleep=False)
 
-    def look_for_gap(self, model: StoredModel) -> bool:
-        """Return whether later requests wait for a missing one. After a time limit it is answered with a failure, so
-        that the others can run: it was refused before it had a promise, or lost."""
-        missing = self.ledger.gap(model.id)
-        if not self.gaps.is_over(model.id, model.owner, missing):
-            return missing is not None
-        assert missing is not None
-        self.ledger.step_over(model.id, missing, ModelReply.failed(
-            f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
-            "number of its own"))
-        self.pump(model.id)
-        return False
+    def step_over_gap(self, model: StoredModel) -> None:
+        """If later requests wait for a missing one and none came for GAP seconds, answer it with a failure, so that the
+        others can run: it was refused before it had a promise, or lost."""
+        missing = self.ledger.gap(model.id) if self.runs.is_silent(model, GAP) else None
+        if missing is not None:
+            self.ledger.step_over(model.id, missing, ModelReply.failed(
+                f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
+                "number of its own"))
+            self.pump(model.id)
 
     def pump(self, model: str) -> None:
         with self.lock:

@@ -1,5 +1,4 @@
-"""`Usage`: each user's requests, models and storage against the limits of their key; `Runs`: unloading of models;
-`Gaps`: lost requests."""
+"""`Usage`: each user's requests, models and storage against the limits of their key; `Runs`: unloading of models."""
 
 import threading
 import time
@@ -24,8 +23,7 @@ SMALL = 16 * 1024  # bytes of a step or a save, accepted even at the limit of bo
 TABLE = "CREATE TABLE IF NOT EXISTS tinker_gone (id TEXT PRIMARY KEY, owner TEXT NOT NULL)"
 UNLOAD = "unload_model"
 GONE = 3600.0  # seconds without a heartbeat or request, after which a client's models may be unloaded
-GAP = 60.0  # seconds that a missing request may come late
-SOON = 2.0  # the same if the user just sent an unreadable body: most likely it was the missing request
+GAP = 60.0  # seconds without a request of a model, after which one that is missing is given up
 
 
 class BusyError(Exception):
@@ -114,6 +112,10 @@ class Runs:
     def touch(self, model: str) -> None:
         self.database.change("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()), waits=False)
 
+    def is_silent(self, model: StoredModel, seconds: float) -> bool:
+        """Return whether a model had no request for this time, of which this server was there all the time."""
+        return time.time() - max(model.asked, self.began) >= seconds
+
     def left(self, owner: str) -> list[StoredModel]:
         """Return this user's models whose session ended, or was silent for GONE seconds; the oldest first."""
         ended = {row["id"] for row in self.database.rows("SELECT id FROM tinker_sessions WHERE finished IS NOT NULL")}
@@ -151,31 +153,3 @@ class Runs:
             with self.database.write() as connection:
                 connection.executemany("DELETE FROM tinker_samplers WHERE id = ?", [(row["id"],) for row in rows])
         return [row["snapshot"] for row in rows]
-
-
-class Gaps:
-    """Missing requests, for which later ones wait. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.since: dict[str, tuple[int, float]] = {}  # by model: the missing request, and since when
-        self.refused: dict[str, float] = {}  # by user: the time of the last refused request of unknown model
-
-    def refuse(self, owner: str) -> None:
-        """Record that a body of this user was refused, so that its model and number are not known."""
-        self.refused[owner] = time.monotonic()
-
-    def is_over(self, model: str, owner: str, missing: int | None) -> bool:
-        """Return whether the time for a missing request is over; `missing` is None if no request is missing."""
-        now = time.monotonic()
-        with self.lock:
-            if missing is None:
-                self.since.pop(model, None)
-                return False
-            seq, since = self.since.get(model, (missing, now))
-            self.since[model] = (missing, now) if seq != missing else (seq, since)
-            recent = self.refused.get(owner, -GAP) > since - GAP
-            if seq != missing or now - since < (min(SOON, GAP) if recent else GAP):
-                return False
-            del self.since[model]
-            return True

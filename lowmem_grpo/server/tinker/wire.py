@@ -1,7 +1,6 @@
 """The protobuf messages of the Tinker protocol, as classes that are made from a table of field numbers, and the bodies
 that carry them. Fields that the table lacks are skipped, so that newer clients' messages can be read."""
 
-import io
 import re
 from typing import Any
 
@@ -17,7 +16,6 @@ FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # DType
 STOP, LENGTH = 0, 1  # StopReason
 PROTOBUF = "application/x-protobuf"
 BODY_BYTES = 64 * MIB  # the most bytes of a decompressed body
-WINDOW = 8 * MIB  # the largest zstd window, whatever a body says
 PACKAGE = "lowmem_grpo_wire"  # the classes' package; it is not sent
 # NAME: number field type; `*` is a list, `<X>` a map from text to X, `|` a member of the message's oneof
 TABLE = """
@@ -104,22 +102,19 @@ def parsed(kind: Any, body: bytes) -> Any:
 
 
 def plain(body: bytes, encoding: str, most: int = BODY_BYTES) -> bytes:
-    """Return a decompressed body. BodyError if it would exceed `most` bytes (decompression stops there), if it was cut
-    off, or if the encoding is unknown."""
+    """Return a decompressed body. BodyError if it would exceed `most` bytes, which its frame says before any is made,
+    if it was cut off, or if the encoding is unknown."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
         raise BodyError(f"Content-Encoding is {encoding!r}; zstd is taken, or none")
     try:
-        with zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(io.BytesIO(body)) as reader:
-            grown = reader.read(most + 1)
         told = zstandard.frame_content_size(body)
+        if told > most:
+            raise BodyError(f"the body grows to more than {most} bytes, which is the most that is taken: send fewer "
+                            "datums in a call")
+        if told < 1:  # such a frame is read without an error where it was cut off
+            raise BodyError("the body's zstd frame does not tell its size; compress it in one piece")
+        return zstandard.ZstdDecompressor().decompress(body)
     except zstandard.ZstdError as error:
-        raise BodyError(f"the body is no zstd: {error}") from None
-    if len(grown) > most:
-        raise BodyError(f"the body grows to more than {most} bytes, which is the most that is taken: send fewer datums "
-                        "in a call")
-    if told != len(grown):  # -1 if the frame has no size: a reader would not notice then that it was cut off
-        raise BodyError(f"the body grew to {len(grown)} bytes, and its zstd frame tells {told}: it was cut off, or "
-                        "written without its size; compress it in one piece")
-    return grown
+        raise BodyError(f"the body is no zstd, or was cut off: {error}") from None

@@ -11,7 +11,6 @@ import pytest
 from sandboxed import working_verifier
 from tables import every_row
 
-from lowmem_grpo.rewards.calling.background import run_side_by_side
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.ready import code as code_rewards
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests, python_code
@@ -176,33 +175,22 @@ def test_a_sandbox_that_breaks_down_is_an_error(verifier: CodeVerifier, runs: Si
         verifier.verdicts(["dead"], tests=[["assert 1"]])
 
 
-def test_work_is_done_in_order_and_the_first_fault_ends_it() -> None:
-    assert run_side_by_side(lambda number: number * 2, range(50), 4) == list(range(0, 100, 2))
-    assert run_side_by_side(str, [], 4) == []
-    begun: list[int] = []
-    with pytest.raises(ZeroDivisionError):
-        run_side_by_side(lambda number: begun.append(number) or 1 // (number - 3), range(50), 1)
-    assert begun == [0, 1, 2, 3]
+@pytest.mark.parametrize("fault", [CannotStart, KeyboardInterrupt])
+def test_after_a_fault_no_other_code_begins(
+    verifier: CodeVerifier, runs: SimpleNamespace, fault: type[BaseException]
+) -> None:
+    go_on = threading.Event()
 
-
-def test_an_interrupt_begins_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on = [], threading.Event()
-
-    def run(number: int) -> None:
-        begun.append(number)
+    def act(code: str) -> None:
+        if code == "dead":
+            raise fault
         go_on.wait(60)
 
-    def interrupted(thread: threading.Thread) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(threading.Thread, "join", interrupted)
-        run_side_by_side(run, range(50), 1)
+    runs.act = act
+    with pytest.raises((SandboxError, KeyboardInterrupt)):
+        verifier.verdicts(["dead", *map(str, range(50))], tests=[["assert 1"]] * 51)
     go_on.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("side by side"):
-            thread.join(60)
-    assert begun in ([], [0])
+    assert len(runs.codes) <= 1 + 1 + 2, "the dead one, once more, and one of each worker"
 
 
 # bad input

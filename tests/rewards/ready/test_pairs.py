@@ -85,6 +85,11 @@ def test_every_solution_of_gsm8k_has_its_label_and_no_other() -> None:
     lines = (SHARED / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     solutions = [json.loads(line)["answer"] for line in lines]
     labels = [rewards.extract_hash_answer(solution) for solution in solutions]
+    assert len(labels) == 7473 and all(label is not None and str(int(label)) == label for label in labels)
+    tagged = [f"<reasoning>\n{text}\n</reasoning>\n<answer>\n{label}\n</answer>\n"
+              for text, label in zip(solutions, labels, strict=True)]
+    assert set(rewards.correctness_reward_func([], tagged, labels)) == {2.0}
+    assert set(rewards.strict_format_reward_func(tagged)) == {0.5}
     assert set(rewards.number_match().verdicts(solutions, answer=labels)) == {True}
     amounts = [boxed(rf"\${int(label or 0):,}.00") for label in labels]
     assert set(rewards.boxed_match().verdicts(amounts, answer=labels)) == {True}

@@ -1,6 +1,7 @@
 """The ready-made verifiers and rewards: what they say and pay, and bad arguments."""
 
 import pickle
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from tables import every_row
+from trl.rewards import get_soft_overlong_punishment
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.ready import math_answer
@@ -207,6 +209,16 @@ def test_a_nearer_answer_earns_more_and_an_outlier_loses() -> None:
     assert pay(rewards.proximity(reach=0.5), "9", answer="10") == pytest.approx(2.4)
 
 
+@every_row("seed", range(5))
+def test_every_length_is_punished_as_by_trl(seed: int) -> None:
+    rng = random.Random(seed)
+    longest = rng.randint(1, 500)
+    cache = rng.randint(1, longest)
+    ids = [[7] * length for length in (*(rng.randint(0, longest + 20) for _ in range(200)), longest - cache, longest)]
+    theirs = get_soft_overlong_punishment(longest, cache)(completion_ids=ids)
+    assert rewards.soft_overlong_penalty(longest, cache)(completion_ids=ids, cache_length=[9] * 202) == theirs
+
+
 def test_a_length_is_paid_in_its_unit() -> None:
     assert pay(rewards.length_near(3, 2), "a b c d e", [1, 2]) == 0.5
     assert pay(rewards.length_near(3, 2, "characters"), "abcde") == 0.0
@@ -237,6 +249,74 @@ def test_the_five_of_the_mail_example_have_names_and_pay() -> None:
     row = {"keyword": "refund", "ideal": "Hi.", "recipient": "Bo"}
     assert [pay(reward, MAIL, **row) for reward in five] == [1.0, 0.0, -1.0, 1.0, 1.0]
     assert len({reward.__name__ for reward in five}) == 5
+
+
+# The five usual ones of GSM8K
+
+
+STRICT = "<reasoning>\n{}\n</reasoning>\n<answer>\n{}\n</answer>\n"
+RIGHT = STRICT.format("48 / 2 = 24\n\n48 + 24 = 72", "72")
+
+
+def gsm8k(func: Any, text: str, label: Any = "72") -> float:
+    """The reward of `text`, which must be the same for a string and for a chat completion."""
+    chat = [{"role": "assistant", "content": text}]
+    plain, chatted = func(prompts=["p"] * 2, completions=[text, chat], answer=[label] * 2, trainer_state=None)
+    assert plain == chatted
+    return plain
+
+
+@every_row(("text", "label", "expected"), [
+    (RIGHT, " 72\n", 2.0), (RIGHT, 72, 2.0), (RIGHT, "71", 0.0), (RIGHT, None, 0.0), ("<answer>72", "72", 0.0),
+    ("", "", 0.0), ("<answer></answer>", "", 0.0), ("<answer>72</answer> and <answer>", "72", 2.0),
+])
+def test_correctness_pays_for_the_tagged_answer_only(text: str, label: Any, expected: float) -> None:
+    assert gsm8k(rewards.correctness_reward_func, text, label) == expected
+
+
+@every_row(("answer", "expected"), [
+    ("72", 0.5), ("-72", 0.5), (" 72 ", 0.5), ("72.5", 0.0), ("seventy-two", 0.0), ("", 0.0), ("7 2", 0.0), ("²", 0.0),
+])
+def test_int_pays_for_integers_only(answer: str, expected: float) -> None:
+    assert gsm8k(rewards.int_reward_func, f"<answer>\n{answer}\n</answer>") == expected
+    assert gsm8k(rewards.int_reward_func, answer) == 0.0
+
+
+@every_row(("text", "strict", "soft"), [
+    (RIGHT, 0.5, 0.5), (STRICT.format("one line", "72"), 0.5, 0.5), (STRICT.format("r", "7\n2"), 0.5, 0.5),
+    (RIGHT[:-1], 0.0, 0.5), (RIGHT + "\n", 0.0, 0.5), (RIGHT + "so", 0.0, 0.5), (RIGHT * 2, 0.0, 0.5),
+    ("<reasoning>a\nb</reasoning>  <answer>1</answer>", 0.0, 0.5), ("Sure! " + RIGHT, 0.0, 0.0),
+    ("<reasoning>a</reasoning> so <answer>1</answer>", 0.0, 0.0), ("<reasoning>a</reasoning><answer>1", 0.0, 0.0),
+    ("<answer>1</answer><reasoning>a</reasoning>", 0.0, 0.0), ("72", 0.0, 0.0), ("", 0.0, 0.0),
+])
+def test_formats_pay_for_multi_line_blocks_and_not_for_broken_ones(text: str, strict: float, soft: float) -> None:
+    paid = [gsm8k(func, text) for func in (rewards.strict_format_reward_func, rewards.soft_format_reward_func)]
+    assert paid == [strict, soft]
+
+
+@every_row(("text", "expected"), [
+    (RIGHT[:-1], 0.5), (RIGHT, 0.499), (RIGHT[:-1] + "x" * 100, 0.4), ("<reasoning>a</reasoning>", 0.25),
+    ("<answer>1</answer><answer>", 0.125 - 0.008), ("</answer>" + "x" * 200, 0.125 - 0.2), ("72", 0.0), ("", 0.0),
+    ("<answer>1</answer>" * 2, -0.018),
+])
+def test_xmlcount_pays_per_tag_and_charges_for_text_behind_the_answer(text: str, expected: float) -> None:
+    assert gsm8k(rewards.xmlcount_reward_func, text) == pytest.approx(expected)
+
+
+def test_chat_completions_are_read_from_the_last_message_and_other_shapes_are_refused() -> None:
+    turns = [{"role": "assistant", "content": None}, {"role": "tool", "content": "x"}]
+    assert rewards.int_reward_func([[*turns, {"role": "assistant", "content": RIGHT}], turns[:1]]) == [0.5, 0.0]
+    for broken in (3, [], [3], [{"content": ["part"]}]):
+        with pytest.raises(TypeError, match="a string or a list of chat messages"):
+            rewards.int_reward_func([broken])
+
+
+def test_answers_are_extracted_as_text_and_labels_as_plain_numbers() -> None:
+    assert (rewards.extract_xml_answer(RIGHT), rewards.extract_xml_answer("none")) == ("72", "")
+    assert rewards.extract_hash_answer("5 * 2 = 10\n#### 1,234,567 ") == "1234567"
+    assert rewards.extract_hash_answer("no label") is None
+    form = rewards.SYSTEM_PROMPT.partition("<reasoning>")
+    assert rewards.soft_format_reward_func([form[1] + form[2]]) == [0.5]
 
 
 # The contract
@@ -271,6 +351,9 @@ def test_every_reward_can_be_pickled() -> None:
     (lambda: rewards.too_long(2.5), "longest is 2.5; it must be a whole number"),  # type: ignore[arg-type]
     (lambda: rewards.too_long(2, "lines"), "unit is 'lines'; allowed are tokens, words, characters"),
     (lambda: rewards.repetition_penalty(0), "ngram is 0"), (lambda: rewards.repetition_penalty(worst=1), "worst is 1"),
+    (lambda: rewards.soft_overlong_penalty(True, True), "max_completion_length is True"),
+    (lambda: rewards.soft_overlong_penalty(10, 0), "cache_length is 0"),
+    (lambda: rewards.soft_overlong_penalty(10, 11), r"it must be at most max_completion_length \(10\)"),
     (lambda: rewards.signed(" \n"), "empty signature"), (lambda: rewards.after(""), "empty mark"),
     (lambda: rewards.in_tag(""), "a tag has at least one character"),
     (lambda: rewards.number_equal(column="completion_ids"), "cannot read a column named completion_ids"),

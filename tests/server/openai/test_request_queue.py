@@ -1,8 +1,6 @@
-"""How long the owner of an engine waits for more calls: counted in waits, with a clock of our own. An engine must never
-take one conversation, or one set of weights, for another."""
+"""How long the owner of an engine waits for more calls, counted in waits; and that an engine never takes one
+conversation, or one set of weights, for another."""
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,8 @@ import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.server.openai.request_queue import (
-    FIRST,
     LIVE,
-    NO_ROUND,
+    MOST_QUIET,
     Call,
     EngineSession,
     Keys,
@@ -29,79 +26,61 @@ WIDE: Round = (8, 0.8)  # a round of eight calls, which took 0.8 seconds
 CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
 
 
-@pytest.fixture(autouse=True)
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The only clock: it stands still unless a test moves it."""
-    found = [100.0]
-    monkeypatch.setattr("lowmem_grpo.server.openai.request_queue.time", SimpleNamespace(monotonic=lambda: found[0]))
-    return found
-
-
-class Arrivals(threading.Condition):
-    """In each wait one of those who come later comes; with nobody left, the wait is over without anyone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.later: list[Callable[[], None]] = []
-        self.waits: list[float | None] = []
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.waits.append(timeout)
-        if self.later:
-            self.later.pop(0)()
-            return True
-        return False
-
-
-class Line:
-    """A line of calls of one batch_key, of which one waits and `later` come one by one."""
+class Trickle(RequestQueue):
+    """Calls of one batch_key, of which one waits and `later` come one by one, each in a wait; with nobody left, a wait
+    is over without anyone."""
 
     def __init__(self, later: int) -> None:
-        self.waiting, self.arrivals = RequestQueue(), Arrivals()
-        self.waiting.changed = self.arrivals
-        self.arrivals.later = [self.call] * later
-        self.call()
+        super().__init__()
+        self.later, self.waits = [self.add_call] * later, list[float | None]()
+        self.changed.wait = self.arrive  # type: ignore[method-assign]
+        self.add_call()
 
-    def call(self) -> None:
-        self.waiting.add(replace(CALL, future=Future()))
+    def arrive(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        if not self.later:
+            return False
+        self.later.pop(0)()
+        return True
 
-    def taken(self, first: bool, last: Round, widest: Round) -> int:
-        return len(self.waiting.take_calls(CALL.batch_key, None, True, first, last, widest))
+    def add_call(self) -> None:
+        self.add(replace(CALL, future=Future()))
+
+    def taken(self, expected: Round) -> int:
+        return len(self.take_calls(CALL.batch_key, None, True, False, expected))
 
 
-@pytest.mark.parametrize(("later", "first", "last", "widest", "waits"), [
-    (7, True, NO_ROUND, WIDE, 8), (7, False, WIDE, WIDE, 8),  # one for each that came, and one in which none did
-    (0, True, NO_ROUND, WIDE, 1), (0, False, WIDE, WIDE, 1), (0, True, NO_ROUND, (1, 0.8), 0),
-    (0, False, NO_ROUND, (1, 0.8), 0)])
+@pytest.mark.parametrize(("later", "expected", "waits"), [(7, WIDE, 7), (0, WIDE, 1), (0, (1, 0.8), 0)])
 def test_calls_that_trickle_in_are_waited_for_and_taken_together_where_many_came_before_and_only_there(
-    later: int, first: bool, last: Round, widest: Round, waits: int
+    later: int, expected: Round, waits: int
 ) -> None:
-    line = Line(later)
-    assert line.taken(first, last, widest) == later + 1
-    assert len(line.arrivals.waits) == waits and all(0 < (wait or 0) <= FIRST for wait in line.arrivals.waits)
+    line = Trickle(later)
+    assert line.taken(expected) == later + 1
+    assert len(line.waits) == waits and all(0 < (wait or 0) <= MOST_QUIET for wait in line.waits)
 
 
 def test_nobody_waits_for_calls_while_a_job_waits() -> None:
-    line = Line(later=5)
-    line.arrivals.later.insert(1, lambda: line.waiting.add(WorkerTask(lambda: None, False)))
-    assert line.taken(True, NO_ROUND, WIDE) == 2
-    assert len(line.arrivals.waits) == 2
+    line = Trickle(later=5)
+    line.later.insert(1, lambda: line.add(WorkerTask(lambda: None, False)))
+    line.taken(WIDE)
+    assert len(line.waits) == 2
 
 
 @pytest.mark.parametrize(("engine", "second"), [("transformers", 8), ("vllm", 1)])
 def test_those_who_were_just_served_are_decoded_together_again_where_decoding_goes_in_rounds(
-    engine: str, second: int, now: list[float]
+    engine: str, second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, served_by = Line(later=0), SimpleNamespace(name=engine)
+    now, line, served_by = [100.0], Trickle(later=0), SimpleNamespace(name=engine)
+    monkeypatch.setattr("lowmem_grpo.server.openai.request_queue.time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(7):
-        line.call()
-    engine_session: Any = EngineSession(line.waiting, CALL.batch_key, Keys())
+        line.add_call()
+    engine_session: Any = EngineSession(line, CALL.batch_key, Keys())
     engine_session.engine = served_by
     first = engine_session.next_requests(busy=False)
     now[0] += 0.8
     for request in first:
         engine_session.add_rollout(request.key, Rollout([9], [0.0], "stop"))
-    line.arrivals.later = [line.call] * 8
+    line.later = [line.add_call] * 8
     assert (len(first), len(engine_session.next_requests(busy=False))) == (8, second)
 
 

@@ -46,19 +46,6 @@ def test_prompts_are_continued_in_their_order_with_openais_bound_and_seeds_of_th
     assert engine(chat).requests[-1].max_tokens == 1000 - len(choice["prompt_token_ids"])
 
 
-def test_what_waits_is_taken_back_when_the_reader_of_a_stream_leaves(chat: ChatHandler) -> None:
-    async def leave() -> None:
-        engine(chat).gate.clear()
-        task = asyncio.ensure_future(anext(chat.stream(ASKED | {"n": 3}, texts=True)))
-        assert await asyncio.to_thread(engine(chat).began.wait, 60)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        engine(chat).gate.set()
-
-    asyncio.run(leave())
-    assert asked(chat)["choices"] and not chat.worker.waiting.lines
-
-
 def test_an_endpoint_of_agents_has_the_route_and_its_sessions_do_not(chat: ChatHandler) -> None:
     with Endpoint(chat) as endpoint, endpoint.session() as session:
         of_all, of_session = (Request(f"{one.base_url}/completions", json.dumps(ASKED).encode(), {

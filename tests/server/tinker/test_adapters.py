@@ -153,29 +153,6 @@ def test_calls_for_one_model_leave_factors_gradients_and_moments_of_another_as_t
     assert same(made.state("a"), before[0]) and same(gradients(made, "a"), before[1])
 
 
-def trained(made: Adapters, model: str, number: int) -> None:
-    made.run(model, asked("importance_sampling", data(number)))
-    made.optim_step(model, Adam(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=0.5))
-
-
-def test_two_models_that_take_turns_learn_what_each_learns_without_the_other_bit_for_bit() -> None:
-    both, one = created(adapters(), "a", "b"), created(adapters(), "a")
-    for number in range(3):
-        trained(both, "a", number)
-        trained(both, "b", number + 10)
-        trained(one, "a", number)
-    assert same(both.state("a"), one.state("a"))
-
-
-def test_a_restored_state_goes_on_bit_for_bit() -> None:
-    first, second = created(adapters(), "a"), created(adapters(), "a")
-    trained(first, "a", 0)
-    second.restore("a", first.state("a"))
-    trained(first, "a", 1)
-    trained(second, "a", 1)
-    assert any("/exp_avg" in name for name in first.state("a")) and same(second.state("a"), first.state("a"))
-
-
 def test_a_step_is_that_of_adamw_with_the_settings_of_the_call() -> None:
     made = created(adapters(), "a")
     name, one = next(iter(made.held["a"].parameters.items()))
@@ -183,14 +160,17 @@ def test_a_step_is_that_of_adamw_with_the_settings_of_the_call() -> None:
     kept: dict[str, Any] = {}
     for rate in (0.1, 0.003):
         made.run("a", asked("cross_entropy", data()))
-        copy.grad = gradients(made, "a")[name]
+        found = gradients(made, "a")
+        norm = torch.stack([one.norm() for one in found.values()]).norm()
+        copy.grad = found[name] * (0.5 / norm)
         plain = torch.optim.AdamW([copy], lr=rate, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
         if kept:
             plain.load_state_dict(kept | {"param_groups": plain.state_dict()["param_groups"]})
         plain.step()
         kept = plain.state_dict()
-        made.optim_step("a", Adam(rate, 0.8, 0.9, 1e-6, 0.2))
-        assert torch.equal(one, copy)
+        made.optim_step("a", Adam(learning_rate=rate, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2,
+                                  grad_clip_norm=0.5))
+        assert norm > 0.5 and torch.allclose(one, copy, rtol=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
@@ -205,10 +185,10 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
 
 @every_row(("make", "told"), [
     (lambda: read(CreateModel, b'{"model_seq_id": 0, "lora_config": {"rank": 0}}'), "lora_config.rank is 0"),
-    (lambda: LoraSettings(4, 0, False, False), "train_attn"),
+    (lambda: LoraSettings(rank=4, attention=False, mlp=False), "train_attn"),
     (lambda: read(OptimStep, b'{"adam_params": {"beta2": 1.0}}'), "adam_params.beta2 is 1.0; it must be less than 1"),
     (lambda: read(OptimStep, b'{"adam_params": {"learning_rate": NaN}}'), "learning_rate is nan"),
-    (lambda: read(OptimStep, b'{"adam_params": {"rho": 1}}'), "adam_params has 'rho', which is not offered; it takes"),
+    (lambda: read(OptimStep, b'{"adam_params": {"rho": 1}}'), "adam_params.rho is not .* Known are learning_rate"),
     (lambda: created(adapters(), "a").optim_step("a", Adam()), "call forward_backward"),
 ])
 def test_wrong_settings_are_refused_by_name(make: object, told: str) -> None:

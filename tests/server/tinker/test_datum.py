@@ -8,7 +8,7 @@ import torch
 from tables import every_row
 
 from lowmem_grpo.server.tinker import wire
-from lowmem_grpo.server.tinker.datum import MOST_WIDTH, ModelBounds, as_bytes, cells_of, output_of, pass_of
+from lowmem_grpo.server.tinker.datum import MOST_WIDTH, ModelBounds, as_bytes, output_of, pass_of
 
 BOUNDS = ModelBounds(vocabulary=100, context=8)
 TOKENS = torch.tensor([[7, 0, 9], [0, 0, 0], [4, 5, 0]])
@@ -51,15 +51,15 @@ def spoiled(spoil: Callable[[Any, Any], object]) -> Any:
     (spoiled(lambda datum, _: datum.model_input.add(image={"format": "png"})),
      r"data\[0\].model_input.chunks\[1\] is image"),
     (request(mask=torch.zeros(3)), "'mask'"),
-    (request(targets=TOKENS), r"weights'\] has the shape \[3\]; it must be \[3, K\]"),
-    (spoiled(lambda _, weights: weights.sparse_csr.SetInParent()), "may be sparse"),
+    (request(targets=TOKENS), r"weights'\] has the shape \[3\], and the targets \[3, 3\]"),
+    (spoiled(lambda _, weights: weights.sparse_csr.SetInParent()), "is sparse"),
     (spoiled(lambda datum, _: datum.loss_fn_inputs.pop("weights")), "lacks 'weights'"),
     (spoiled(lambda _, weights: setattr(weights, "dense", b"\0" * 11)), "11 bytes"),
     (spoiled(lambda _, weights: setattr(weights, "dtype", wire.INT64)), "dtype 2"),
-    (spoiled(lambda _, weights: weights.shape.__setitem__(0, 4)), r"\[4\] and 3 values"),
+    (spoiled(lambda _, weights: weights.shape.__setitem__(0, 4)), r"shape \[4\]; it must be \[3\]"),
     (request(ids=[]), "no tokens"), (request(ids=[5, 100, 7]), "is 100"),
     (request(ids=[5, -1, 7]), "is -1"), (request(targets=[1, 2, 2**40]), r"\[2\] is 1099511627776"),
-    (request(targets=[1, 2]), "2 values"), (request(ids=list(range(9))), "at most 8"),
+    (request(targets=[1, 2]), r"shape \[2\]"), (request(ids=list(range(9))), "at most 8"),
     (request(weights=[1.0, float("nan"), 0.0]), "NaN"), (request(loss="ppo"), "lacks 'logprobs'"),
     (request(loss="stable_reinforce"), "importance_sampling"),
 ])
@@ -87,15 +87,23 @@ def sparse(values: torch.Tensor) -> Any:
     return made
 
 
+def cells_of(targets: Any, weights: Any) -> Any:
+    """Those of a datum of three tokens with these tensors."""
+    made = request()
+    for name, tensor in (("target_tokens", targets), ("weights", weights)):
+        made.data[0].loss_fn_inputs[name].CopyFrom(tensor)
+    return pass_of(made, BOUNDS).data[0].cells
+
+
 def test_a_sparse_matrix_lists_what_either_of_the_two_lists() -> None:
-    found = cells_of(sparse(TOKENS), sparse(WEIGHTS), "data[0]", 3)
+    found = cells_of(sparse(TOKENS), sparse(WEIGHTS))
     assert found.rows.tolist() == [0, 0, 2, 2, 2] and found.columns.tolist() == [0, 2, 0, 1, 2]
     assert torch.equal(found.matrix(found.tokens), TOKENS) and torch.equal(found.matrix(found.weights), WEIGHTS)
 
 
 @pytest.mark.parametrize("layouts", [(dense, dense), (sparse, dense), (dense, sparse)])
 def test_each_layout_says_the_same(layouts: Any) -> None:
-    found = cells_of(layouts[0](TOKENS), layouts[1](WEIGHTS), "data[0]", 3)
+    found = cells_of(layouts[0](TOKENS), layouts[1](WEIGHTS))
     assert len(found.rows) == 9, "what one of them lists is there"
     assert torch.equal(found.matrix(found.tokens), TOKENS) and torch.equal(found.matrix(found.weights), WEIGHTS)
 
@@ -116,7 +124,7 @@ def spoiled_matrix(**changes: Any) -> Any:
     (spoiled_matrix(col_indices=[0, -1, 0, 1]), sparse(WEIGHTS), "be 0 to 2"),
     (spoiled_matrix(col_indices=[1, 1, 0, 1]), sparse(WEIGHTS), "rise within a row"),
     (spoiled_matrix(values=[7, 9, 4]), sparse(WEIGHTS), "3 values for 4 places"),
-    (dense(TOKENS[:2]), dense(WEIGHTS), r"shape \[2, 3\]; it must be \[3, K\]"),
+    (dense(TOKENS[:2]), dense(WEIGHTS), r"shape \[2, 3\]; it must be .*\[3, K\]"),
     (dense(TOKENS), dense(WEIGHTS[:, :2]), r"shape \[3, 2\], and the targets \[3, 3\]"),
     (dense(TOKENS), dense(WEIGHTS * float("nan")), "NaN"),
     (dense(torch.zeros(3, MOST_WIDTH + 1, dtype=torch.long)), dense(WEIGHTS), "at most 128"),
@@ -125,7 +133,7 @@ def spoiled_matrix(**changes: Any) -> Any:
 ])
 def test_a_wrong_matrix_is_named(targets: Any, weights: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        cells_of(targets, weights, "data[0]", 3)
+        cells_of(targets, weights)
 
 
 def test_other_losses_and_unknown_tokens_are_refused_by_name_with_several_targets(

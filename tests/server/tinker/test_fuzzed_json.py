@@ -2,7 +2,6 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -13,6 +12,7 @@ from tinker_server import API, MODEL, OTHER, OWNER, Server
 
 from lowmem_grpo.server.users import Allowance
 
+ALLOWANCES = defaultdict(Allowance, owner=Allowance(models=12))
 FUZZ = settings(max_examples=16, derandomize=True, deadline=None, database=None,
                 suppress_health_check=list(HealthCheck))
 SIMPLE = st.integers() | st.floats() | st.text(max_size=40) | st.none() | st.booleans()
@@ -63,17 +63,11 @@ def bodies(server: Server) -> dict[str, st.SearchStrategy[Any]]:
     }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("fuzzed"), defaultdict(Allowance, owner=Allowance(models=12)))
-    yield made
-    made.close()
-
-
-def test_no_request_breaks_the_server_or_tells_of_its_inside(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    routes, inside, statuses = bodies(server), str(server.database.path.parent), set[int]()
-    for name in ("POLL", "SOON"):  # nothing is waited for
-        monkeypatch.setattr(f"lowmem_grpo.server.tinker.routes.{name}", 0.02)
+def test_no_request_breaks_the_server_or_tells_of_its_inside(
+    one_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes, inside, statuses = bodies(one_server), str(one_server.database.path.parent), set[int]()
+    monkeypatch.setattr("lowmem_grpo.server.tinker.routes.POLL", 0.02)  # nothing is waited for
 
     def check(reply: Any, sent: Any) -> None:
         statuses.add(reply.status_code)
@@ -83,7 +77,7 @@ def test_no_request_breaks_the_server_or_tells_of_its_inside(server: Server, mon
             assert len(reply.json()["error"]["message"]) > 10
 
     for route, sent in routes.items():
-        FUZZ(given(st.tuples(st.just(route), sent | ANY))(lambda case: check(server.post(*case), case)))()
+        FUZZ(given(st.tuples(st.just(route), sent | ANY))(lambda case: check(one_server.post(*case), case)))()
 
     @FUZZ
     @given(st.tuples(TEXT, TEXT, TEXT), some(ttl_seconds=ANY) | ANY, some(limit=TEXT, offset=TEXT))
@@ -93,16 +87,16 @@ def test_no_request_breaks_the_server_or_tells_of_its_inside(server: Server, mon
         saved = f"{runs}/{model}/checkpoints/{kind}/{name}"
         for method, path in (("DELETE", saved), ("GET", f"{runs}/{model}"), ("GET", runs),
                              ("GET", f"{API}/samplers/{name}")):
-            check(server.http.request(method, path, params=query, headers=headers), (path, query))
-        check(server.http.put(f"{saved}/ttl", content=json.dumps(body), headers=headers), (saved, body))
+            check(one_server.http.request(method, path, params=query, headers=headers), (path, query))
+        check(one_server.http.put(f"{saved}/ttl", content=json.dumps(body), headers=headers), (saved, body))
 
     ask_paths()
     assert statuses >= {200, 404, 422}, "not all of it was refused at the door"
 
 
-def test_after_all_that_the_server_works_and_the_other_users_model_is_as_it_was(server: Server) -> None:
-    theirs = server.model.training.ledger.models("other")
+def test_after_all_that_the_server_works_and_the_other_users_model_is_as_it_was(one_server: Server) -> None:
+    theirs = one_server.model.training.ledger.models("other")
     assert all(model.done == 0 and model.state is None for model in theirs)
-    assert server.model.training.shelf.all("other") == []
-    model = server.create(number=7, key=OTHER)
-    assert server.post("get_info", {"model_id": model}, OTHER).status_code == 200
+    assert one_server.model.training.shelf.all("other") == []
+    model = one_server.create(number=7, key=OTHER)
+    assert one_server.post("get_info", {"model_id": model}, OTHER).status_code == 200

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from served import OTHER, Serving, serving, tinker_client
+from served import OTHER, Serving, tinker_client
 from tables import every_row
 from transformers.utils import get_json_schema
 
@@ -16,14 +16,9 @@ from lowmem_grpo.server.users import User
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
 BASE = "tiny-games"
+SERVED = {"name": BASE, "context": 512}
 SAYS: list[Any] = [{"role": "user", "content": "What is 21 * 12?"}]
 CALCULATE: Any = get_json_schema(calculate)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(tmp_path_factory.mktemp("server"), BASE, context=512) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,13 @@ import httpx
 import openai
 import pytest
 from scripted_chat import begun, until
-from served import MODEL, OTHER, OWNER, Serving, serving
+from served import MODEL, OTHER, OWNER, Serving
 
 from lowmem_grpo.server.users import Allowance
 
 SAYS: list[Any] = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Its owner may have two requests at a time, and others as many as usual."""
-    allowances = defaultdict(Allowance, owner=Allowance(requests=2))
-    with serving(tmp_path_factory.mktemp("server"), context=512, allowances=allowances) as made:
-        yield made
+# the owner may have two requests at a time, and others as many as usual
+SERVED = {"context": 512, "allowances": defaultdict(Allowance, owner=Allowance(requests=2))}
 
 
 @pytest.fixture

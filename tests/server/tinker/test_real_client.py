@@ -5,15 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from served import MODEL, Serving, serving, tinker_client
+from served import MODEL, Serving, tinker_client
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(tmp_path_factory.mktemp("server")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tinker_server import API, MODEL, OTHER, OWNER, Server, body
+from tinker_server import MODEL, OTHER, OWNER, Server, body
 from transformers import AutoTokenizer
 
 from lowmem_grpo.models.stored_model import public_name
@@ -16,24 +16,9 @@ from lowmem_grpo.server.tinker import usage as runs
 from lowmem_grpo.server.users import Allowance
 
 
-def get(server: Server, path: str, key: str = OWNER) -> Any:
-    return server.http.get(f"{API}/{path}", headers={"X-API-Key": key})
-
-
-def trained(server: Server, number: int = 0) -> str:
-    model = server.create(number=number)
-    server.train(model, 1)
-    return model
-
-
 def snapshot(server: Server, model: str, seq: int) -> str:
-    made = server.post("save_weights_for_sampler", {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq})
-    return str(server.wait(made.json()).json()["sampling_session_id"])
-
-
-def sample(server: Server, sampler: str, seq: int = 1) -> Any:
-    return server.post("asample", {"sampling_session_id": sampler, "seq_id": seq,
-                                   "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}})
+    made = server.asked("save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=seq)
+    return str(made["sampling_session_id"])
 
 
 def at_rest(server: Server) -> None:
@@ -45,9 +30,8 @@ def files(folder: Path) -> set[str]:
 
 
 def test_an_unloaded_model_leaves_nothing_but_what_was_saved_under_a_name(server: Server, tmp_path: Path) -> None:
-    model, other = trained(server), trained(server)
-    saved = server.post("save_weights", {"model_id": model, "seq_id": 3, "path": "kept"}).json()
-    assert server.wait(saved).json()["path"].endswith("/weights/kept")
+    model, other = server.trained(), server.trained()
+    assert server.asked("save_weights", model_id=model, seq_id=3, path="kept")["path"].endswith("/weights/kept")
     sampler = snapshot(server, model, 4)
     state = server.state(other)
     told = server.post("unload_model", {"model_id": model}).json()
@@ -58,27 +42,27 @@ def test_an_unloaded_model_leaves_nothing_but_what_was_saved_under_a_name(server
     assert len(left) == 2 and sum("kept" in name for name in left) == 1
     assert list(server.model.training.adapters.held) == [other]
     assert server.forward_backward(model, 5, 1)["error"]["code"] == "unknown"
-    assert sample(server, sampler).status_code == 404
+    assert server.sample(sampler).status_code == 404
     assert all((server.state(other)[name] == one).all() for name, one in state.items())
     session = server.post("create_session", {}).json()["session_id"]
-    again = server.post("load_weights", {"session_id": session, "model_seq_id": 0, "optimizer": True,
-                                         "path": f"tinker://{model}/weights/kept"}).json()
-    assert server.wait(again).json()["type"] == "load_weights"
+    again = server.asked("load_weights", session_id=session, model_seq_id=0, optimizer=True,
+                         path=f"tinker://{model}/weights/kept")
+    assert again["type"] == "load_weights"
 
 
 def test_a_model_that_is_unloaded_while_it_works_is_gone_after_it(server: Server, tmp_path: Path) -> None:
-    model = trained(server)
+    model = server.trained()
     asked = [server.forward_backward(model, 3, 3), server.optim_step(model, 4), server.optim_step(model, 5)]
     server.post("unload_model", {"model_id": model})
     at_rest(server)
     at_rest(server)
     assert files(tmp_path / "models") == set() and server.model.training.adapters.held == {}
     assert {server.wait(one).status_code for one in asked} == {404}
-    assert trained(server)
+    assert server.trained()
 
 
 def test_a_model_is_announced_by_a_name_with_which_clients_find_its_tokenizer(server: Server) -> None:
-    (found,) = get(server, "get_server_capabilities").json()["supported_models"]
+    (found,) = server.get("get_server_capabilities").json()["supported_models"]
     assert AutoTokenizer.from_pretrained(found["model_name"]).chat_template
     session = server.post("create_session", {}).json()["session_id"]
     for number, name in enumerate((found["model_name"], MODEL)):
@@ -90,46 +74,46 @@ def test_models_are_listed_to_their_user_only_the_newest_first(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "time", SimpleNamespace(time=lambda: 1.7e9, monotonic=time.monotonic))
-    models = [trained(server, number) for number in range(3)]
+    models = [server.trained(number=number) for number in range(3)]
     theirs = server.create(key=OTHER)
-    found = get(server, "training_runs").json()
+    found = server.get("training_runs").json()
     assert [run["training_run_id"] for run in found["training_runs"]] == models[::-1]
     assert found["cursor"] == {"offset": 0, "limit": 20, "total_count": 3}
-    run = get(server, f"training_runs/{models[0]}").json()
+    run = server.get(f"training_runs/{models[0]}").json()
     assert run["base_model"] == public_name(MODEL) and run["lora_rank"] == 4 and run["model_owner"] == "owner"
     assert datetime.fromisoformat(run["last_request_time"]).timestamp() == 1.7e9
-    page = get(server, "training_runs?limit=1&offset=1").json()["training_runs"]
+    page = server.get("training_runs?limit=1&offset=1").json()["training_runs"]
     assert [run["training_run_id"] for run in page] == [models[1]]
     for path in (f"training_runs/{models[0]}", f"training_runs/{models[0]}/checkpoints"):
-        assert get(server, path, OTHER).status_code == 404
+        assert server.get(path, OTHER).status_code == 404
     assert server.post("unload_model", {"model_id": models[0]}, OTHER).status_code == 404
     assert server.wait({"request_id": f"{models[0]}:unload_model"}).status_code == 404, "it is not gone"
-    assert [run["training_run_id"] for run in get(server, "training_runs", OTHER).json()["training_runs"]] == [theirs]
-    assert get(server, "training_runs?limit=x").status_code == 422
+    assert [run["training_run_id"] for run in server.get("training_runs", OTHER).json()["training_runs"]] == [theirs]
+    assert server.get("training_runs?limit=x").status_code == 422
 
 
 def test_the_newest_snapshots_are_kept(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowmem_grpo.server.tinker.training.SNAPSHOTS", 2)
-    model = trained(server)
+    model = server.trained()
     samplers = [snapshot(server, model, seq) for seq in (3, 4, 5)]
     at_rest(server)
     assert len(list((tmp_path / "models" / "snapshots").iterdir())) == 2
-    told = sample(server, samplers[0])
+    told = server.sample(samplers[0])
     assert told.status_code == 404 and "the newest are kept" in told.json()["error"]["message"]
-    assert [server.wait(sample(server, one).json()).status_code for one in samplers[1:]] == [200, 200]
+    assert [server.wait(server.sample(one).json()).status_code for one in samplers[1:]] == [200, 200]
 
 
 def test_a_sampler_whose_weights_were_deleted_says_so_and_nothing_of_the_servers_folders(server: Server) -> None:
-    model = trained(server)
-    path = server.wait(server.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "s"}).json())
-    sampler = server.sampler(model.partition(":")[0], 9, path.json()["path"])
+    model = server.trained()
+    path = server.asked("save_weights_for_sampler", model_id=model, seq_id=3, path="s")["path"]
+    sampler = server.sampler(model.partition(":")[0], 9, path)
     with server.held_up():
-        waiting = sample(server, sampler).json()
-        assert server.http.delete(f"{API}/training_runs/{model}/checkpoints/sampler_weights/s",
-                                  headers={"X-API-Key": OWNER}).status_code == 204
+        waiting = server.sample(sampler).json()
+        deleted = server.get(f"training_runs/{model}/checkpoints/sampler_weights/s", method="DELETE")
+        assert deleted.status_code == 204
     told = server.wait(waiting).json()
     assert "were deleted meanwhile" in told["error"] and "/" not in told["error"]
-    after = sample(server, sampler, 2)
+    after = server.sample(sampler, 2)
     assert after.status_code == 404 and "its weights were deleted" in after.json()["error"]["message"]
 
 
@@ -138,14 +122,12 @@ def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(
 ) -> None:
     now = [1.7e9]
     monkeypatch.setattr("lowmem_grpo.server.tinker.checkpoint_store.time", SimpleNamespace(time=lambda: now[0]))
-    model = trained(server)
+    model = server.trained()
     for seq, name in ((3, "a"), (4, "b")):
-        server.wait(server.post("save_weights", {"model_id": model, "seq_id": seq, "path": name}).json())
-    headers = {"X-API-Key": OWNER}
-    ttl = f"{API}/training_runs/{model}/checkpoints/weights/a/ttl"
-    assert server.http.put(ttl, json={"ttl_seconds": 1}, headers=headers).status_code == 204
-    assert server.http.put(ttl, json={"ttl_seconds": 1}, headers={"X-API-Key": OTHER}).status_code == 404
-    assert server.http.put(ttl, json={}, headers=headers).status_code == 422
+        server.asked("save_weights", model_id=model, seq_id=seq, path=name)
+    for key, given, status in ((OWNER, {"ttl_seconds": 1}, 204), (OTHER, {"ttl_seconds": 1}, 404), (OWNER, {}, 422)):
+        ttl = server.get(f"training_runs/{model}/checkpoints/weights/a/ttl", key, "PUT", json=given)
+        assert ttl.status_code == status
     session = model.partition(":")[0]
     for later, left in ((0.5, ["a", "b"]), (0.6, ["b"])):
         now[0] += later
@@ -156,62 +138,34 @@ def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(
 
 def test_a_model_whose_client_left_makes_room_for_a_new_one(start: Any) -> None:
     server = start(allowances=defaultdict(lambda: Allowance(models=2)))
-    first, second = trained(server), trained(server)
+    first, second = server.trained(), server.trained()
+    again = {"session_id": second.partition(":")[0], "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+    assert server.post("create_model", again).status_code == 200, "a repeated request is no further model"
     session = server.post("create_session", {}).json()["session_id"]
     asked = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
     assert "models: this key has 2" in server.post("create_model", asked).json()["error"]["message"]
     server.post(f"sessions/{first.partition(':')[0]}/finish", {"reason": {"type": "success"}})
     made = server.post("create_model", asked)
     assert made.status_code == 200
-    runs = [run["training_run_id"] for run in get(server, "training_runs").json()["training_runs"]]
+    runs = [run["training_run_id"] for run in server.get("training_runs").json()["training_runs"]]
     assert runs == [f"{session}:train:0", second]
 
 
-def test_a_body_that_could_not_be_read_holds_up_what_comes_after_it_for_a_moment_only(
+def test_a_request_that_never_comes_or_cannot_be_read_holds_up_the_others_for_a_while_only(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = clock_of_gaps(monkeypatch)
+    now = [time.time()]
+    monkeypatch.setattr(runs, "time", SimpleNamespace(time=lambda: now[0]))
     model = server.create()
     server.wait(server.forward_backward(model, 1, 1))
-    cut = server.post("forward_backward", body(model, 2, 2)[:-7])
-    assert cut.status_code == 422
-    stepped = server.optim_step(model, 3)
-    assert server.wait(stepped).json()["type"] == "try_again"
-    now[0] += runs.SOON
-    assert server.wait(stepped).json()["metrics"]["grad_norm"] > 0
-
-
-def test_a_request_that_never_comes_holds_up_the_others_for_a_while_only(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = clock_of_gaps(monkeypatch)
-    model = server.create()
-    server.wait(server.forward_backward(model, 1, 1))
+    monkeypatch.setattr("lowmem_grpo.server.tinker.routes.POLL", 0.01)
+    assert server.post("forward_backward", body(model, 2, 2)[:-7]).status_code == 422
     late = server.optim_step(model, 3)
     for _ in range(2):
         assert server.wait(late).json()["type"] == "try_again", "it has a minute to come"
         now[0] += runs.GAP / 2
+    server.wait(late)
+    monkeypatch.undo()
     assert server.wait(late).json()["metrics"]["grad_norm"] > 0
     came_too_late = server.wait(server.forward_backward(model, 2, 1)).json()
     assert "seq_id 2 did not come, or" in came_too_late["error"]
-
-
-def test_each_missing_request_has_its_own_time_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, waiting = clock_of_gaps(monkeypatch), runs.Gaps()
-    assert not waiting.is_over("model", "user", 3)
-    now[0] += runs.GAP - 1
-    assert not waiting.is_over("model", "user", 3)
-    assert not waiting.is_over("model", "user", 4), "3 came, and 4 is missing from now on"
-    now[0] += runs.GAP - 1
-    assert not waiting.is_over("model", "user", 4)
-    now[0] += 1
-    assert waiting.is_over("model", "user", 4)
-    assert not waiting.is_over("model", "user", 4), "it is given up once"
-
-
-def clock_of_gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time by which requests are missed; a poll that waits for one that is missing ends at once."""
-    now = [100.0]
-    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
-    monkeypatch.setattr("lowmem_grpo.server.tinker.routes.SOON", 0.01)
-    return now

@@ -1,6 +1,5 @@
 """A loop through the server is the same loop as in the process, bit for bit."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from scripted_chat import until
-from served import MODEL, Serving, serving, tinker_client
+from served import MODEL, HeldUp, Serving, tinker_client
 from tinker_server import same
-from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import Call
-from lowmem_grpo.server.server_dir import Database
 from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.server.tinker.datum import Datum, Pass
-from lowmem_grpo.server.tinker.serving import ServedModel, serve_model
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -29,29 +24,25 @@ Row = tuple[list[int], list[int], list[float], list[float]]  # ids, targets, log
 
 
 @contextmanager
-def begun_together(worker: EngineWorker) -> Iterator[None]:
+def begun_together(served: HeldUp) -> Iterator[None]:
     """The samples that are asked for inside are begun as soon as all of them wait: which of them are decoded together,
     and so their last bits, depends on nothing else."""
-    gate = threading.Event()
-    worker.run(gate.wait)
-    try:
+    with served.held_up():
         yield
-        until(lambda: sum(map(len, worker.waiting.lines.values())) == COUNT)
-    finally:
-        gate.set()
+        until(lambda: sum(map(len, served.model.worker.waiting.lines.values())) == COUNT)
 
 
 class OverHttp:
     """The verbs of the real client."""
 
-    def __init__(self, client: Any, worker: EngineWorker) -> None:
-        self.worker = worker
+    def __init__(self, client: Any, served: HeldUp) -> None:
+        self.served = served
         self.training = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
 
     def sample(self, prompt: list[int], seed: int) -> Sampled:
         params = tinker.SamplingParams(max_tokens=TOKENS, seed=seed, temperature=1.0)
         sampler = self.training.save_weights_and_get_sampling_client().result()
-        with begun_together(self.worker):
+        with begun_together(self.served):
             found = sampler.sample(
                 prompt=tinker.ModelInput.from_ints(prompt), num_samples=COUNT, sampling_params=params)
         return [(list(one.tokens), list(one.logprobs)) for one in found.result().sequences]
@@ -70,24 +61,28 @@ class OverHttp:
 class InProcess:
     """The verbs that the server calls, in this process: no requests, no ledger, no client."""
 
-    def __init__(self, served: ServedModel, folder: Path) -> None:
-        self.worker, self.adapters, self.folder = served.worker, served.training.adapters, folder
-        self.worker.run(lambda: self.adapters.create("mine", LoraSettings(8, 1))).result()
+    def __init__(self, served: HeldUp, folder: Path) -> None:
+        self.served, self.folder = served, folder
+        self.do("create", "mine", LoraSettings(rank=8, seed=1))
+
+    def do(self, verb: str, *given: Any) -> Any:
+        return self.served.model.worker.run(
+            lambda: getattr(self.served.model.training.adapters, verb)(*given)).result()
 
     def sample(self, prompt: list[int], seed: int) -> Sampled:
         folder = self.folder / f"at-{seed}"
-        self.worker.run(lambda: self.adapters.snapshot("mine", folder)).result()
-        with begun_together(self.worker):
-            futures = [self.worker.submit(Call(prompt, SamplingParams(max_tokens=TOKENS, seed=seed + place), folder))
-                       for place in range(COUNT)]
+        self.do("snapshot", "mine", folder)
+        with begun_together(self.served):
+            futures = [self.served.model.worker.submit(Call(prompt, SamplingParams(
+                max_tokens=TOKENS, seed=seed + place), folder)) for place in range(COUNT)]
         return [(turn.completion_ids, turn.logprobs) for turn in (one.result() for one in futures)]
 
     def train(self, data: Sequence[Row]) -> list[Any]:
         asked = Pass([Datum(ids, torch.tensor(targets), {"logprobs": torch.tensor(logprobs),
                                                          "advantages": torch.tensor(advantages)})
                       for ids, targets, logprobs, advantages in data], LOSS, {}, False)
-        logprobs, metrics = self.worker.run(lambda: self.adapters.run("mine", asked)).result()
-        stepped = self.worker.run(lambda: self.adapters.optim_step("mine", Adam(RATE))).result()
+        logprobs, metrics = self.do("run", "mine", asked)
+        stepped = self.do("optim_step", "mine", Adam(learning_rate=RATE))
         return [metrics["loss:sum"], stepped["grad_norm"], *(one.tolist() for one in logprobs)]
 
 
@@ -108,25 +103,14 @@ def loop(verbs: "OverHttp | InProcess") -> list[Any]:
     return seen
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Serving]:
-    with serving(tmp_path / "served") as made:
-        yield made
-
-
-def test_samples_losses_and_adapters_are_those_of_the_loop_in_the_process(served: Serving, tmp_path: Path) -> None:
+def test_samples_losses_and_adapters_are_those_of_the_loop_in_the_process(
+    served: Serving, start: Any, tmp_path: Path
+) -> None:
     with tinker_client(served) as client:
-        model = served.model
-        remote = OverHttp(client, model.worker)
-        over_http = loop(remote)
-        state = model.worker.run(lambda: model.training.adapters.state(remote.training.model_id)).result()
-    database = Database(tmp_path / "server.sqlite")
-    alone = serve_model(MODEL, database, tmp_path / "models", load_in_4bit=False, max_seq_length=64)
-    local = InProcess(alone, tmp_path)
-    in_process = loop(local)
-    expected: dict[str, Tensor] = alone.worker.run(lambda: local.adapters.state("mine")).result()
-    alone.close()
-    database.close()
-    assert over_http == in_process
-    assert same(state, expected)
-    assert any(one.abs().sum() > 0 for name, one in expected.items() if "lora_B" in name)
+        remote, local = OverHttp(client, served), InProcess(start(), tmp_path)
+        assert loop(remote) == loop(local)
+        over_http = served.model.worker.run(
+            lambda: served.model.training.adapters.state(remote.training.model_id)).result()
+    in_process = local.do("state", "mine")
+    assert same(over_http, in_process)
+    assert any(one.abs().sum() > 0 for name, one in in_process.items() if "lora_B" in name)

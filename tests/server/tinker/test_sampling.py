@@ -68,7 +68,7 @@ def test_a_sample_of_an_earlier_server_is_gone_so_that_the_client_asks_again(ser
     ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, r"prompt\[0\]\[0\] is 'a'"),
     ({"prompt": {"chunks": [{"type": "image"}]}}, "only encoded text"), ({"prompt": [5] * 64}, "1 to 63"),
     ({"prompt": {"chunks": [{"tokens": [5] * 64}]}}, "1 to 63"), ({"num_samples": 0}, "num_samples is 0"),
-    ({"num_samples": 5000}, "less than or equal to 1024"), ({"sampling_params": {"beam": 2}}, "'beam'"),
+    ({"num_samples": 5000}, "less than or equal to 1024"), ({"sampling_params": {"beam": 2}}, "sampling_params.beam"),
     ({"sampling_params": {"temperature": -1}}, "temperature"), ({"sampling_params": {"stop": [1, "a"]}}, "stop is"),
     ({"sampling_params": None}, "sampling_params is None"), ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
 ])

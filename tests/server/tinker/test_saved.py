@@ -8,23 +8,9 @@ from tinker_server import MODEL, OTHER, Server, same
 
 from lowmem_grpo.models.stored_model import public_name
 from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import LoraSettings
 from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, CheckpointStore, Saved, path_of
 from lowmem_grpo.server.tinker.request_store import UnknownError
-
-
-def asked(server: Server, route: str, /, **body: Any) -> Any:
-    """What a promise was kept with, or the error of the request itself."""
-    reply = server.post(route, body)
-    return reply.json() if reply.status_code != 200 else server.wait(reply.json()).json()
-
-
-def trained(server: Server, steps: int = 2) -> str:
-    model = server.create()
-    for step in range(steps):
-        server.train(model, 2 * step + 1, step)
-    return model
 
 
 def session_of(model: str) -> str:
@@ -33,10 +19,10 @@ def session_of(model: str) -> str:
 
 @pytest.mark.parametrize("optimizer", [True, False])
 def test_a_new_model_goes_on_where_the_saved_one_was(server: Server, optimizer: bool) -> None:
-    model = trained(server)
-    saved = asked(server, "save_weights", model_id=model, seq_id=5, path="half")
+    model = server.trained(2)
+    saved = server.asked("save_weights", model_id=model, seq_id=5, path="half")
     assert saved == {"type": "save_weights", "path": f"tinker://{model}/weights/half"}
-    loaded = asked(server, "load_weights", session_id=session_of(model), model_seq_id=7, path=saved["path"],
+    loaded = server.asked("load_weights", session_id=session_of(model), model_seq_id=7, path=saved["path"],
                    optimizer=optimizer)
     again = loaded["model_id"]
     assert loaded["path"] == saved["path"] and again == f"{session_of(model)}:train:7"
@@ -50,12 +36,12 @@ def test_a_new_model_goes_on_where_the_saved_one_was(server: Server, optimizer: 
 
 
 def test_a_model_goes_back_to_saved_weights_and_stays_there_after_a_restart(start: Any, server: Server) -> None:
-    model = trained(server)
-    path = asked(server, "save_weights", model_id=model, seq_id=5, path="good")["path"]
+    model = server.trained(2)
+    path = server.asked("save_weights", model_id=model, seq_id=5, path="good")["path"]
     before = server.state(model)
     server.train(model, 6, 3)
     server.wait(server.forward_backward(model, 8, 4))
-    asked(server, "load_weights", model_id=model, seq_id=9, path=path, optimizer=True)
+    server.asked("load_weights", model_id=model, seq_id=9, path=path, optimizer=True)
     server.close()
     following = start()
     assert same(following.state(model), before)
@@ -63,45 +49,22 @@ def test_a_model_goes_back_to_saved_weights_and_stays_there_after_a_restart(star
     assert "there is no gradient" in reply["error"], "what was added before the load is gone"
 
 
-def test_weights_to_sample_with_are_those_of_their_moment(server: Server) -> None:
-    model = trained(server)
-    saved = asked(server, "save_weights_for_sampler", model_id=model, seq_id=5, path="v1")
-    assert saved["path"] == f"tinker://{model}/sampler_weights/v1"
-    server.train(model, 6, 3)
-    found = [logprobs(server, model, number, path) for number, path in enumerate((saved["path"], saved["path"], None))]
-    assert found[0] == found[1] != found[2]
-
-
-def logprobs(server: Server, model: str, number: int, path: str | None) -> bytes:
-    """Of a prompt, by weights under a name or by the base model; each time by a pass of the same shape."""
-    sampler = server.sampler(session_of(model), number, path)
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
-    promise = server.post("asample", {
-        "sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "num_samples": 1,
-        "sampling_params": {"max_tokens": 1, "temperature": 0.0}, "prompt_logprobs": True}).json()
-    found: bytes = wire.SampleResponse.FromString(server.wait(promise).content).prompt_logprobs
-    return found
-
-
 def test_lists_tell_what_there_is_and_what_was_deleted_is_gone(server: Server) -> None:
-    model = trained(server, 1)
-    asked(server, "save_weights", model_id=model, seq_id=3, path="a")
-    asked(server, "save_weights_for_sampler", model_id=model, seq_id=4, path="b", ttl_seconds=3600)
-    get = server.http.get
-    headers = {"X-API-Key": "tml-" + "k" * 32}
-    listed = get("/api/v1/checkpoints", headers=headers).json()["checkpoints"]
+    model = server.trained()
+    server.asked("save_weights", model_id=model, seq_id=3, path="a")
+    server.asked("save_weights_for_sampler", model_id=model, seq_id=4, path="b", ttl_seconds=3600)
+    listed = server.get("checkpoints").json()["checkpoints"]
     assert {(one["checkpoint_id"], one["checkpoint_type"]) for one in listed} == {
         ("weights/a", "training"), ("sampler_weights/b", "sampler")}
     assert all(one["size_bytes"] > 1000 for one in listed) and listed[0]["expires_at"] > listed[0]["time"]
     info = server.post("weights_info", {"tinker_path": f"tinker://{model}/weights/a"}).json()
     assert info == {"base_model": public_name(MODEL), "is_lora": True, "lora_rank": 4, "train_unembed": False,
                     "train_mlp": True, "train_attn": True}
-    gone = server.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a", headers=headers)
-    assert gone.status_code == 204
-    left = get(f"/api/v1/training_runs/{model}/checkpoints", headers=headers).json()["checkpoints"]
+    assert server.get(f"training_runs/{model}/checkpoints/weights/a", method="DELETE").status_code == 204
+    left = server.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
     assert [one["checkpoint_id"] for one in left] == ["sampler_weights/b"]
     assert len(list(server.model.training.shelf.folder.iterdir())) == 1
-    assert "no such weights" in asked(server, "load_weights", model_id=model, seq_id=5, path=f"tinker://{model}/weights/a",
+    assert "no such weights" in server.asked("load_weights", model_id=model, seq_id=5, path=f"tinker://{model}/weights/a",
                                       optimizer=True)["error"]
 
 
@@ -113,35 +76,33 @@ WRONG = {
 
 
 def test_a_wrong_save_is_named_and_costs_nothing(server: Server) -> None:
-    model = trained(server, 1)
-    asked(server, "save_weights", model_id=model, seq_id=3, path="taken")
+    model = server.trained()
+    server.asked("save_weights", model_id=model, seq_id=3, path="taken")
     for seq, (words, wrong) in enumerate(WRONG.items(), 4):
-        assert words in asked(server, "save_weights", model_id=model, seq_id=seq, **wrong)["error"]
-    replaced = asked(server, "save_weights", model_id=model, seq_id=4 + len(WRONG), path="taken", overwrite=True)
+        assert words in server.asked("save_weights", model_id=model, seq_id=seq, **wrong)["error"]
+    replaced = server.asked("save_weights", model_id=model, seq_id=4 + len(WRONG), path="taken", overwrite=True)
     assert replaced["path"].endswith("/weights/taken")
     server.model.worker.run(lambda: None).result()  # the older file goes after the answer
     assert len(list(server.model.training.shelf.folder.iterdir())) == 1
 
 
 def test_anothers_weights_are_as_weights_that_are_not_there(server: Server) -> None:
-    model = trained(server, 1)
-    path = asked(server, "save_weights", model_id=model, seq_id=3, path="mine")["path"]
+    model = server.trained()
+    path = server.asked("save_weights", model_id=model, seq_id=3, path="mine")["path"]
     theirs = server.create(key=OTHER)
     for body in ({"model_id": theirs, "seq_id": 1}, {"session_id": session_of(theirs), "model_seq_id": 5}):
-        reply = server.post("load_weights", body | {"path": path, "optimizer": True}, OTHER)
-        said = reply.json() if reply.status_code != 200 else server.wait(reply.json(), OTHER).json()
+        said = server.asked("load_weights", OTHER, **body, path=path, optimizer=True)
         assert "no such weights of yours" in str(said)
     assert server.post("weights_info", {"tinker_path": path}, OTHER).status_code == 404
-    gone = server.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/mine", headers={"X-API-Key": OTHER})
-    assert gone.status_code == 404
-    assert server.http.get("/api/v1/checkpoints", headers={"X-API-Key": OTHER}).json()["checkpoints"] == []
+    assert server.get(f"training_runs/{model}/checkpoints/weights/mine", OTHER, "DELETE").status_code == 404
+    assert server.get("checkpoints", OTHER).json()["checkpoints"] == []
 
 
 def test_weights_of_one_kind_are_not_taken_for_the_other(server: Server) -> None:
-    model = trained(server, 1)
-    to_train = asked(server, "save_weights", model_id=model, seq_id=3, path="t")["path"]
-    to_sample = asked(server, "save_weights_for_sampler", model_id=model, seq_id=4, path="s")["path"]
-    said = asked(server, "load_weights", model_id=model, seq_id=5, path=to_sample, optimizer=False)["error"]
+    model = server.trained()
+    to_train = server.asked("save_weights", model_id=model, seq_id=3, path="t")["path"]
+    to_sample = server.asked("save_weights_for_sampler", model_id=model, seq_id=4, path="s")["path"]
+    said = server.asked("load_weights", model_id=model, seq_id=5, path=to_sample, optimizer=False)["error"]
     assert "save_state saves what to train on" in said
     refused = server.post("create_sampling_session", {"session_id": session_of(model), "sampling_session_seq_id": 0,
                                                       "model_path": to_train})
@@ -149,17 +110,17 @@ def test_weights_of_one_kind_are_not_taken_for_the_other(server: Server) -> None
 
 
 def test_weights_of_another_rank_are_refused_and_the_model_stays_as_it_was(server: Server) -> None:
-    model, other = trained(server, 1), server.create(rank=2, number=1)
-    path = asked(server, "save_weights", model_id=other, seq_id=1, path="narrow")["path"]
+    model, other = server.trained(), server.create(rank=2, number=1)
+    path = server.asked("save_weights", model_id=other, seq_id=1, path="narrow")["path"]
     before = server.state(model)
-    said = asked(server, "load_weights", model_id=model, seq_id=3, path=path, optimizer=True)["error"]
+    said = server.asked("load_weights", model_id=model, seq_id=3, path=path, optimizer=True)["error"]
     assert "another rank or other layers" in said
     assert same(server.state(model), before)
 
 
 def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:
     shelf = CheckpointStore(Database(tmp_path / "server.sqlite"), tmp_path / "saved")
-    settings = LoraSettings(4, 1)
+    settings = LoraSettings(rank=4, seed=1)
     for name, expires in (("old", 1.0), ("new", None)):
         place = shelf.place("run:train:0", TRAINING, name, 1)
         place.write_bytes(b"x")

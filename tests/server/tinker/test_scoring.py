@@ -1,6 +1,5 @@
 """Log-probabilities of prompts, computed together: those of whole logits, of one pass, and of the right adapter."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,10 @@ from lowmem_grpo.server.tinker.sampling import NONE, PromptScoring, Scored
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("scoring"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def adapter(server: Server) -> Path:
+def adapter(one_server: Server) -> Path:
     """A folder of a trained model's weights."""
-    model = server.create()
-    server.wait(server.forward_backward(model, 1, seed=1))
-    server.wait(server.optim_step(model, 2))
-    server.wait(server.post("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "s"}).json())
-    [path] = server.model.training.shelf.folder.iterdir()
+    one_server.asked("save_weights_for_sampler", model_id=one_server.trained(), seq_id=3, path="s")
+    [path] = one_server.model.training.shelf.folder.iterdir()
     return path
 
 
@@ -44,29 +33,29 @@ def whole(server: Server, ids: list[int], adapter: Path | None) -> Tensor:
 
 
 def test_many_prompts_are_scored_in_one_pass_for_each_adapter(
-    server: Server, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    one_server: Server, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scoring, passes = PromptScoring(server.model.worker), []
-    plain = server.model.worker.policy.logprobs
-    monkeypatch.setattr(server.model.worker.policy, "logprobs", lambda *given: passes.append(1) or plain(*given))
+    scoring, passes = PromptScoring(one_server.model.worker), []
+    plain = one_server.model.worker.policy.logprobs
+    monkeypatch.setattr(one_server.model.worker.policy, "logprobs", lambda *given: passes.append(1) or plain(*given))
     torch.manual_seed(0)
     prompts = [torch.randint(3, 300, (length,)).tolist() for length in (5, 17, 2, 9, 1, 30)]
-    with server.held_up():
+    with one_server.held_up():
         asked = [(ids, place, scoring.ask(ids, place)) for ids in prompts for place in (None, adapter)]
     found: list[tuple[list[int], Any, Scored]] = [(ids, place, one.result(60)) for ids, place, one in asked]
     assert len(passes) == 2
     for ids, place, scored in found:
-        expected = whole(server, ids, place)[torch.arange(len(ids) - 1), ids[1:]]
+        expected = whole(one_server, ids, place)[torch.arange(len(ids) - 1), ids[1:]]
         assert scored.logprobs[0].isnan() and torch.allclose(scored.logprobs[1:], expected, atol=2e-5)
         assert scored.ids.shape == scored.values.shape == (len(ids), 0)
 
 
-def test_the_likeliest_tokens_are_those_of_whole_logits_and_each_gets_as_many_as_asked(server: Server) -> None:
-    scoring, ids = PromptScoring(server.model.worker), [5, 6, 7, 8, 9]
-    with server.held_up():
+def test_the_likeliest_tokens_are_those_of_whole_logits_and_each_gets_as_many_as_asked(one_server: Server) -> None:
+    scoring, ids = PromptScoring(one_server.model.worker), [5, 6, 7, 8, 9]
+    with one_server.held_up():
         asked = [scoring.ask(ids, None, top, last) for top, last in ((3, None), (0, None), (7, 2))]
     three, none, seven = [one.result(60) for one in asked]
-    logprobs = whole(server, ids, None)
+    logprobs = whole(one_server, ids, None)
     top, expected = logprobs.topk(7, -1), logprobs[torch.arange(4), ids[1:]]
     assert torch.equal(three.ids[1:].long(), top.indices[:4, :3])
     assert torch.allclose(three.values[1:], top.values[:4, :3], atol=2e-5)
@@ -78,11 +67,11 @@ def test_the_likeliest_tokens_are_those_of_whole_logits_and_each_gets_as_many_as
 
 
 def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    one_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.server.tinker.sampling.AT_ONCE", 7)
-    scoring = PromptScoring(server.model.worker)
-    with server.held_up():
+    scoring = PromptScoring(one_server.model.worker)
+    with one_server.held_up():
         asked = [scoring.ask([5] * length, None) for length in (3, 4, 9, 2)]
         assert [len(one.ids) for one in scoring.waiting] == [3, 4, 9, 2]
     assert [len(one.result(60).logprobs) for one in asked] == [3, 4, 9, 2] and scoring.waiting == []

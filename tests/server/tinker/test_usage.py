@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinker_server import MODEL, OTHER, Server, body
+from tinker_server import OTHER, Server, body
 
 from lowmem_grpo.server.users import Allowance
 from lowmem_grpo.utils import MIB
@@ -80,18 +80,13 @@ def test_requests_that_wait_for_an_earlier_one_do_not_keep_it_out(served: Any) -
     assert "error" not in server.wait({"request_id": f"{model}:3"}).text[:20]
 
 
-def sample(server: Server, seq: int) -> Any:
-    return server.post("asample", {"sampling_session_id": server.sampler(), "seq_id": seq, "num_samples": 2,
-                                   "prompt": [5, 6], "sampling_params": {"max_tokens": 2}})
-
-
 def test_samples_count_until_they_are_answered(served: Any) -> None:
     server = served(requests=1)
     with server.held_up():
-        first = sample(server, 1).json()
-        assert sample(server, 2).status_code == 429
+        first = server.sample(server.sampler(), num_samples=2).json()
+        assert server.sample(server.sampler()).status_code == 429
     assert server.wait(first).status_code == 200
-    assert sample(server, 3).status_code == 200
+    assert server.sample(server.sampler()).status_code == 200
     server.close()
     assert server.model.training.usage.samples["owner"] == 0, "what was broken off does not count either"
 
@@ -104,24 +99,14 @@ def test_what_is_written_is_bounded_and_told_before_it_is_written(served: Any, t
                        ("save_weights_for_sampler", {"path": "a"}),
                        ("save_weights_for_sampler", {"sampling_session_seq_id": 1})):
         seq = server.model.training.ledger.model(model).done + 1
-        told = server.wait(server.post(kind, {"model_id": model, "seq_id": seq} | more).json()).json()
+        told = server.asked(kind, model_id=model, seq_id=seq, **more)
         assert told["error"].startswith("storage: this key has 0.0 MiB on the disk"), kind
     assert server.model.training.usage.stored("owner") == 0
     theirs = server.create(key=OTHER)
     server.post("forward_backward", body(theirs, 1, 1), OTHER)
-    stepped = server.post("optim_step", {"model_id": theirs, "seq_id": 2, "adam_params": {}}, OTHER).json()
-    assert "metrics" in server.wait(stepped, OTHER).json()
+    assert "metrics" in server.asked("optim_step", OTHER, model_id=theirs, seq_id=2, adam_params={})
     found = server.model.training.usage.stored("other")
     assert 0 < found == sum(path.stat().st_size for path in (tmp_path / "models").glob("*.safetensors")) < MIB
-
-
-def test_the_number_of_models_is_bounded_and_a_repeated_request_is_no_further_one(served: Any) -> None:
-    server = served(models=1)
-    model = server.create()
-    asked = {"session_id": model.partition(":")[0], "base_model": MODEL, "lora_config": {"rank": 4}}
-    assert server.post("create_model", asked | {"model_seq_id": 0}).status_code == 200
-    told = server.post("create_model", asked | {"model_seq_id": 1})
-    assert told.status_code == 422 and "models: this key has 1, and may have 1" in told.json()["error"]["message"]
 
 
 @pytest.mark.slow
