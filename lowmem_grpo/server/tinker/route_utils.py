@@ -59,11 +59,17 @@ class ApiRequest:
 Answers = Callable[[ApiRequest], Json | None]
 
 
-def route(answers: Answers) -> Callable[[Request], Any]:
-    """Return a route that answers in a thread."""
+def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Callable[[Request], Any]:
+    """Return a route that answers in a thread. `refuse` is called with the user of a request that was refused for good:
+    its number may be missing now, and later requests should not wait long for it."""
     async def endpoint(request: Request) -> Response:
         asked = await ApiRequest.read(request)
-        reply = await checked(lambda: answers(asked))
+        try:
+            reply = await checked(lambda: answers(asked))
+        except ChatError as error:
+            if refuse is not None and error.status != 429:
+                refuse(asked.owner)
+            raise
         return Response(status_code=204) if reply is None else JSONResponse(reply)
 
     return endpoint

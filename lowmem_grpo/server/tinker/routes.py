@@ -16,7 +16,7 @@ from lowmem_grpo.server.tinker.request_store import JSON, PASS, ModelReply, Mode
 from lowmem_grpo.server.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, checked, route
 from lowmem_grpo.server.tinker.sampling import SampleService
 from lowmem_grpo.server.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, SNAPSHOT, Training
-from lowmem_grpo.server.tinker.usage import UNLOAD
+from lowmem_grpo.server.tinker.usage import SOON, UNLOAD
 
 FEW = 16  # the most parts of a promise whose answer is built without a thread
 POLL = 35.0  # seconds that a poll is held open: each further poll costs a request; clients give up after 45
@@ -32,11 +32,13 @@ def tinker_router(training: Training, sampling: SampleService, served: Served) -
     """Return the router of the protocol's routes; the app answers other paths as unknown, with a list of its routes."""
     router = APIRouter(redirect_slashes=False)
     models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
-    answers = models.answers() | {f"POST /{kind}": answer for kind, answer in models.promises().items()} | {
+    answers = models.answers() | {
         "POST /create_sampling_session": promises.create_sampler, "GET /samplers/{sampler}": promises.sampler}
     for place, answer in answers.items():
         method, path = place.split()
         router.add_route(path, route(answer), methods=[method])
+    for kind, answer in models.promises().items():
+        router.add_route(f"/{kind}", route(answer, training.runs.refuse), methods=["POST"])
     router.add_route("/asample", promises.asample, methods=["POST"])
     router.add_route("/retrieve_future", promises.retrieve_future, methods=["POST"])
     return router
@@ -244,18 +246,12 @@ class PromiseRoutes:
         if ":sample:" in promise:
             return await self.sampled(promise, owner)
         kept = self.training.kept(promise)
-        answer = await checked(lambda: self.stored(promise, owner))
-        if answer is None:
-            await asyncio.wait({asyncio.wrap_future(kept)}, timeout=POLL)
-            answer = await checked(lambda: self.ledger.answer(promise, owner))
-        return answer
-
-    def stored(self, promise: str, owner: str) -> ModelReply | None:
-        """Return the stored reply of a promise; None if there is none yet, with a look for what it may wait for."""
-        answer = self.ledger.answer(promise, owner)
-        if answer is None:
-            self.training.step_over_gap(self.ledger.model(promise.rpartition(":")[0], owner))
-        return answer
+        if (answer := await checked(lambda: self.ledger.answer(promise, owner))) is not None:
+            return answer
+        model = await checked(lambda: self.ledger.model(promise.rpartition(":")[0], owner))
+        missing = await checked(lambda: self.training.look_for_gap(model))
+        await asyncio.wait({asyncio.wrap_future(kept)}, timeout=min(POLL, SOON) if missing else POLL)
+        return await checked(lambda: self.ledger.answer(promise, owner))
 
     async def sampled(self, name: str, owner: str) -> ModelReply | None:
         """Return the reply of a sample. ChatError (410), if an earlier server had it, makes a client send it again."""

@@ -32,7 +32,7 @@ from lowmem_grpo.server.tinker.request_store import (
     StoredModel,
     UnknownError,
 )
-from lowmem_grpo.server.tinker.usage import GAP, Runs, Usage
+from lowmem_grpo.server.tinker.usage import Runs, Usage
 from lowmem_grpo.server.users import Allowances
 
 logger = logging.getLogger(__name__)
@@ -105,15 +105,16 @@ class Training:
         if self.shelf.expired():
             self.worker.run(self.shelf.sweep, sleep=False)
 
-    def step_over_gap(self, model: StoredModel) -> None:
-        """If later requests wait for a missing one and none came for GAP seconds, answer it with a failure, so that the
-        others can run: it was refused before it had a promise, or lost."""
-        missing = self.ledger.gap(model.id) if self.runs.is_silent(model, GAP) else None
-        if missing is not None:
+    def look_for_gap(self, model: StoredModel) -> bool:
+        """Return whether later requests wait for a missing one. After a while it is answered with a failure, so that
+        the others can run: it was refused before it had a promise, or lost."""
+        missing = self.ledger.gap(model.id)
+        if gives_up := missing is not None and self.runs.gives_up(model):
             self.ledger.step_over(model.id, missing, ModelReply.failed(
                 f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
                 "number of its own"))
             self.pump(model.id)
+        return missing is not None and not gives_up
 
     def pump(self, model: str) -> None:
         with self.lock:

@@ -24,6 +24,7 @@ TABLE = "CREATE TABLE IF NOT EXISTS tinker_gone (id TEXT PRIMARY KEY, owner TEXT
 UNLOAD = "unload_model"
 GONE = 3600.0  # seconds without a heartbeat or request, after which a client's models may be unloaded
 GAP = 60.0  # seconds without a request of a model, after which one that is missing is given up
+SOON = 2.0  # the same if the user just sent an unreadable body: most likely it was the missing request
 
 
 class BusyError(Exception):
@@ -105,6 +106,7 @@ class Runs:
         database.add([TABLE])
         self.database, self.ledger = database, ledger
         self.began, self.beats = time.time(), dict[str, float]()  # the last heartbeat of each session
+        self.refused: dict[str, float] = {}  # by user: the time of the last body that could not be read
 
     def beat(self, session: str) -> None:
         self.beats[session] = time.time()
@@ -112,9 +114,15 @@ class Runs:
     def touch(self, model: str) -> None:
         self.database.change("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()), waits=False)
 
-    def is_silent(self, model: StoredModel, seconds: float) -> bool:
-        """Return whether a model had no request for this time, of which this server was there all the time."""
-        return time.time() - max(model.asked, self.began) >= seconds
+    def refuse(self, owner: str) -> None:
+        """Record that a body of this user was refused, so that its model and number are not known."""
+        self.refused[owner] = time.time()
+
+    def gives_up(self, model: StoredModel) -> bool:
+        """Return whether a missing request of this model is given up: no other one came for GAP or SOON seconds."""
+        now = time.time()
+        patience = SOON if now - self.refused.get(model.owner, -GAP) < GAP else GAP
+        return now - max(model.asked, self.began) >= patience
 
     def left(self, owner: str) -> list[StoredModel]:
         """Return this user's models whose session ended, or was silent for GONE seconds; the oldest first."""

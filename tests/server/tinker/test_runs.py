@@ -151,7 +151,24 @@ def test_a_model_whose_client_left_makes_room_for_a_new_one(start: Any) -> None:
     assert runs == [f"{session}:train:0", second]
 
 
-def test_a_request_that_never_comes_or_cannot_be_read_holds_up_the_others_for_a_while_only(
+def test_a_body_that_could_not_be_read_holds_up_what_comes_after_it_for_a_moment_only(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.time()]
+    monkeypatch.setattr(runs, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("lowmem_grpo.server.tinker.routes.SOON", 0.01)  # a poll for what is missing ends at once
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, 1))
+    assert server.post("forward_backward", body(model, 2, 2)[:-7]).status_code == 422
+    stepped = server.optim_step(model, 3)
+    assert server.wait(stepped).json()["type"] == "try_again"
+    now[0] += runs.SOON
+    server.wait(stepped)
+    monkeypatch.undo()
+    assert server.wait(stepped).json()["metrics"]["grad_norm"] > 0
+
+
+def test_a_request_that_never_comes_holds_up_the_others_for_a_while_only(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [time.time()]
@@ -159,7 +176,6 @@ def test_a_request_that_never_comes_or_cannot_be_read_holds_up_the_others_for_a_
     model = server.create()
     server.wait(server.forward_backward(model, 1, 1))
     monkeypatch.setattr("lowmem_grpo.server.tinker.routes.POLL", 0.01)
-    assert server.post("forward_backward", body(model, 2, 2)[:-7]).status_code == 422
     late = server.optim_step(model, 3)
     for _ in range(2):
         assert server.wait(late).json()["type"] == "try_again", "it has a minute to come"
