@@ -72,8 +72,8 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
     question = {"role": "user", "content": "Question"}
     names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
     calls = [{"type": "function", "function": {"name": name, "arguments": {"value": ANCHOR}}} for name in names]
-    turns = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[:1])
-             if messages[0]["role"] == "tool"]
+    turns: list[Message] = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[:1])
+                            if messages[0]["role"] == "tool"]
     return [[question, message] for message in (*turns, {"role": "assistant", "content": ANCHOR})]
 
 
