@@ -201,12 +201,8 @@ class LocalRun:
         if line := Tally.total(self.ranks.gather(f"the log of {split}", tally)).of_split(split):
             self.trainer.note(line, step)
 
-    async def best_step(self, metric: str) -> int | None:
+    def best_step(self, metric: str) -> int | None:
         """Return the step with a checkpoint that has the highest mean of a metric; the latest of equal ones."""
-        find = partial(self.ranks.first, "the best step", partial(self.find_best, metric))
-        return await self.at_desk(find, sleep=False)
-
-    def find_best(self, metric: str) -> int | None:
         path = self.folder / METRICS
         names = {metric, metric.removeprefix(f"{TRAIN}/")}
         values: dict[int, list[float]] = {}
@@ -218,10 +214,12 @@ class LocalRun:
             logger.warning("no checkpoint has %s in %s: none is the best", metric, path)
         return max(means_of, key=lambda step: (means_of[step], step), default=None)
 
-    async def delete_checkpoints(self, keep: Sequence[int]) -> None:
-        await self.at_desk(partial(self.prune, set(keep)), sleep=False)
+    async def delete_checkpoints(self, metric: str) -> None:
+        """Delete all checkpoints except the newest and the best by this metric."""
+        await self.at_desk(partial(self.prune, metric), sleep=False)
 
-    def prune(self, keep: set[int]) -> None:
+    def prune(self, metric: str) -> None:
         if self.ranks.leads:
-            prune(self.folder, 1, {path for step, path in self.saved.items() if step in keep})
+            best = self.best_step(metric)
+            prune(self.folder, 1, {path for step, path in self.saved.items() if step == best})
         self.read_checkpoints()

@@ -220,9 +220,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
         """Delete all checkpoints except the newest and the best, by a metric that `model.log` wrote."""
-        run = self.backend().run(self)
-        best = await run.best_step(best_checkpoint_metric)
-        await run.delete_checkpoints([] if best is None else [best])
+        await self.backend().run(self).delete_checkpoints(best_checkpoint_metric)
 
 
 def groups_of(rollouts: Any) -> list[TrajectoryGroup]:

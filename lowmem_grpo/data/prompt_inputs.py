@@ -105,8 +105,8 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
     """Return the messages in the first form whose tool calls the template renders: with content "" for None, then also
-    with arguments as objects, then unchanged, then with content None and arguments as JSON text. ValueError if the
-    template leaves a call out, and for a call without a name."""
+    with arguments as objects, or as JSON text, then unchanged, then with content None and arguments as JSON text.
+    ValueError if the template leaves a call out, and for a call without a name."""
     names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages
@@ -114,7 +114,7 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
     unsaid = [{**message, "content": message.get("content") or None} if message.get("tool_calls") else message
               for message in messages]
     lost = ""
-    for form in (texts, [with_functions(message, with_object) for message in texts],
+    for form in (texts, *([with_functions(message, form) for message in texts] for form in (with_object, with_text)),
                  [{"content": None, **message} for message in messages],
                  [with_functions(message, with_text) for message in unsaid]):
         try:

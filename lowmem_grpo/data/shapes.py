@@ -24,7 +24,6 @@ from lowmem_grpo.data.texts import (
     ConversationEncoder,
     TextEncoder,
     TokenEncoder,
-    with_answer,
 )
 from lowmem_grpo.types import owned
 
@@ -99,12 +98,9 @@ class Shapes:
     def conversations(self, rows: Any, column: str) -> tuple[Any, ExampleEncoder]:
         """Return rows of chats, and the encoder that trains the last assistant message (assistant_only_loss=None), all
         assistant messages (True) or all tokens (False)."""
-        encoder = self.encoder(ConversationEncoder if self.config.assistant_only_loss is not None else AnswerEncoder)
-        encoder.source = f"`{column}`"
-        if self.config.assistant_only_loss is None:
-            rows.change_each(lambda row: kept(row) | with_answer(messages_of(row, column), column))
-            return rows, encoder
-        encoder.assistant_only = self.config.assistant_only_loss
+        answers = self.config.assistant_only_loss
+        encoder = self.encoder(AnswerEncoder if answers is None else ConversationEncoder)
+        encoder.source, encoder.assistant_only = f"`{column}`", answers
         rows.change_each(lambda row: kept(row) | {"messages": messages_of(row, column)})
         return rows, encoder
 

@@ -182,24 +182,20 @@ class CompletionEncoder(ExampleEncoder):
 
 
 class AnswerEncoder(ExampleEncoder):
-    """Turns the last assistant message of a conversation into an Example; `with_answer` makes its rows."""
+    """Turns the last assistant message of a row's `messages`, behind those before it, into an Example."""
 
+    column = "messages"
     continues = False  # two assistant messages in a row are two turns
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        return row["reason"] or super().encode(row)
-
-
-def with_answer(messages: Any, name: str) -> dict[str, Any]:
-    """Return a conversation as a row whose `completion` is the last assistant message. `reason` is empty, or says why
-    the row cannot be used; `name` is the column, for that message."""
-    if not is_chat(messages):
-        return {"prompt": messages, "completion": None, "reason": no_chat(messages, name)}
-    place = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=None)
-    reasons = {None: f"{name} has no message of the assistant (assistant_only_loss=False trains all)",
-               0: f"{name} has nothing before the assistant's answer (assistant_only_loss=True trains it)"}
-    reason, place = reasons.get(place, ""), place or 0
-    return {"prompt": messages[:place], "completion": messages[place : place + 1], "reason": reason}
+        messages, name = row["messages"], self.source.strip("`")
+        if not is_chat(messages):
+            return no_chat(messages, name)
+        place = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+        if not place:
+            return (f"{name} has no message of the assistant (assistant_only_loss=False trains all)" if place is None
+                    else f"{name} has nothing before the assistant's answer (assistant_only_loss=True trains it)")
+        return super().encode(row | {"prompt": messages[:place], "completion": messages[place : place + 1]})
 
 
 class UntoldError(DataError):

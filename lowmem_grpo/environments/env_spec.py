@@ -4,6 +4,7 @@ import asyncio
 import copy
 import inspect
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import Message, owned
 
 logger = logging.getLogger(__name__)
+HELD_OUT = 1 << 30  # the smallest seed of held-out rows
 
 
 class Factories:
@@ -111,17 +113,14 @@ class EnvSpecs:
         """`tools` are available in every row, in addition to those of its environment."""
         self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers keep the options of their last call, so none is shared
         self.tools, self.factories, self.limit = list(tools), factories, TokenLimit(tokenizer, max_tool_tokens)
-        self.max_tool_tokens, self.template_kwargs, self.parse = max_tool_tokens, template_kwargs, parse
+        self.template_kwargs = template_kwargs
         self.other: Renderer | PlainRenderer | None = None  # renders questions to the base model
         self.renderers: dict[tuple[str, bool], Renderer | PlainRenderer] = {}  # True: for prompts that are plain text
         samples = {"": None} if factories is None else factories.samples
-        self.toolboxes = {name: self.make_toolbox(made) for name, made in samples.items()}
-
-    def make_toolbox(self, made: Any) -> Toolbox | None:
-        """Return the toolbox of environments of the same kind as `made`; None means tools without an environment."""
-        functions = [*self.tools, *([] if made is None else tools_of(made))]
-        return Toolbox(functions, self.tokenizer, self.max_tool_tokens, self.parse, self.template_kwargs) \
-            if functions else None
+        functions = {name: [*tools, *([] if made is None else tools_of(made))] for name, made in samples.items()}
+        self.toolboxes = {  # the sample environment's, for all of its kind
+            name: Toolbox(each, self.tokenizer, max_tool_tokens, parse, template_kwargs) if each else None
+            for name, each in functions.items()}
 
     def name_of(self, row: Mapping[str, Any]) -> str:
         return "" if self.factories is None else self.factories.name_of(row)
@@ -192,6 +191,14 @@ class EpisodeEncoder(PromptEncoder):
         except RendererError as error:
             raise DataError(str(error)) from error
         return Prompt(row, ids, str(self.tokenizer.decode(ids)))
+
+
+def seeded_rows(count: int, seed: int = 0, held_out: bool = False) -> list[dict[str, Any]]:
+    """Return `count` rows, each with a `seed` that is passed to `reset(seed=...)`. All episodes of a group share the
+    seed, so that they differ in play and not in luck. Held-out rows have seeds from HELD_OUT on, others smaller ones,
+    so that the two never overlap, and tasks made from `seed % n` are of the same kind in both."""
+    drawn, least = random.Random(f"{seed}-{held_out}"), HELD_OUT if held_out else 0
+    return [{"prompt": [{"role": "user", "content": ""}], "seed": least + drawn.getrandbits(30)} for _ in range(count)]
 
 
 @dataclass

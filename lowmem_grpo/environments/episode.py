@@ -158,8 +158,7 @@ class Episode:
             self.handle.run = job.call
         for call in calls:
             try:
-                function = self.toolbox.answer if self.toolbox.is_async(call) else self.toolbox.run
-                content = job.call(function, (call,), {})
+                content = self.toolbox.run(call, job.call)
             except ToolError as error:
                 content, answer.failures = str(error), answer.failures + 1
             answer.done |= isinstance(content, FinalResult)

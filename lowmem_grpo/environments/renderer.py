@@ -22,7 +22,6 @@ from lowmem_grpo.environments.template import (
     checked,
     refusal,
     thought_apart,
-    with_arguments,
 )
 from lowmem_grpo.types import Message
 
@@ -68,16 +67,13 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> TurnBounda
 
 
 def answers(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return made-up conversations that may precede the messages, likeliest first: ending with tool calls, in the forms
-    that templates accept, or with a plain answer."""
+    """Return made-up conversations that may precede the messages, likeliest first: ending with a call for each result,
+    with one call, or with a plain answer."""
     question = {"role": "user", "content": "Question"}
     names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
     calls = [{"type": "function", "function": {"name": name, "arguments": {"value": ANCHOR}}} for name in names]
-    turns = []
-    for some in (calls, calls[:1]) if messages[0]["role"] == "tool" else ():
-        asked = {"role": "assistant", "content": "", "tool_calls": some}
-        as_text = with_arguments(asked, lambda arguments: arguments["value"])
-        turns += [asked, as_text, as_text | {"content": None}]
+    turns: list[Message] = [{"role": "assistant", "content": "", "tool_calls": some} for some in (calls, calls[:1])
+                            if messages[0]["role"] == "tool"]
     return [[question, message] for message in (*turns, {"role": "assistant", "content": ANCHOR})]
 
 

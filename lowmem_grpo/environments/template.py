@@ -7,15 +7,14 @@ separately, so that no piece spells a mark. Text without marks is encoded togeth
 servers do.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.prompt_inputs import CLOSED, chat_text, with_functions
+from lowmem_grpo.data.prompt_inputs import CLOSED, chat_text
 from lowmem_grpo.types import Message
 
 STEM = "Zq7w"  # prefix of stand-in words, extended until it does not occur in the messages or the template
@@ -132,15 +131,8 @@ class ChatTemplate:
             raise refusal(messages, f"{type(error).__name__}: {error}") from error
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Do the same for messages with tool calls, whose arguments some templates want as JSON text."""
-        numbered = with_call_ids(messages)
-        try:
-            return self.text(numbered, generation)
-        except RendererError:
-            as_text = [with_arguments(message, json.dumps) for message in numbered]
-            if as_text == numbered:
-                raise
-            return self.text(as_text, generation)
+        """Do the same for messages with tool calls, which get ids."""
+        return self.text(with_call_ids(messages), generation)
 
 
 def thought_apart(message: Message, source: str) -> Message:
@@ -187,9 +179,3 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
             waiting = waiting[1:]
         done.append(message)
     return done
-
-
-def with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
-    """Return the message with `form` applied to the arguments of its calls that are not text."""
-    return with_functions(message, lambda function: function if isinstance(function["arguments"], str) else
-                          function | {"arguments": form(function["arguments"])})

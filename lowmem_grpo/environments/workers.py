@@ -7,7 +7,7 @@ replaces the one that hangs.
 import asyncio
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -16,6 +16,10 @@ from lowmem_grpo.rewards.calling.background import BackgroundLoop, start_thread
 
 PAUSE = 0.1  # seconds between checks for late jobs and Ctrl-C
 TOGETHER = 0.005  # seconds within which jobs that finish one after the other are collected together
+
+
+class LateError(TimeoutError):
+    """A call took longer than it may."""
 
 
 class WorkerJob:
@@ -31,24 +35,28 @@ class WorkerJob:
         self.dropped = False
 
     def call(self, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a function, or await an async one, as the job's next call; TimeoutError if an async one takes too long.
-        A synchronous one that does is found by `Workers.late`."""
+        """Call a function as the job's next call, and await what an async one returns; LateError if that takes too
+        long. A synchronous one that does is found by `Workers.late`."""
         self.doing = str(getattr(function, "__qualname__", type(function).__name__))
         self.deadline = time.monotonic() + self.limit
         try:
-            if not inspect.iscoroutinefunction(function):
-                return function(*values, **named)
-            future = self.loop.submit(lambda: function(*values, **named))
-            try:
-                return future.result(self.limit)
-            except (FutureTimeout, asyncio.CancelledError):
-                future.cancel()
-                raise self.too_late() from None
+            result = function(*values, **named)
+            return self.awaited(result) if inspect.isawaitable(result) else result
         finally:
             self.deadline = float("inf")
 
-    def too_late(self) -> TimeoutError:
-        return TimeoutError(f"{self.doing} took more than {self.limit:g} s")
+    def awaited(self, result: Awaitable[Any]) -> Any:
+        future = self.loop.submit(lambda: result)
+        try:
+            return future.result(self.limit)
+        except (FutureTimeout, asyncio.CancelledError) as error:
+            if isinstance(error, FutureTimeout) and future.done():
+                raise  # a TimeoutError of the function's own
+            future.cancel()
+            raise self.too_late() from None
+
+    def too_late(self) -> "LateError":
+        return LateError(f"{self.doing} took more than {self.limit:g} s")
 
     def run(self) -> None:
         began = time.monotonic()
@@ -95,7 +103,7 @@ class Workers:
             self.done.put(job)
 
     def collect(self, wait: bool) -> list[WorkerJob]:
-        """Return jobs that are done, or late with a TimeoutError, in no particular order; with `wait`, at least one if
+        """Return jobs that are done, or late with a LateError, in no particular order; with `wait`, at least one if
         any is running."""
         jobs: list[WorkerJob] = []
         began = time.monotonic()

@@ -14,8 +14,8 @@ from functools import cache, partial
 
 from datasets import Dataset
 
+from lowmem_grpo.environments.env_spec import seeded_rows
 from lowmem_grpo.environments.protocol import Anew
-from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.recipes.eval_task import Exam, baselines, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions

@@ -10,10 +10,9 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import EpisodeSettings, SamplingParams
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
 from lowmem_grpo.data.stream import Stream, rows_of
-from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories, WithPrompts
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories, WithPrompts, seeded_rows
 from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.protocol import short, tools_of
-from lowmem_grpo.environments.rows import seeded_rows
 from lowmem_grpo.environments.tools.bodies import python_calls
 from lowmem_grpo.fast_model import adapter_for, as_request
 from lowmem_grpo.rewards.reward_model import with_models

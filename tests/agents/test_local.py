@@ -128,7 +128,6 @@ def test_names_of_checkpoints_answer_and_old_ones_are_deleted(model: Any, loop: 
         live, first, base = [await ask(name) for name in ("agent", "agent@0", "tiny-games")]
         assert await ask("agent@1") == live and first == base, "LoRA starts at zero"
         await model.log(metrics={"reward": 0.25}, step=0)
-        assert await model.backend().run(model).best_step("val/reward") == 0
         result = await model.train(played_again)
         assert (result.step, Path(result.checkpoint_path).name) == (2, "checkpoint-2")
         await model.delete_checkpoints()

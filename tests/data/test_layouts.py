@@ -1,7 +1,6 @@
 """Rows in the layouts of public datasets: what is asked, what the answer is, and what pays for it."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from lowmem_grpo.data.layouts import answer_of, prompt_of
 from lowmem_grpo.recipes.new_recipe import KINDS
 from lowmem_grpo.recipes.recipe_file import load_recipe
 from lowmem_grpo.rewards.ready.code import code_passes_tests
-
-CONFIG = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def write(folder: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -45,16 +42,8 @@ def test_rows_of_a_public_dataset_give_its_question_and_its_answer(
     assert rows[0]["answer"] == wanted and len(rows) == len(layout.rows)
 
 
-def is_clean(path: Path) -> None:
-    """Ruff has nothing to say, with the settings of this package."""
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--config", CONFIG, path], capture_output=True,
-                          text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
 def made(folder: Path, layout: Layout) -> list[dict[str, Any]]:
     """The rows of a recipe whose verifier needs a sandbox, which this machine may not have."""
-    is_clean(folder / "mine.py")
     text = (folder / "mine.py").read_text().replace('rewards.code_passes_tests("answer")', "rewards.answer_match()")
     assert text != (folder / "mine.py").read_text()
     (folder / "mine.py").write_text(text)

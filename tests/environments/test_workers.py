@@ -24,28 +24,6 @@ def workers() -> Any:
     made.close()
 
 
-def test_a_call_is_given_up_after_the_seconds_that_are_left_to_it(workers: Workers) -> None:
-    begun, release = threading.Event(), threading.Event()
-
-    def hangs() -> bool:
-        begun.set()
-        return release.wait(60)
-
-    workers.submit(0, lambda job: job.call(hangs, (), {}), 3600)
-    assert begun.wait(60)
-    workers.hurry(0.0)
-    [job] = workers.collect(wait=True)
-    assert isinstance(job.error, TimeoutError) and job.result is None
-    release.set()
-
-
-def test_sixteen_jobs_of_four_threads_come_back_with_their_results(workers: Workers) -> None:
-    for key in range(16):
-        workers.submit(key, lambda job, key=key: job.call(lambda: key * key, (), {}), 60)  # type: ignore[misc]
-    assert {key: job.result for key, job in all_of(workers).items()} == {key: key * key for key in range(16)}
-    assert workers.threads == 4
-
-
 def test_who_waits_collects_those_too_that_end_just_behind_the_first(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from recipe_runs import invoke, lines, run
 
-from lowmem_grpo.environments.rows import HELD_OUT
+from lowmem_grpo.environments.env_spec import HELD_OUT
 from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions
 
 

@@ -243,15 +243,6 @@ def large(size: int) -> str:
     return "begin " + "x" * size + " end"
 
 
-def raw(size: int) -> bytes:
-    """Give bytes.
-
-    Args:
-        size: how many
-    """
-    return b"x" * size
-
-
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
@@ -267,12 +258,12 @@ QUESTION = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
 @every_row(("said", "results", "failures"), [
     (call("add", a=2, b=3), ["5"], 0), (call("add", a=2, b=3) + call("add", a=4, b=4), ["5", "8"], 0),
     (call("add", a=2), ["b"], 1), (call("multiply", a=2), ["there is no tool 'multiply'"], 1),
-    (call("raw", size=3), ["bytes"], 1), ("<tool_call>\n{broken</tool_call>", [""], 1),
+    ("<tool_call>\n{broken</tool_call>", [""], 1),
 ])
 def test_calls_are_answered_in_their_order_and_failures_are_counted(
     said: str, results: list[str], failures: int
 ) -> None:
-    [[one]] = played(tools_once(said), [QUESTION], tools=[add, raw, large], n=1)
+    [[one]] = played(tools_once(said), [QUESTION], tools=[add], n=1)
     assert one.ending == "answer" and [turn.text for turn in one.turns] == [said, "done"]
     replies = one.turns[0].replies
     assert len(replies) == len(results) and all(part in reply["content"] for part, reply in zip(

@@ -13,11 +13,13 @@ from lowmem_grpo.engines.base import Conversation
 from lowmem_grpo.engines.decoding import in_rounds
 from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories
 from lowmem_grpo.environments.episode import EpisodeBounds
+from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.environments.workers import WorkerJob
+from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rollout.episodes import Episodes
-from lowmem_grpo.types import OnGroup, Rollout
+from lowmem_grpo.types import OnGroup, Rollout, ToolCall
 
 TEMPLATE = "qwen2_5"
 FREE: dict[str, Any] = {"turns": None, "completion": 4096, "context": 8192, "turn": None, "call_seconds": 60.0,
@@ -69,6 +71,14 @@ def played(
     engine.slots = slots
     episodes = Episodes(specs, EpisodeBounds(**FREE | bounds, append=append))
     return episodes.play(engine, prompts, SamplingParams(n=n, seed=1, max_tokens=4096))  # type: ignore[arg-type]
+
+
+LOOP = BackgroundLoop("tools")
+
+
+def run_tool(box: Toolbox, name: str, seconds: float = 60.0, /, **arguments: Any) -> str:
+    """The result of a call, made as an episode makes it."""
+    return box.run(ToolCall(name, arguments), WorkerJob(0, print, seconds, LOOP).call)
 
 
 class Hang:

@@ -181,8 +181,6 @@ class ScriptedBackend:
         self.chat = chat_over(self.worker)
         self.trained: list[tuple[Any, dict[str, Any]]] = []
         self.logged: list[tuple[Any, ...]] = []
-        self.kept: list[int] = []
-        self.best: int | None = None
 
     @contextmanager
     def computing_with(self, adapter: Any) -> Iterator[None]:
@@ -208,11 +206,8 @@ class ScriptedBackend:
     def run(self, model: Any) -> "ScriptedBackend":
         return self
 
-    async def best_step(self, metric: str) -> int | None:
-        return self.best
-
-    async def delete_checkpoints(self, keep: list[int]) -> None:
-        self.kept = keep
+    async def delete_checkpoints(self, metric: str) -> None:
+        self.logged.append(metric)
 
     def client(self) -> openai.AsyncOpenAI:
         return client_of(self.chat)

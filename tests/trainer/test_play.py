@@ -10,7 +10,7 @@ from scripted import Hang
 from trainer_runs import ROWS, SMALL, adapter, load, make, same
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
-from lowmem_grpo.environments.rows import seeded_rows
+from lowmem_grpo.environments.env_spec import seeded_rows
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.play import EpisodeSetup
 from lowmem_grpo.trainer.preflight.checks import PreflightError

@@ -3,6 +3,7 @@
 import copy
 import json
 import threading
+from bisect import bisect_left
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import IMAGE_PARTS
 
 MOST_CHARACTERS = 64  # per token; a text beyond that is not encoded whole
+
 
 class ToolError(Exception):
     """A tool call that failed; the policy reads the message."""
@@ -70,31 +72,23 @@ class TokenLimit:
         self.tokenizer, self.most, self.lock = copy.deepcopy(tokenizer), most, threading.Lock()
 
     def cut(self, text: str) -> str:
+        """Return the text if it has at most `most` tokens, else its head and tail around a note of what was left out.
+        However long the text is, only as much as could be kept is encoded. A lone surrogate, which no tokenizer
+        accepts, becomes a question mark."""
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        bound = min(MOST_CHARACTERS * self.most, len(text))
         with self.lock:
-            return within_tokens(text, self.tokenizer, self.most)
+            if len(text) == bound and self.fits(text):
+                return text
+            kept = bisect_left(range(1, bound), True, key=lambda count: not self.fits(joined(text, count)))
+            if kept:
+                return joined(text, kept)
+            return next((note for note in (joined(text, 0).strip(), "...") if self.fits(note)), "")
 
-
-def within_tokens(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> str:
-    """Return the text if it has at most `max_tokens` tokens, else its head and tail around a note of what was left out.
-    However long the text is, only as much as could be kept is encoded. A lone surrogate, which no tokenizer accepts,
-    becomes a question mark."""
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    bound = MOST_CHARACTERS * max_tokens
-    if len(text) <= bound and fits(text, tokenizer, max_tokens):
-        return text
-    kept = most_kept(text, tokenizer, max_tokens, min(bound, len(text)))
-    if kept:
-        return joined(text, kept)
-    return next((note for note in (joined(text, 0).strip(), "...") if fits(note, tokenizer, max_tokens)), "")
-
-
-def most_kept(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, bound: int) -> int:
-    """Return, by bisection, the number of characters below `bound` to keep so that the cut text fits."""
-    low, high = 0, bound
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(joined(text, middle), tokenizer, max_tokens) else (low, middle)
-    return low
+    def fits(self, text: str) -> bool:
+        """Return True if the text has at most `most` tokens. Text like a special token is counted as plain text."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return len(ids) <= self.most
 
 
 def joined(text: str, kept: int) -> str:
@@ -102,8 +96,3 @@ def joined(text: str, kept: int) -> str:
     head = (kept + 1) // 2
     tail = text[len(text) - (kept - head):]
     return f"{text[:head]}\n[... {len(text) - kept} characters left out ...]\n{tail}"
-
-
-def fits(text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> bool:
-    """Return True if the text has at most `max_tokens` tokens. Text like a special token is counted as plain text."""
-    return len(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)) <= max_tokens

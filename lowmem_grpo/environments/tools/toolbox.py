@@ -3,11 +3,9 @@
 A tool is a function that a policy may call, with the schema that the chat template shows it.
 """
 
-import asyncio
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -20,6 +18,7 @@ from lowmem_grpo.environments.tools.arguments import fault
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading, custom
 from lowmem_grpo.environments.tools.results import FinalResult, TokenLimit, ToolError, ToolOutage, described, text_of
+from lowmem_grpo.environments.workers import LateError
 from lowmem_grpo.types import Message, ToolCall
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")  # as OpenAI allows, plus dots for MCP servers; no leading "_"
@@ -50,10 +49,6 @@ class Tool:
     @property
     def parameters(self) -> dict[str, Any]:
         return self.schema["function"].get("parameters") or {"type": "object", "properties": {}}
-
-    @property
-    def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(inspect.unwrap(self.function))
 
 
 class ToolSchemaError(ValueError):
@@ -151,15 +146,15 @@ class Toolbox:
         return [tool.schema for tool in self.tools.values()]
 
     def with_functions(self, functions: Sequence[Any]) -> "Toolbox":
-        """Return a copy with other functions of the same names and schemas, such as the methods of another environment
-        instance. ValueError if the schemas differ."""
-        known = {shared(tool.function): tool for tool in self.tools.values()}  # schemas of the same methods are reused
-        other = copy(self)
-        other.tools = named([tool_of(function) if isinstance(function, Tool) or shared(function) not in known
-                             else replace(known[shared(function)], function=function) for function in functions])
-        if other.schemas != self.schemas:
-            raise ValueError(f"the tools {', '.join(other.tools)} differ from those that the template was told of: "
+        """Return a copy with other functions of the same names, such as the methods of another environment instance.
+        ValueError if the names differ."""
+        by_name = {each.name if isinstance(each, Tool) else each.__name__: each for each in functions}
+        if by_name.keys() != self.tools.keys():
+            raise ValueError(f"the tools {', '.join(by_name)} differ from those that the template was told of: "
                              f"{', '.join(self.tools)}")
+        other = copy(self)
+        other.tools = {name: replace(tool, function=getattr(by_name[name], "function", by_name[name]))
+                       for name, tool in self.tools.items()}
         return other
 
     def read(self, completion_ids: Sequence[int], text: str) -> Reading:
@@ -168,46 +163,24 @@ class Toolbox:
             return custom(self.parse, text)
         return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
 
-    def is_async(self, call: ToolCall) -> bool:
-        """Return True if the call is to be made with `answer` in an event loop; other calls use `run` in a thread."""
+    def run(self, call: ToolCall, make: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> str:
+        """Return the result of a call as text, cut to the limit; a FinalResult stays one. `make` calls a function with
+        these arguments, as `WorkerJob.call` does. ToolError, cut likewise, if the call fails, ToolOutage if the tool is
+        broken, LateError if it takes too long, and DataError for an image."""
         tool = self.tools.get(call.name)
-        return tool is not None and tool.is_async
-
-    def run(self, call: ToolCall) -> str:
-        """Run a call and return its result as text. ToolError if it fails, ToolOutage if the tool is broken."""
-        with self.failures_told():
-            result = self.started(call)
-            return self.as_text(asyncio.run(awaited(result)) if inspect.isawaitable(result) else result)
-
-    async def answer(self, call: ToolCall) -> str:
-        """Do the same as `run` in an event loop."""
-        with self.failures_told():
-            result = self.started(call)
-            return self.as_text(await result if inspect.isawaitable(result) else result)
-
-    def started(self, call: ToolCall) -> Any:
-        tool = self.tools.get(call.name)
-        if tool is None:
-            raise ToolError(f"there is no tool {call.name[:60]!r}; the tools are {', '.join(self.tools)}")
-        if wrong := fault({"additionalProperties": False, **tool.parameters}, call.arguments):
-            raise ToolError(f"{call.name}: {wrong}")
-        return tool.function(**call.arguments)
-
-    def as_text(self, result: Any) -> str:
-        """Return a result as text, cut to the limit; a FinalResult stays one."""
-        text = self.limit.cut(text_of(result))
-        return FinalResult(text) if isinstance(result, FinalResult) else text
-
-    @contextmanager
-    def failures_told(self) -> Iterator[None]:
-        """Turn any error but ToolOutage and DataError into a ToolError, whose message is cut like a result."""
         try:
-            yield
-        except (ToolOutage, DataError):
+            if tool is None:
+                raise ToolError(f"there is no tool {call.name[:60]!r}; the tools are {', '.join(self.tools)}")
+            if wrong := fault({"additionalProperties": False, **tool.parameters}, call.arguments):
+                raise ToolError(f"{call.name}: {wrong}")
+            result = make(tool.function, (), call.arguments)
+            text = self.limit.cut(text_of(result))
+        except (ToolOutage, DataError, LateError):
             raise
         except (Exception, SystemExit) as error:
             words = error.words if isinstance(error, ToolError) else described(error)
             raise ToolError(self.limit.cut(words)) from error
+        return FinalResult(text) if isinstance(result, FinalResult) else text
 
     def message(self, call: ToolCall, content: str) -> Message:
         return {"role": "tool", "name": call.name if call.name in self.tools else "unknown", "content": content}
@@ -221,12 +194,3 @@ def named(tools: list[Tool]) -> dict[str, Tool]:
             raise ValueError(f"two tools are called {tool.name!r}, so a call could mean either; rename one of them")
         by_name[tool.name] = tool
     return by_name
-
-
-def shared(function: Any) -> Any:
-    """Return a bound method's underlying function, which is the same for all instances; other functions unchanged."""
-    return getattr(function, "__func__", function)
-
-
-async def awaited(result: Any) -> Any:
-    return await result

@@ -47,8 +47,9 @@ async def rollout(model: art.TrainableModel[Any], thing: str) -> art.Trajectory:
 
 
 async def main() -> None:
-    async with art.LocalBackend(max_seq_length=1024) as backend:
+    async with art.LocalBackend() as backend:
         model = art.TrainableModel(name="001", project="prices", base_model="tiny-games")
+        model._internal_config = art.dev.InternalModelConfig(init_args=art.dev.InitArgs(max_seq_length=1024))
         await model.register(backend)
         trajectories = await art.gather_trajectories((rollout(model, "tea") for _ in range(6)), max_exceptions=6)
         result = await model.train([art.TrajectoryGroup(trajectories)], learning_rate=1e-4)

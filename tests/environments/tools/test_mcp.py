@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,13 @@ from typing import Any
 
 import pytest
 from programs import program
+from scripted import run_tool
 from template_tokenizers import tiny_with
 
 from lowmem_grpo.environments.tools import mcp as tools_of_mcp
 from lowmem_grpo.environments.tools.mcp import PACKAGE, MCPTools, mcp_tools
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
 from lowmem_grpo.environments.tools.toolbox import Toolbox
-from lowmem_grpo.types import ToolCall
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 SERVER = '''
@@ -86,7 +87,7 @@ def url(server: list[str]) -> Iterator[str]:
 
 
 def process_of(box: Toolbox, wait: str = "wait") -> int:
-    return int(box.run(ToolCall(wait, {"calls": 1})).partition('"pid":')[2].strip(" }\n"))
+    return int(run_tool(box, wait, calls=1).partition('"pid":')[2].strip(" }\n"))
 
 
 def has_ended(process: int) -> bool:
@@ -100,13 +101,13 @@ def has_ended(process: int) -> bool:
     return False
 
 
-async def side_by_side(box: Toolbox) -> str:
+def side_by_side(box: Toolbox) -> str:
     """The answer of a call after four that wait for each other and one that was given up."""
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(box.answer(ToolCall("wait", {"calls": 4})) for _ in range(4)))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(box.answer(ToolCall("wait", {"calls": 2})), 0.1)
-    return await box.answer(ToolCall("price", {"what": "tea"}))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: run_tool(box, "wait", calls=4), range(4)))
+    with pytest.raises(TimeoutError, match=r"wait took more than 0\.1 s"):
+        run_tool(box, "wait", 0.1, calls=2)
+    return run_tool(box, "price", what="tea")
 
 
 def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: list[str]) -> None:
@@ -115,17 +116,16 @@ def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: lis
         assert list(box.tools) == ["price", "fail", "wait", "picture", "leave"]
         assert box.schemas[0]["function"]["description"] == "The price of something."
         assert box.schemas[0]["function"]["parameters"]["properties"]["count"]["type"] == "integer"
-        assert box.is_async(ToolCall("price", {}))
-        assert box.run(ToolCall("price", {"what": "tea", "count": 2})) == "2 tea for 6 euros"
-        for call, why in ((ToolCall("price", {"what": 3}), "error: price: what must be string, got 3"),
-                          (ToolCall("fail", {"why": "x"}), "Error executing tool fail"),
-                          (ToolCall("picture", {}), "no text: image")):
+        assert run_tool(box, "price", what="tea", count=2) == "2 tea for 6 euros"
+        for name, arguments, why in (("price", {"what": 3}, "error: price: what must be string, got 3"),
+                                     ("fail", {"why": "x"}, "Error executing tool fail"),
+                                     ("picture", {}, "no text: image")):
             with pytest.raises(ToolError, match=why):
-                box.run(call)
+                run_tool(box, name, **arguments)
         process = process_of(box)
     assert has_ended(process)
     with pytest.raises(ToolOutage, match=r"session with the MCP server .* has ended"):
-        box.run(ToolCall("price", {"what": "tea"}))
+        run_tool(box, "price", what="tea")
 
 
 @pytest.mark.slow
@@ -133,16 +133,16 @@ def test_a_server_that_listens_at_a_url_gives_its_tools_and_outlives_the_session
     with mcp_tools(url=url) as tools:
         box = Toolbox(tools, tiny_with("qwen3"), 64)
         assert list(box.tools) == ["price", "fail", "wait", "picture", "leave"]
-        assert asyncio.run(side_by_side(box)) == "1 tea for 3 euros"
+        assert side_by_side(box) == "1 tea for 3 euros"
         with pytest.raises(ToolError, match="Error executing tool fail"):
-            box.run(ToolCall("fail", {"why": "x"}))
+            run_tool(box, "fail", why="x")
     with pytest.raises(ToolOutage, match=r"session with the MCP server http://127\.0\.0\.1:\d+/mcp has ended"):
-        box.run(ToolCall("price", {"what": "tea"}))
+        run_tool(box, "price", what="tea")
     with mcp_tools(url=url, names=["leave", "price"]) as tools:  # it still listens
         box = Toolbox(tools, tiny_with("qwen3"), 64)
         for name, arguments in (("leave", {}), ("price", {"what": "tea"})):
             with pytest.raises(ToolOutage, match="the MCP server"):
-                box.run(ToolCall(name, arguments))
+                run_tool(box, name, **arguments)
 
 
 def test_a_url_at_which_no_server_answers_says_so(url: str) -> None:
@@ -158,7 +158,7 @@ def test_a_server_that_is_gone_is_an_outage_and_not_the_policys_failure(server: 
         box = Toolbox(tools, tiny_with("qwen3"), 64)
         for name, arguments in (("leave", {}), ("price", {"what": "tea"})):
             with pytest.raises(ToolOutage, match="the MCP server"):
-                box.run(ToolCall(name, arguments))
+                run_tool(box, name, **arguments)
 
 
 def test_a_call_that_a_dying_session_never_answers_is_an_outage_and_is_not_waited_for() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from sandboxed import descendants
+from scripted import run_tool
 from tables import every_row
 from template_tokenizers import tiny_with
 
@@ -14,7 +15,6 @@ from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, Sandbox, why_not
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 from lowmem_grpo.rewards.sandbox.worker import CannotStart
-from lowmem_grpo.types import ToolCall
 
 LIMITS = Limits(seconds=60, total_seconds=60, memory_bytes=128 * MIB, scratch_bytes=MIB, output_bytes=50_000)
 
@@ -35,7 +35,7 @@ def python(isolation: str) -> Callable[[str], str]:
 def test_a_program_answers_with_what_it_prints(python: Callable[[str], str]) -> None:
     box = Toolbox([python], tiny_with("qwen3"), 64)
     assert box.schemas[0]["function"]["parameters"]["required"] == ["code"]
-    assert box.run(ToolCall("python", {"code": "import math\nprint(math.factorial(6), 'é')"})) == "720 é\n"
+    assert run_tool(box, "python", code="import math\nprint(math.factorial(6), 'é')") == "720 é\n"
     assert python("x = 3") == NOTHING
     assert python("import sys\nprint(sys.stdin.read() == '', sys.argv)") == "True ['code.py']\n"
 
@@ -71,7 +71,7 @@ def test_a_sandbox_that_no_longer_starts_is_an_outage(
 
     monkeypatch.setattr(Sandbox, "start", start)
     with pytest.raises(ToolOutage, match="worked before and no longer does: no more processes"):
-        Toolbox([python], tiny_with("qwen3"), 64).run(ToolCall("python", {"code": "print(1)"}))
+        run_tool(Toolbox([python], tiny_with("qwen3"), 64), "python", code="print(1)")
     assert "trying once more" in caplog.text
 
 

@@ -49,7 +49,7 @@ def rich(
 
 def test_the_schema_says_all_that_hints_and_docstring_say() -> None:
     tool = tool_of(weather)
-    assert tool == Tool("weather", tool.schema, weather) and not tool.is_async
+    assert tool == Tool("weather", tool.schema, weather)
     assert tool.schema == {"type": "function", "function": {
         "name": "weather", "description": "Look up the weather.", "parameters": {
             "type": "object", "required": ["city"], "properties": {
@@ -75,18 +75,8 @@ def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
     return around
 
 
-async def later(a: int) -> int:
-    """Later.
-
-    Args:
-        a: It.
-    """
-    return a
-
-
 def test_a_decorated_function_is_a_tool() -> None:
     assert tool_of(decorated(weather)).parameters == tool_of(weather).parameters
-    assert tool_of(decorated(later)).is_async
 
 
 @every_row(("function", "why"), [

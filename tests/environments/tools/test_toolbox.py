@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from scripted import run_tool
 from tables import every_row
 from template_tokenizers import tiny_with, weather
 
@@ -52,17 +53,10 @@ def returns(result: Any, max_tokens: int = 128) -> Toolbox:
 
 def told(box: Toolbox, name: str = "give", **arguments: Any) -> str:
     """What the policy reads, whether the call fails or not."""
-    call = ToolCall(name, arguments)
     try:
-        in_thread = box.run(call)
+        return run_tool(box, name, **arguments)
     except ToolError as error:
-        in_thread = str(error)
-    try:
-        in_loop = asyncio.run(box.answer(call))
-    except ToolError as error:
-        in_loop = str(error)
-    assert in_thread == in_loop
-    return in_thread
+        return str(error)
 
 
 def test_functions_methods_and_async_functions_are_tools_alike() -> None:
@@ -72,7 +66,6 @@ def test_functions_methods_and_async_functions_are_tools_alike() -> None:
     assert told(box, "buy", what="tea") == '{"shop": "A", "bought": "tea", "ok": true}'
     assert told(box, "wait", seconds=0) == "0"
     assert told(box, "wait", seconds=0.001) == "error: RuntimeError: too late"
-    assert [box.is_async(ToolCall(name, {})) for name in ("buy", "wait", "unknown")] == [False, True, False]
     other = box.with_functions([weather, Shop("B").buy, Shop("B").wait])
     assert told(other, "buy", what="tea") == '{"shop": "B", "bought": "tea", "ok": true}' and other.parser is box.parser
     with pytest.raises(ValueError, match="the tools buy differ"):
