@@ -13,6 +13,7 @@ from template_tokenizers import tokenizer_of
 from trainer_runs import load, make
 from trl.trainer.utils import remove_none_values
 
+from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompt_inputs import encode
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
 from lowmem_grpo.data.stream import Stream, columns_of, rows_of
@@ -34,6 +35,8 @@ ROWS: list[dict[str, Any]] = [
         {"role": "tool", "name": "now", "content": "9:00"}, {"role": "user", "content": "Early?"}],
      "nums": [0], "answer": 9, "tools": [OTHER]},
 ]
+ASKED, SAID = [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Yes"}
+NAMED = [{"role": "user", "content": "Hi", "name": "Ada"}]
 HOLDERS: dict[str, Callable[[Path], Any]] = {
     "list": lambda _: ROWS,
     "Dataset": lambda _: Dataset.from_list(ROWS),
@@ -97,6 +100,28 @@ def test_a_reward_function_gets_the_columns_of_any_holder_as_plain_values(holder
     trainer.start_step()
     trainer.train_step(trainer.next_groups())
     assert seen[:8] == [(row["prompt"], row["nums"], row["answer"]) for row in ROWS[:2] for _ in range(4)]
+
+
+@pytest.mark.parametrize("hold", [
+    Dataset.from_list, lambda rows: Dataset.from_list(rows).with_format("numpy"), pd.DataFrame,
+    lambda rows: Dataset.from_list(rows).with_format("torch"),
+])
+@pytest.mark.parametrize("rows", [
+    [{"messages": [*NAMED, SAID]}, {"messages": [*ASKED, SAID]}], [{"prompt": NAMED, "completion": [SAID]},
+                                                                   {"prompt": ASKED, "completion": [SAID]}],
+    [{"prompt": "a", "completion": "bc"}] * 2, [{"text": "ab cd"}] * 2,
+    [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}] * 2,
+])
+@pytest.mark.every(2)
+def test_fine_tuning_trains_the_same_tokens_whatever_holds_the_rows(rows: Any, hold: Any, tmp_path: Path) -> None:
+    model = load()
+    model.loaded.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{% if 'name' in m %} ({{ m.name }}){% endif %}: {{ m.content }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    config = SFTConfig(output_dir=str(tmp_path), max_steps=1, preflight=False)
+    given, held = (SFTTrainer(model, each, config, eval_dataset=each).train_dataset for each in (rows, hold(rows)))
+    for name in ("input_ids", "labels"):
+        assert [list(row[name]) for row in held] == [list(row[name]) for row in given]
 
 
 def test_empty_cells_of_a_data_frame_are_none() -> None:

@@ -146,15 +146,15 @@ class Toolbox:
         return [tool.schema for tool in self.tools.values()]
 
     def with_functions(self, functions: Sequence[Any]) -> "Toolbox":
-        """Return a copy with other functions of the same names, such as the methods of another environment instance.
-        ValueError if the names differ."""
-        by_name = {each.name if isinstance(each, Tool) else each.__name__: each for each in functions}
-        if by_name.keys() != self.tools.keys():
-            raise ValueError(f"the tools {', '.join(by_name)} differ from those that the template was told of: "
-                             f"{', '.join(self.tools)}")
+        """Return a copy with other functions of the same names and schemas, such as the methods of another environment
+        instance. ValueError if the schemas differ."""
+        known = {shared(tool.function): tool for tool in self.tools.values()}  # schemas of the same methods are reused
         other = copy(self)
-        other.tools = {name: replace(tool, function=getattr(by_name[name], "function", by_name[name]))
-                       for name, tool in self.tools.items()}
+        other.tools = named([tool_of(function) if isinstance(function, Tool) or shared(function) not in known
+                             else replace(known[shared(function)], function=function) for function in functions])
+        if other.schemas != self.schemas:
+            raise ValueError(f"the tools {', '.join(other.tools)} differ from those that the template was told of: "
+                             f"{', '.join(self.tools)}")
         return other
 
     def read(self, completion_ids: Sequence[int], text: str) -> Reading:
@@ -194,3 +194,8 @@ def named(tools: list[Tool]) -> dict[str, Tool]:
             raise ValueError(f"two tools are called {tool.name!r}, so a call could mean either; rename one of them")
         by_name[tool.name] = tool
     return by_name
+
+
+def shared(function: Any) -> Any:
+    """Return a bound method's underlying function, which is the same for all instances; other functions unchanged."""
+    return getattr(function, "__func__", function)
