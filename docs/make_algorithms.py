@@ -37,8 +37,8 @@ algorithms learn on a small task.
 
 **Notation.** logp, old and ref are log-probabilities under the policy in training, the same policy at the start of the
 update, and the reference. The reference is the policy as it was when the trainer was made, or with
-`kl_reference="base"` the model without any adapter. A is the advantage, sg stops the gradient, w = exp(logp - old), and
-|o| is the length of a completion. An option that a loss type does not use raises an error that names it."""
+`kl_reference="base"` the model without any adapter. A is the advantage, sg stops the gradient, w = exp(logp - old),
+and |o| is the length of a completion. An option that a loss type does not use raises an error that names it."""
 LOSSES = """
 ## Loss types (`loss_type`)
 

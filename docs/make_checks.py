@@ -133,7 +133,8 @@ METRICS = {
     "mismatch/effective_samples, staleness/effective_samples":
         "(sum rho)^2 / (N sum rho^2): the effective share of the samples under such weights",
     "mismatch/corrected": "1 if a correction weighted the step's tokens",
-    "sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max": "|log pi_old - the sampler's|",
+    "sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max":
+        "the absolute difference between log pi_old and the sampler's log-probability",
     "sampling/importance_sampling_ratio/min, sampling/importance_sampling_ratio/mean, "
     "sampling/importance_sampling_ratio/max": "the weights of the correction, if there is one",
     "sampling/parity/mean, sampling/parity/max, sampling/parity/k3, sampling/parity/ratio":
