@@ -44,9 +44,9 @@ Before the first step, one line estimates how long a step and the run will take,
 (`memory/cards.py`). It assumes prompts as long as those of the rows that were read, and completions of 40% of
 `max_completion_length`. On the CPU there is no estimate.
 
-After the first step there is a warning for each of these, which costs nothing since it uses the step's own rewards:
+After the first step there is a warning for each of these. That costs nothing, since it uses the step's own rewards:
 
-- No group carries signal; with four groups or more, fewer than a quarter of them do.
+- No group has signal, or with four groups or more, fewer than a quarter of them have.
 - Most completions were cut off.
 - A function returned NaN, or None for every completion, as it does for labels that it cannot read.
 - With four groups or more: a function gave every completion the same reward, or the same as another function gave. A
@@ -59,21 +59,22 @@ the expected time of the run as `expected_seconds`, and at the end the real one 
 
 ## Alarms
 
-An alarm warns when its condition has held for a number of steps in a row, and writes `alarms/NAME` into that line of
-`metrics.jsonl`. It warns again only after the condition has ended; `nothing_to_learn` also warns again while it lasts.
+An alarm warns when its condition has held for a number of steps in a row, and writes `alarms/NAME` into that step's
+line of `metrics.jsonl`. It warns again only after the condition has ended; `nothing_to_learn` also repeats its warning
+while the condition lasts.
 
 | alarm | when | steps in a row | what it means | what to do |
 |---|---|---|---|---|"""
 METRICS_HEADER = """
 ## Metrics
 
-Every `logging_steps` steps a run writes a line into `metrics.jsonl` in its directory. Names that TRL also has mean the
-same as there. NAME stands for a reward function, MODULE for a projection, ENDING for the reason why an episode ended,
+Every `logging_steps` steps a run writes a line into `metrics.jsonl` in its directory. Names that TRL also uses mean the
+same as in TRL. NAME stands for a reward function, MODULE for a projection, ENDING for the reason why an episode ended,
 RANK for a process.
 
-An evaluation has the same names with the prefix `eval_`, or `eval_DATASET_` for a dict of datasets: those of what was
-sampled, `loss`, `kl`, `entropy` and `clip_ratio/*` as of one step on all of it, and `runtime`, `samples_per_second` and
-`steps_per_second`.
+An evaluation uses the same names with the prefix `eval_`, or `eval_DATASET_` for a dict of datasets. It logs the
+metrics of its samples; `loss`, `kl`, `entropy` and `clip_ratio/*`, as for one step on all of them; and `runtime`,
+`samples_per_second` and `steps_per_second`.
 
 | metric | meaning |
 |---|---|"""
@@ -83,15 +84,15 @@ METRICS = {
     "reward, reward_std":
         "the weighted sum of the rewards: mean and standard deviation over the step's completions",
     "rewards/NAME/mean, rewards/NAME/std": "the same for one reward function, over the completions that it scored",
-    "rewards/NAME/invalid": "completions for which it returned NaN or infinity",
+    "rewards/NAME/invalid": "completions for which the function returned NaN or infinity",
     "rewards/NAME/unjudged":
         "completions for which a required function returned None; their groups are left out",
     "verdicts/NAME": "share of correct completions among those that the verifier could judge",
     "judge/NAME/failed, judge/NAME/cached":
         "share of completions without a judgement, and of those whose judgement was in the cache",
     "judge/NAME/retries, judge/NAME/tokens, judge/NAME/seconds":
-        "a judge's questions that were repeated after a reply without scores, and its tokens, per completion; seconds "
-        "per call",
+        "per completion: the judge's questions that were repeated after a reply without scores, and its tokens; "
+        "seconds per call",
     "ranks/RANK/generate_s, ranks/RANK/train_s, ranks/RANK/waiting_s, ranks/RANK/busy_s":
         "with several processes, for each one: seconds of sampling, of training, of waiting for the others, and of a "
         "step without that wait",
@@ -110,16 +111,17 @@ METRICS = {
         "parse_error, timeout, environment_error",
     "groups/lost": "groups with fewer than two episodes left, because the environment failed in the others",
     "trajectories/total, trajectories/trained, trajectories/unexplained, trajectories/exceptions":
-        "agents in plain Python: rollouts passed in, trained on, left out because their tokens match no turn that the "
-        "engine sampled, and rollouts that raised an error",
+        "agents in plain Python: rollouts that were passed in, that were trained on, that were left out because their "
+        "tokens match no turn that the engine sampled, and that raised an error",
     "trajectories/staleness, trajectories/max_staleness":
-        "how many steps older the policy that sampled the rollouts is than the one in training: mean and maximum",
+        "the age in steps of the policy that sampled the rollouts: mean and maximum",
     "groups/left_out": "groups of which fewer than two rollouts could be trained on",
     "metrics/NAME, group_metrics/NAME": "means of the metrics that a program gave its trajectories and groups",
     "val/NAME": "what a program logged about rollouts that are not trained on, with `model.log(groups, split=\"val\")`",
     "tools/call_frequency, tools/failure_frequency":
         "tool calls per episode; the share of them that could not be parsed, or failed",
-    "tools/waiting_share": "average share of the sampling time that an episode waits for its tools and its environment",
+    "tools/waiting_share":
+        "average share of the sampling time in which an episode waits for its tools and its environment",
     "other/call_frequency, other/failure_frequency":
         "questions per episode to the base model (`AskBase`); the share of replies that were not `readable`",
     "tokens/cached_share": "share of the prompt tokens of all turns that the engine did not have to compute again",
@@ -131,7 +133,8 @@ METRICS = {
     "mismatch/effective_samples, staleness/effective_samples":
         "(sum rho)^2 / (N sum rho^2): the effective share of the samples under such weights",
     "mismatch/corrected": "1 if a correction weighted the step's tokens",
-    "sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max": "|log pi_old - the sampler's|",
+    "sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max":
+        "the absolute difference between log pi_old and the sampler's log-probability",
     "sampling/importance_sampling_ratio/min, sampling/importance_sampling_ratio/mean, "
     "sampling/importance_sampling_ratio/max": "the weights of the correction, if there is one",
     "sampling/parity/mean, sampling/parity/max, sampling/parity/k3, sampling/parity/ratio":
@@ -155,7 +158,7 @@ METRICS = {
         "dynamic sampling: extra rounds, groups sampled in them, groups dropped, groups with signal that were not "
         "needed",
     "sampling/replayed_groups, sampling/replay_age, sampling/replay_size":
-        "replay: groups used again, their mean age in policy versions, groups in the buffer",
+        "replay: groups that were used again, their mean age in policy versions, groups in the buffer",
     "data/pool_easy, data/pool_hard, data/pool_learning": "difficulty pools: number of rows in each",
     "data/skipped_rows": "rows of the dataset that could not be used so far",
     "time/generate, time/reward, time/train, time/idle, step_time":

@@ -83,14 +83,14 @@ PRESETS = """
 | preset | model | LoRA rank | budget |
 |---|---|---|---|"""
 CELLS = """
-For each recipe: tokens of context, completions per step, planned peak in GiB on the card and on the host, and what
-differs from the first table.
+For each recipe: tokens of context, completions per step, planned peaks in GiB on the card and on the host, and anything
+that differs from the first table.
 """
 OTHERS = """
 ## Other models
 
-`model=` takes any model of a [family](families.md) that trains, with the settings of the preset. These are planned to
-fit every recipe on every card. The figures are the planned peaks of `gsm8k` in GiB, in 4 bits.
+`model=` takes any model of a [family](families.md) that trains, with the settings of the preset. By the plans, the
+models below fit every recipe on every card. The figures are the planned peaks of `gsm8k` in GiB, in 4 bits.
 
 | command | {sizes} |
 |---|{rule}|"""

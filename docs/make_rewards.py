@@ -41,27 +41,29 @@ as `rewards/NAME/mean`. A function of weight 0 changes no advantage.
 
 A function follows TRL's contract. It is called by keyword with `prompts`, `completions`, `completion_ids`, a list for
 every dataset column, `trainer_state`, `log_extra` and `log_metric`, and returns one float or None for each completion.
-Completions are texts or chats; `completion_texts` reads both. So these rewards work in TRL, and those of `trl.rewards`
-work here. If your column has another name, pass `column="solution"` to the ready-made rewards.
+Completions are texts or chats; `completion_texts` reads both. So these rewards work in TRL, and the functions of
+`trl.rewards` work here. If your column has another name, pass `column="solution"` to the ready-made rewards.
 
-A function may change its arguments: each call gets copies (but of episodes' `environments`). In an evaluation, what
-`log_metric` gets is logged as `eval_NAME`, and so is the mean of a column of numbers that `log_extra` gets.
+A function may change its arguments: each call gets copies (except of episodes' `environments`). In an evaluation,
+values passed to `log_metric` are logged as `eval_NAME`, and so is the mean of a column of numbers passed to
+`log_extra`.
 
 Booleans, tensors and arrays are accepted as numbers, with one warning. Strings, a wrong number of rewards or a missing
-column end the run, with an error that names the function, what it returned and what was expected. If a function returns
-NaN or infinity, no step is made on that group.
+column end the run, with an error that names the function, what it returned and what was expected. If a function with a
+weight other than 0 returns NaN or infinity, the whole step is skipped.
 
 Plain functions are called in the main thread, as in TRL, so code that needs `signal.alarm` works, such as math-verify's
-own limits and the test runners of APPS. A call that takes longer than `GRPOConfig(reward_timeout=60.0)` seconds is
+own time limits and the test runners of APPS. A call that takes longer than `GRPOConfig(reward_timeout=60.0)` seconds is
 interrupted by a signal (SIGRTMAX) and ends the run; `reward_timeout=None` means no limit. Async functions run in an
-event loop of their own, so write `async def` where a notebook's plain function would need `asyncio.run`.
+event loop of their own, so in a notebook write `async def` instead of calling `asyncio.run` in a plain function.
 
 ## Try them before a run: `rewards.check(reward_funcs, dataset, model, args)`
 
 The check samples a few groups as the run would, and prints the rewards of each function and what is wrong with them. It
-finds functions that fail (also on an empty completion), are slower than `reward_timeout`, need a missing column, do not
-distinguish completions, repeat another function, or reward the empty answer. It also estimates the share of groups that
-will carry signal, with a 95% interval. It returns a `RewardCheck` (`findings`, `trials`, `signal_share`, `ok`).
+finds functions that fail (even if only on an empty completion), are slower than `reward_timeout`, need a missing
+column, do not distinguish completions, give the same rewards as another function, or reward the empty answer. It also
+estimates the share of groups that will carry signal, with a 95% interval. It returns a `RewardCheck` (`findings`,
+`trials`, `signal_share`, `ok`).
 
 ## Reward models
 
@@ -74,11 +76,11 @@ functions:
         "org/reward-model", num_labels=1, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     GRPOTrainer(model, scorer, args, dataset, reward_processing_classes=tokenizer).train()
 
-It reads what TRL gives it, padded on the right: the text of its own chat template for prompt and completion (with
-`chat_template_kwargs`), or for a plain prompt both joined. Its tokenizer is that of its name, or the one in
-`reward_processing_classes` (one, or a list with None for each function). A tokenizer without a padding token pads with
-its end token. A model given by name is loaded with `model_init_kwargs`, as in TRL: `dtype`, `revision`, `token`, and
-`quantization_config` for 4 bits.
+It gets the same input as in TRL, padded on the right: prompt and completion rendered by its own chat template (with
+`chat_template_kwargs`), or joined if the prompt is plain text. Its tokenizer is loaded by the model's name, or is the
+one in `reward_processing_classes` (one, or a list with None for each function). If the tokenizer has no padding token,
+it pads with its end token. A model given by name is loaded with `model_init_kwargs`, as in TRL: `dtype`, `revision`,
+`token`, and `quantization_config` for 4 bits.
 
 The model is frozen. It computes in its own dtype (TRL under `bf16=True` computes in bfloat16), on at most 8,192 tokens
 at a time, fewer if memory runs out. If the policy is on a card, the reward model is there only while it scores; the
@@ -92,7 +94,7 @@ policy is on a card, and code from a model's repository.
 
 The ready-made rewards (except GSM8K's five plain functions) score finished groups while other groups still decode, so a
 step waits only for the last calls: `time/reward` is that wait, `time/reward_hidden` the time saved. Scores and
-gradients are those of one call on all completions of the step.
+gradients are the same as with one call on all completions of the step.
 
 A plain function keeps TRL's contract: one call with all completions, after sampling. With
 `GRPOConfig(score_while_sampling=True)` you promise that your functions can be called on some of the groups, in another
@@ -102,18 +104,18 @@ tokenizer. `score_while_sampling=False` turns early calls off for all functions.
 - Plain functions run one after another in one thread. Each call takes all waiting groups.
 - Async functions are called for each group as soon as it is finished.
 - `reward_timeout` holds for each call. After a call that failed, no other call begins.
-- `trainer_state` is as it was when sampling began.
+- `trainer_state` has its value from the beginning of sampling.
 - Means of `log_metric` are the same, up to 12 digits, if a call logs either one mean over all of its completions or one
-  value for each. For a mean over some of them, say how many they are:
+  value for each. For a mean over only some of them, also pass their number:
   `log_metric("solved", rewards.MeanOf(solved / tried, tried))`.
 - A function that uses random numbers needs its own generator (`random.Random(0)`): vLLM's engine restores the random
   states of the process after sampling, so the module `random` would give the same numbers in every step.
 - An engine of your own says what it can do beside `generate(prompts, params)` in `capabilities`, a frozenset of
   `"on_group"`, `"meanwhile"` and `"converse"`. Without `"on_group"` all rewards come after sampling, with one warning.
-  Every run uses its `name`, `kv_bytes`, `on_policy_update(version)` and `sleep()`, too, and refuses an engine that
-  lacks one of them.
+  Every run also uses the engine's `name`, `kv_bytes`, `on_policy_update(version)` and `sleep()`, and refuses an engine
+  that lacks one of them.
 
-A subclass of `rewards.Reward` can say more by attributes:
+A subclass of `rewards.Reward` can set these attributes:
 
 - `by_group = False`: it needs the whole batch.
 - `after_sampling = True`: it uses the engine itself.
@@ -153,24 +155,26 @@ one test or a list of them, also as JSON text, in one of these layouts:
 | open-r1, PrimeIntellect | `{"language": "python", "test_cases": [{"type": "stdin_stdout", ...}]}` |
 | code_contests, also below `public_tests` and the like | `{"input": ["1 2"], "output": ["3"]}` |
 
-`function=` names the column with the name of what is tested. LiveCodeBench's packed private tests are read too. A
-method of `class Solution` is found by its name. Code with such a class, and code for calls written as JSON, may use
-LeetCode's names (`List`, `deque`, `inf`, `ListNode`) without imports. A result in a list of one (APPS) may also be
-returned alone; JSON's numbers compare as Python's do. An import of a module that Python lacks (`solution`, `main`)
-means the code under test.
+`function=` names the column that holds the name of the tested function. LiveCodeBench's packed private tests are read
+too. A method of `class Solution` is found by its name. Code with such a class, and code for calls written as JSON, may
+use LeetCode's names (`List`, `deque`, `inf`, `ListNode`) without imports. A result in a list of one (APPS) may also be
+returned alone; JSON's numbers compare as Python's do. An import of a module that Python does not have (`solution`,
+`main`) imports the code under test.
 
 A test can use the code's classes and objects, generators, callbacks, async functions and exceptions; it sees changed
-arguments and printed output, and provides `input()`. Of pytest there are raises, approx, fail, param, fixture,
+arguments and printed output, and provides `input()`. From pytest, tests can use raises, approx, fail, param, fixture,
 mark.parametrize, and the fixtures capsys, monkeypatch and tmp_path; other marks have no effect.
 
-**Rows without a verdict.** Tests that are empty, cannot be read, import another package, or that no code can pass
-(`assert True`, a `check(candidate)` that nothing calls) are refused by row before a run, and by `rewards.check`. During
-a run such a row gets None, `tests/no_verdict` counts it, and a warning gives each reason once. A test whose result
-depends only on the code's own objects gives no verdict either: they are compared with data, or two of them claim to be
-equal and hold different things. If another test of the row fails, the code is wrong.
+**Rows without a verdict.** Some tests can never give a verdict: empty tests, tests that cannot be read or import
+another package, and tests that no code can pass (`assert True`, a `check(candidate)` that nothing calls). Their rows
+are refused before a run, and by `rewards.check`. During a run such a row gets None, `tests/no_verdict` counts it, and a
+warning gives each reason once. A test whose result depends only on the code's own objects gives no verdict either, for
+example if they are compared with data, or if two of them claim to be equal and hold different things. If another test
+of the row fails, the code is wrong.
 
 **Trust.** A test that compares objects of the code's own classes with each other (`Vector(1, 2) < Vector(2, 3)`) trusts
-these classes. Tests cannot derive a class from the code's, or read more of an exception than its arguments.
+these classes. Tests cannot derive a class from one of the code's classes, or read more of an exception than its
+arguments.
 
 ## What code may use
 
@@ -218,8 +222,8 @@ uncertain is compared as text, because rewarding a wrong answer is worse than mi
 - **Names**: `x = 5` and `x \in [1,2]` are `5` and `[1,2]`, but not `y = 5`.
 - **Equations** are equal if both sides are, or if the differences of their sides are, up to the sign; inequalities also
   if both sides and the sign are swapped.
-- Everything else is compared as text, and by `math_match` as an **expression**, if it surely is one: numbers, letters,
-  roots, fractions, powers, factorials, binomials, logarithms, trigonometric functions.
+- Everything else is compared as text, and by `math_match` as an **expression**, if it is certain to be one: numbers,
+  letters, roots, fractions, powers, factorials, binomials, logarithms, trigonometric functions.
 
 Compared as text only: words, times, dates, ratios, numbers in other bases, primes, angles, vectors, sums, integrals,
 percent signs and degrees inside an expression, unknown functions (`f(x)`), and three or more letters in a row (`xyz` is
@@ -230,15 +234,15 @@ blank for `70000` (`number_match` reads it), and `four` for `4`.
 `number_match` reads the same numbers, wherever they stand: the last number of `12 cm^2` is 12, of `x = - 3` it is -3,
 and a label like `10:30` is compared with the last time of day.
 
-**Labels.** A label may state its answer in a sentence: a GSM8K solution that ends in `#### 43`, `\boxed{43}`,
-`The answer is 43.`, `Answer: 43`, `$43$`, `**43**` are 43 to every verifier and reward that reads labels. If a label is
-not a comparable answer (a sentence, a number in words, for `number_match` anything but a number), only the same text is
-right, and other completions get None, with one warning that shows such a label. A label may be a list, as in Natural
-Questions: any of its answers is right.
+**Labels.** A label may contain more than its answer: a GSM8K solution that ends in `#### 43`, `\boxed{43}`,
+`The answer is 43.`, `Answer: 43`, `$43$`, `**43**` are 43 to every verifier and reward that reads labels. If a label
+cannot be compared (a sentence, a number in words, for `number_match` anything but a number), only the same text is
+right. Other completions get None, and one warning shows such a label. A label may be a list, as in Natural Questions:
+any of its answers is right.
 
 `math_match` needs `pip install math-verify`, and `json_match` with a schema needs `pip install jsonschema`. math-verify
-compares in a process of its own, because an answer like `9^{9^{9}}` would keep it busy forever. That process ends after
-2 s of processor time or at 4 GiB of memory, and the answer then counts as wrong."""
+runs in a process of its own, because an answer like `9^{9^{9}}` would keep it busy forever. That process ends after 2 s
+of processor time or at 4 GiB of memory, and the answer then counts as wrong."""
 
 
 @dataclass(frozen=True)
