@@ -56,7 +56,7 @@ def outcomes(ranks: list[Ranks], call: Callable[[Ranks], Any]) -> list[Any]:
 def test_one_process_alone_does_everything_itself() -> None:
     alone = Ranks()
     assert alone.gather("x", 5) == [5] and alone.first("x", lambda: 7) == 7 and alone.leads
-    assert alone.mine([3, 1, 2], float) == [3, 1, 2] 
+    assert alone.mine([3, 1, 2], float) == [3, 1, 2]
     before = torch.get_rng_state()
     alone.seed(1, 2)
     assert torch.equal(before, torch.get_rng_state()), "one process goes on with its random states"
@@ -184,32 +184,25 @@ def test_gradients_are_summed_over_cards_where_each_rank_has_one_of_its_own(
     assert all(torch.equal(found, expected) for found in each(ranks, summed))
 
 
-def check_cards(cards: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each of two ranks does before a run, whose cards (id, local rank, bytes) are these."""
+@pytest.mark.parametrize(("cards", "said", "refused"), [
+    ([("GPU-a", 0, 8), ("GPU-a", 1, 8)], "", r"the ranks 0 and 1 are on one card \(GPU-a\)"),
+    ([("GPU-a", 0, 8), ("GPU-a", 0, 8)], "", ""),
+    ([("a", 0, 16 << 30), ("b", 1, 24 << 30)], "(16.00 GiB, 24.00 GiB): each plans its own memory", ""),
+    ([("a", 0, 24 << 30), ("b", 1, 24 << 30)], "", ""),
+], ids=["one card for both", "one place for both", "other sizes", "alike"])
+def test_two_ranks_on_one_card_are_refused_and_cards_of_other_sizes_are_said_once(
+    cards: list[tuple[str, int, int]], said: str, refused: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`cards` are the id, the local rank and the bytes of each rank's card."""
     told = {"what the ranks are": [{}, {}], "their cards": cards}
     monkeypatch.setattr(distributed, "described", lambda trainer: {})
     monkeypatch.setattr(distributed, "describe_machine", lambda model, device: {"card_bytes": None})
     for rank in range(2):
-        check_ranks_agree(SimpleNamespace(
-            model=None, policy=SimpleNamespace(device=torch.device("cpu")),
-            ranks=SimpleNamespace(count=2, place=Place(rank, 2, rank), gather=lambda what, own: told[what])))
-
-
-@pytest.mark.parametrize("second", [1, 0])
-def test_two_ranks_with_places_of_their_own_on_one_card_are_refused(
-    second: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match=r"the ranks 0 and 1 are on one card \(GPU-a\)") if second else nullcontext():
-        check_cards([("GPU-a", 0, 8), ("GPU-a", second, 8)], monkeypatch)
-
-
-@pytest.mark.parametrize(("gib", "said"), [
-    ((16, 24), "(16.00 GiB, 24.00 GiB): each plans its own memory"), ((24, 24), ""),
-])
-def test_ranks_with_cards_of_different_size_are_told_once_what_that_costs(
-    gib: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_cards([("a", 0, gib[0] << 30), ("b", 1, gib[1] << 30)], monkeypatch)
+        with pytest.raises(ValueError, match=refused) if refused else nullcontext():
+            check_ranks_agree(SimpleNamespace(
+                model=None, policy=SimpleNamespace(device=torch.device("cpu")),
+                ranks=SimpleNamespace(count=2, place=Place(rank, 2, rank), gather=lambda what, own: told[what])))
     assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)
 
 

@@ -10,17 +10,16 @@ import torch
 from trainer_runs import TEXTS, adapter, make, moved, same
 from vllm_models import KV_BYTES, NEEDS_VLLM
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig
+from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer import overlap
-from lowmem_grpo.trainer.distributed import check_settings
 
+pytestmark = NEEDS_VLLM
 SETTINGS: dict[str, Any] = {"max_completion_length": 40, "temperature": 1.5, "max_steps": 2, "seed": 3,
                             "rows": TEXTS, "shuffle_dataset": False, "per_device_train_batch_size": 8,
                             "gradient_accumulation_steps": 2}
-AHEAD: dict[str, Any] = {"train_while_sampling": True, "score_while_sampling": True}
-PARALLEL = AHEAD | {"train_while_sampling": "parallel"}
+PARALLEL: dict[str, Any] = {"train_while_sampling": "parallel", "score_while_sampling": True}
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +42,9 @@ def in_8_bits() -> Iterator[FastPeftModel]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [pytest.param(PARALLEL, marks=NEEDS_VLLM)])
-def test_a_cache_in_8_bits_goes_with_training_while_sampling(
-    tmp_path: Path, in_8_bits: FastPeftModel, settings: dict[str, Any]
-) -> None:
+def test_a_cache_in_8_bits_goes_with_training_while_sampling(tmp_path: Path, in_8_bits: FastPeftModel) -> None:
     """They are taken, they move the adapter, the switch is seen in the log, and numbers stay numbers."""
-    run = make(tmp_path, model=in_8_bits, **SETTINGS | settings)
+    run = make(tmp_path, model=in_8_bits, **SETTINGS | PARALLEL)
     before = adapter(run)
     run.train()
     after = adapter(run)
@@ -57,12 +53,3 @@ def test_a_cache_in_8_bits_goes_with_training_while_sampling(
     assert len(lines) == 2
     assert any("train_while_sampling/share" in line for line in lines)
     assert all(len(group.rollouts) == 4 for group in run.sampled)
-
-
-@pytest.mark.parametrize("setting", [AHEAD, PARALLEL], ids=lambda setting: str(next(iter(setting.values()))))
-def test_settings_that_need_one_process_are_refused_in_several(setting: dict[str, Any]) -> None:
-    config = GRPOConfig(**setting)
-    name = next(iter(setting))
-    check_settings(config, 1)
-    with pytest.raises(ValueError, match=f"{name} is {setting[name]!r}, and the run has 2 processes: .*leave it out"):
-        check_settings(config, 2)

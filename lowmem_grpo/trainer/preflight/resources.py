@@ -33,7 +33,7 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
         return
     each, copies, texts = checkpoint_bytes(subject), copies_to_come(subject), completion_bytes(subject)
     first, all_of_them, fix = "the adapter needs", "the adapter needs", "free some space, or choose another output_dir"
-    if keeps_checkpoints(subject):
+    if subject.args.save_strategy != "no":
         first, all_of_them = "one checkpoint needs", f"{copies} checkpoints need"
         fix += ", or lower save_total_limit"
     if free < each:
@@ -108,17 +108,13 @@ def optimizer_bytes(subject: Subject) -> int:
 def checkpoint_bytes(subject: Subject) -> int:
     """Return the bytes of a checkpoint (adapter and optimizer), or of the adapter alone if no checkpoints are saved."""
     adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
-    return adapter + (optimizer_bytes(subject) if keeps_checkpoints(subject) else 0)
-
-
-def keeps_checkpoints(subject: Subject) -> bool:
-    return bool(subject.args.save_strategy != "no")
+    return adapter + (0 if subject.args.save_strategy == "no" else optimizer_bytes(subject))
 
 
 def copies_to_come(subject: Subject) -> int:
     """Return how many checkpoints may be added to those on disk. With `save_total_limit` the disk holds up to two
     more: a new one is written before the oldest is deleted, and the best is kept."""
-    if not keeps_checkpoints(subject):
+    if subject.args.save_strategy == "no":
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)
     by_epoch = subject.args.save_strategy == "epoch"
