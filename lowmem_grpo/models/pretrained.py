@@ -30,7 +30,8 @@ from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.chat_ids import with_ids
-from lowmem_grpo.models.experts import ExpertsNF4Config, use_routed_blocks
+from lowmem_grpo.models.expert_loading import ExpertsNF4Config
+from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_layers import fp8_linears, keep_stored, to_quantize
 from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.stored_model import stored_form, text_names, text_part

@@ -25,7 +25,8 @@ from lowmem_grpo.kernels.frozen import FrozenStack, QuantizedWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
-from lowmem_grpo.models.experts import STACKS, ExpertStack, quantized_stack
+from lowmem_grpo.models.expert_loading import quantized_stack
+from lowmem_grpo.models.experts import STACKS, ExpertStack
 from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, SCALE, FP8Linear, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.pretrained import nf4

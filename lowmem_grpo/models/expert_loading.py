@@ -1,0 +1,109 @@
+"""Load a mixture of experts in NF4, through a quantizer registered with transformers, whose own leaves them in 16 bits.
+
+The experts of a layer are quantized one by one, and each is freed at once. Scales are quantized once for all experts
+of a stack, so the result equals bitsandbytes' result for the whole stack as one matrix, bit for bit.
+"""
+
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState, get_4bit_type, quantize_4bit, quantize_blockwise
+from bitsandbytes.nn import Params4bit
+from torch import Tensor
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+from lowmem_grpo.memory.layer_forms import BLOCK, NESTED_BLOCK
+from lowmem_grpo.models.experts import STACKS, ExpertStack, expert_stacks, use_routed_blocks
+from lowmem_grpo.models.fp8_layers import headers
+
+NAME = "lowmem_grpo_nf4_experts"  # the quantizer's name
+NF4_OPTIONS: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4"}
+TAKE = "load it with transformers and save it with save_pretrained, which writes each expert by itself"
+
+
+@register_quantization_config(NAME)
+class ExpertsNF4Config(BitsAndBytesConfig):
+    """NF4 with double quantization for linear layers and for experts."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.quant_method: Any = NAME
+
+
+@register_quantizer(NAME)
+class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
+    """The quantizer that transformers calls while loading: bitsandbytes' for linear layers, ours for experts."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any = None,
+                                             **kwargs: Any) -> None:
+        """Put our blocks in place, on the meta device. ValueError if an expert's size is not a multiple of the scale
+        block, or an expert is not in the checkpoint."""
+        super()._process_model_before_weight_loading(model, device_map, **kwargs)
+        use_routed_blocks(model)
+        for stack in expert_stacks(model):
+            check_blocks(stack)
+        check_stored(model, kwargs.get("checkpoint_files"))
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        """Replace transformers' conversions for experts, which merge them into one 16-bit tensor, by ours."""
+        kept = [conversion for conversion in weight_conversions if not (
+            isinstance(conversion, WeightConverter) and "experts" in " ".join(conversion.target_patterns))]
+        ours = [WeightConverter([f"mlp.experts.*.{part}.weight" for part in parts], f"mlp.experts.{name}.weight",
+                                operations=[QuantizeExperts()]) for name, parts in STACKS.items()]
+        return [*kept, *ours, *self.get_weight_conversions()]
+
+
+def check_blocks(stack: ExpertStack) -> None:
+    """Raise ValueError if a block of weights that share a scale would span two experts."""
+    if stack.rows * stack.columns % BLOCK:
+        raise ValueError(f"an expert's matrix is {stack.rows} x {stack.columns}, which does not end with a block of "
+                         f"{BLOCK} weights: in 4 bits two experts would share a scale. Load the model with "
+                         "load_in_4bit=False")
+
+
+def check_stored(model: PreTrainedModel, files: Any) -> None:
+    """Raise ValueError if the files lack an expert's matrix, or store experts under other names."""
+    prefix = f"{model.base_model_prefix}."
+    names = {name.removeprefix(prefix) for name, _ in headers(files, "experts")}
+    for path, stack in model.named_modules():
+        if isinstance(stack, ExpertStack):
+            parent, _, kind = path.removeprefix(prefix).rpartition(".")
+            wanted = {f"{parent}.{number}.{part}.weight" for number in range(stack.experts) for part in STACKS[kind]}
+            if missing := sorted(wanted - names):
+                raise ValueError(f"the checkpoint holds no {prefix}{missing[0]}. Fetch it again; or, if it stores "
+                                 f"experts under other names, {TAKE}")
+
+
+class QuantizeExperts(ConversionOps):
+    """The conversion of the matrices of all experts of a layer to one stack in NF4."""
+
+    def convert(self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
+                **kwargs: Any) -> dict[str, Any]:
+        """Return {parameter name: stack in NF4} from the tensors of all experts."""
+        name = kwargs["full_layer_name"]
+        experts = kwargs["model"].get_submodule(name.removesuffix(".weight")).experts
+        return {name: quantized_stack([input_dict[pattern] for pattern in source_patterns], experts)}
+
+
+def quantized_stack(parts: list[list[Tensor]], experts: int) -> Params4bit:
+    """Return E matrices as one stack in NF4. Each matrix concatenates one tensor (n, in) of every part; the lists in
+    `parts` are emptied on the way, to free memory."""
+    first = torch.cat([part[0] for part in parts])
+    size, (device, dtype, shape) = first.numel(), (first.device, first.dtype, first.shape)
+    packed = torch.empty(experts * size // 2, dtype=torch.uint8, device=device)
+    scales = torch.empty(experts * size // BLOCK, dtype=torch.float32, device=device)
+    for number in range(experts):
+        matrix = torch.cat([part.pop(0) for part in parts])
+        codes, state = quantize_4bit(matrix, **NF4_OPTIONS)
+        packed[number * size // 2 : (number + 1) * size // 2] = codes.flatten()
+        scales[number * size // BLOCK : (number + 1) * size // BLOCK] = state.absmax
+    offset = scales.mean()
+    absmax, nested = quantize_blockwise(scales - offset, blocksize=NESTED_BLOCK)
+    state = QuantState(
+        absmax=absmax, shape=torch.Size((experts * shape[0], shape[1])), dtype=dtype, offset=offset, state2=nested,
+        code=get_4bit_type("nf4", device=device), **NF4_OPTIONS,
+    )
+    return Params4bit(packed[:, None], requires_grad=False, quant_state=state, bnb_quantized=True, **NF4_OPTIONS)
