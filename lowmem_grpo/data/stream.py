@@ -228,7 +228,7 @@ def plain(value: Any, arrays: bool) -> Any:
 
 
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
-    """Return the dataset as rows by index, or as a Stream; DataError, with what to pass instead, for any other kind."""
+    """Return the dataset as rows by index, or as a Stream; for any other kind, DataError says what to pass instead."""
     if dataset is None:
         raise DataError(f"`{parameter}` is required, as there are no rows without it; pass a list of dicts, or a "
                         "datasets.Dataset")

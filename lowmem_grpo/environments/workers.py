@@ -32,7 +32,7 @@ class WorkerJob:
         self.seconds = 0.0
         self.deadline = float("inf")  # for the call in progress, on the monotonic clock
         self.doing = ""  # the name of that call
-        self.dropped = False
+        self.dropped = False  # True once the job is abandoned as late
 
     def call(self, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call a function as the job's next call, and await its result if that is awaitable; LateError if the await

@@ -1,5 +1,5 @@
-"""The state, control and output of a run, under transformers' names; `Clock`: the seconds of each phase of a step;
-`Interrupt`: the handling of signals."""
+"""The state, control and output of a run, under transformers' names. `Clock` counts the seconds of a step's phases, and
+`Interrupt` handles signals."""
 
 import math
 import os
@@ -128,7 +128,7 @@ class Clock:
             self.seconds[name] += time.perf_counter() - began
 
     def moved_to_train(self, seconds: float) -> None:
-        """Move seconds from the phase "generate" to "train"."""
+        """Count `seconds` of the phase "generate" as "train" instead."""
         self.seconds["train"] += seconds
         self.seconds["generate"] -= seconds
 
