@@ -118,7 +118,7 @@ def kind_of(entry: dict[str, Any]) -> str:
 
 
 def function_in(value: Any) -> str | None:
-    """Return the function name in an object or its `metadata`; a text of one line is the name itself. None if none."""
+    """Return the function name in an object or its `metadata`, or a text of one line, which is a name; else None."""
     value = parsed(value)
     if isinstance(value, dict):
         named = [value[key] for key in FUNCTIONS if value.get(key)]

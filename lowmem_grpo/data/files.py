@@ -137,7 +137,7 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
 
 
 def check_prompt_column(source: str, columns: Sequence[str], wanted: str) -> None:
-    """Raise ValueError where the column with the prompts is not among those of a source, if these are known."""
+    """Raise ValueError if `wanted`, the column with the prompts, is not in `columns`; an empty `columns` passes."""
     if columns and wanted not in columns:
         raise ValueError(f"{source} has no column {wanted!r}; it has {listed(columns)}. Name the one with the prompts: "
                          "--prompt-column NAME")
@@ -149,7 +149,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt") -> Any:
-    """Return `read_rows` with `prompt_column` renamed to `prompt`. ValueError if the column is missing."""
+    """Return the rows of `read_rows` with `prompt_column` renamed to `prompt`. ValueError if the column is missing."""
     rows = read_rows(source, split)
     check_prompt_column(source, rows.column_names, prompt_column)
     return rows if prompt_column == "prompt" else rows.rename_column(prompt_column, "prompt")

@@ -84,9 +84,9 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
 
 
 def answer_of(row: dict[str, Any], column: str, where: Callable[[str], str | None] | None = None) -> Any:
-    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text: of a chat, the last
-    assistant message; of several texts, a list, any of which is right. None if there is no answer. `where` extracts
-    the answer from each text, for example `rewards.after("####")`."""
+    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text. A chat's answer is its
+    last assistant message; several texts stay a list, any of which is right. None if there is no answer. `where`
+    extracts the answer from each text, for example `rewards.after("####")`."""
     said = whole_answer(row, column)
     if where is None or said is None:
         return said
@@ -188,7 +188,7 @@ def answered(rows: list[dict[str, Any]], name: str) -> bool:
 
 
 def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
-    """Return the columns with those of tests, system prompts and, unless the prompt is a chat, its context."""
+    """Return `columns` with those of tests, of system prompts and, unless the prompt is a chat, of its context."""
     names = {name.strip().lower(): name for name in rows[0] if name not in (columns.prompt, columns.answer)}
     column = columns.answer or ""
     tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))
@@ -243,7 +243,7 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """Return (column, reason): the first name of `usual`, else the only one with such a word in it, else ""."""
+    """Return (column, reason): the first of `usual` that exists, else the only name that has such a word, else ""."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]

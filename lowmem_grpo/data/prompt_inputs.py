@@ -1,4 +1,4 @@
-"""Conversion of the prompts and chat messages that users pass to text and token ids.
+"""Converts users' prompts and chat messages to text and token ids.
 
 Arrow (datasets, parquet) gives all dicts of a column the same keys, and None for keys that a dict did not have, which
 chat templates write out or refuse. Such keys are dropped at any depth, as TRL's `remove_none_values` does.
@@ -105,8 +105,8 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
     """Return the messages in the first form whose tool calls the template renders: with content "" for None, then also
-    with arguments as objects, or as JSON text, then unchanged, then with content None and arguments as JSON text.
-    ValueError if the template leaves a call out, and for a call without a name."""
+    with arguments as objects, or as JSON text, then unchanged, then with content None and arguments as JSON text. If
+    it refuses all forms, return them unchanged. ValueError if it leaves a call out, and for a call without a name."""
     names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages

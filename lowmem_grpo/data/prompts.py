@@ -129,7 +129,7 @@ def is_message(message: Any) -> bool:
 
 
 def check_dataset(dataset: Any, column: str = "prompt") -> None:
-    """Raise DataError for a dataset that has no length, no rows, no access by index, or not the column."""
+    """Raise DataError for a dataset without a length, access by index, rows, or the column `column`."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset or a list of rows (a "
                         "streamed dataset can be made into one with datasets.Dataset.from_list(list(stream.take(N))))")

@@ -1,7 +1,7 @@
 """The choice of a dataset's encoder for supervised fine-tuning, by its columns.
 
-The first that applies: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`, the text column, or
-`conversations`, which is read as `messages`.
+The first of these decides: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`, the text column,
+or `conversations`, which is read as `messages`.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 @dataclass(frozen=True)
 class Shapes:
-    """Reads the datasets of a fine-tuning run: chooses, wraps and packs."""
+    """Reads the datasets of a fine-tuning run: chooses and wraps their encoders, and packs their rows."""
 
     config: SFTConfig
     tokenizer: PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class Shapes:
     wrap: Callable[[Any], Any] | None = None  # wraps the encoder, for `train_on_responses_only`
 
     def read(self, dataset: Any, parameter: str = "train_dataset") -> tuple[Any, Any]:
-        """Return (rows or packs, their encoder); DataError if the columns fit no layout, or not the settings."""
+        """Return (rows or packs, their encoder); DataError if the columns fit no layout, or contradict the settings."""
         rows, encoder = self.read_rows(dataset, parameter)
         config = self.config
         packing = config.packing if parameter == "train_dataset" or config.eval_packing is None else config.eval_packing
@@ -148,8 +148,8 @@ def messages_of(row: dict[str, Any], column: str) -> Any:
             for message in messages]
 
 
-# The `train_dataset` that TRL's trainer shows after it was made. Packs also have `seq_lengths`, and no other columns;
-# the rows of a stream are tokenised when they are drawn.
+# The functions below make the trainer's `train_dataset`, tokenised as in TRL. Packs also have `seq_lengths`, and no
+# other columns; the rows of a stream are tokenised when they are drawn.
 
 
 def tokenised(dataset: Any, rows: Any, encoder: Any) -> Any:

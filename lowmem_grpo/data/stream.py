@@ -2,7 +2,7 @@
 
     rows by index   a list of dicts, datasets.Dataset, a map-style torch Dataset, a DataFrame or Arrow table
     a stream        datasets.IterableDataset, a torch IterableDataset, a generator, or the function that makes one
-    refused         a dataset of several splits, the name of a dataset, a dict of columns, with what to pass instead
+    refused         several splits, the name of a dataset, a dict of columns; the error says what to pass instead
 
 Rows are converted to plain values. In chat messages, keys that Arrow filled with None are removed, and a content of
 text parts becomes one text (`data/prompt_inputs.py`). Classes of other libraries are recognised by their module
@@ -203,8 +203,8 @@ class PlainRows:
 
     @property
     def column_names(self) -> list[str] | None:
-        """The column names: of the first row if rows are changed, of all rows of a list, otherwise the dataset's own;
-        None if it has none."""
+        """The column names: those of the first row if rows are changed, those of all rows for a list, otherwise the
+        dataset's own; None if the dataset has none."""
         if self.change is not None:
             return list(self[0])
         if isinstance(self.rows, (list, tuple)):
@@ -213,7 +213,7 @@ class PlainRows:
 
 
 def plain_row(row: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
-    """Return a row in plain values; arrays become lists if `arrays`, or if they hold objects or tokens."""
+    """Return a row in plain values. Arrays become lists if `arrays` is True, or if they hold objects or token ids."""
     return {name: without_none(plain(value, True)) if name == "tools" else plain(value, arrays or name in TOKENS)
             for name, value in row.items()}
 
@@ -228,7 +228,7 @@ def plain(value: Any, arrays: bool) -> Any:
 
 
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
-    """Return the dataset as rows by index, or as a Stream; DataError, with what to pass instead, for any other kind."""
+    """Return the dataset as rows by index, or as a Stream; for any other kind, DataError says what to pass instead."""
     if dataset is None:
         raise DataError(f"`{parameter}` is required, as there are no rows without it; pass a list of dicts, or a "
                         "datasets.Dataset")

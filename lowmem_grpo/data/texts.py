@@ -1,7 +1,7 @@
 """Rows for supervised fine-tuning that are one text, one conversation, or token ids.
 
-A text is trained on all its tokens but the first, which nothing predicts; a conversation on all tokens or on those of
-the assistant; token ids on those that the row's `labels` or masks select.
+All tokens of a text are trained but the first, which nothing predicts. Of a conversation, all tokens are trained, or
+the assistant's; of token ids, those that the row's `labels` or masks select.
 """
 
 import re
@@ -144,9 +144,9 @@ class ConversationEncoder(ExampleEncoder):
         return first, self.end_of_text(text, first)
 
     def span_of_word(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return `span` if the template refuses a part of the conversation, or drops from earlier answers the thinking
-        block that opens a prompt: a marker word rendered in place of the message shows where it stands, after the
-        generation prompt."""
+        """Return `span` if the template refuses a part of the conversation, or leaves out of earlier answers the
+        thinking block that opens a prompt. A marker word, rendered in place of the message, shows where the message
+        stands after the generation prompt."""
         messages = list(row["messages"])
         head = self.render(messages, self.options(row))[len(text) :].partition(THINK)[0]
         said, messages[place] = messages[place], {**messages[place], "content": WORD}
@@ -182,7 +182,7 @@ class CompletionEncoder(ExampleEncoder):
 
 
 class AnswerEncoder(ExampleEncoder):
-    """Turns the last assistant message of a row's `messages`, behind those before it, into an Example."""
+    """Turns a row's `messages` into an Example that trains the last assistant message, after those before it."""
 
     column = "messages"
     continues = False  # two assistant messages in a row are two turns

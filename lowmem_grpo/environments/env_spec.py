@@ -77,7 +77,7 @@ class Factories:
 
 
 def sample(factory: Callable[[], Any], name: str) -> Any:
-    """Return one environment made by the factory, closed again, for inspection; TypeError if it is none."""
+    """Make an environment, close it and return it for inspection; TypeError if the factory makes something else."""
     label = f"environment_factory[{name!r}]" if name else "environment_factory"
     try:
         made = factory()
@@ -104,7 +104,7 @@ def close_quietly(made: Any) -> None:
 
 
 class EnvSpecs:
-    """The toolboxes and renderers of a run: one of each environment's, which all its rows share."""
+    """The toolboxes and renderers of a run: one of each per kind of environment, shared by all rows of that kind."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]], factories: Factories | None,
@@ -118,7 +118,7 @@ class EnvSpecs:
         self.renderers: dict[tuple[str, bool], Renderer | PlainRenderer] = {}  # True: for prompts that are plain text
         samples = {"": None} if factories is None else factories.samples
         functions = {name: [*tools, *([] if made is None else tools_of(made))] for name, made in samples.items()}
-        self.toolboxes = {  # the sample environment's, for all of its kind
+        self.toolboxes = {  # with the functions of the sample environment of each kind
             name: Toolbox(each, self.tokenizer, max_tool_tokens, parse, template_kwargs) if each else None
             for name, each in functions.items()}
 
@@ -195,15 +195,15 @@ class EpisodeEncoder(PromptEncoder):
 
 def seeded_rows(count: int, seed: int = 0, held_out: bool = False) -> list[dict[str, Any]]:
     """Return `count` rows, each with a `seed` that is passed to `reset(seed=...)`. All episodes of a group share the
-    seed, so that they differ in play and not in luck. Held-out rows have seeds from HELD_OUT on, others smaller ones,
-    so that the two never overlap, and tasks made from `seed % n` are of the same kind in both."""
+    seed, so that they differ in play and not in luck. Held-out rows have seeds of at least HELD_OUT and other rows have
+    smaller seeds, so the two sets never overlap. Tasks made from `seed % n` are of the same kinds in both sets."""
     drawn, least = random.Random(f"{seed}-{held_out}"), HELD_OUT if held_out else 0
     return [{"prompt": [{"role": "user", "content": ""}], "seed": least + drawn.getrandbits(30)} for _ in range(count)]
 
 
 @dataclass
 class WithPrompts:
-    """The rows of a dataset, with an empty user message as prompt for rows without one, whose environment makes it."""
+    """The rows of a dataset. A row without a prompt gets an empty user message, as its environment makes the prompt."""
 
     rows: Any
 

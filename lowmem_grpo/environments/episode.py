@@ -1,7 +1,7 @@
 """One episode: the turns of the policy and the answers to them, as tokens.
 
 The tokens that the engine returned are authoritative; messages and texts are views of them. Sampled tokens are never
-decoded and re-encoded: two turns are joined by a bridge, the tokens of what the environment and the tools said.
+decoded and re-encoded: a bridge joins two turns, made of the tokens of the environment's and the tools' messages.
 """
 
 import logging
@@ -106,7 +106,7 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be drawn in this turn."""
+        """The number of tokens that the policy may still sample in this turn."""
         left = min(self.bounds.completion - self.length, self.bounds.context - len(self.ids))
         return left if self.bounds.turn is None else min(left, self.bounds.turn)
 

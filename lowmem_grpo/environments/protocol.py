@@ -8,7 +8,7 @@ A class with `step` follows our protocol, with Gym's names:
     optional: tools (functions that the policy may call), get_reward(), state_key(), close()
 
 A class without `step` follows TRL's: its public methods are the tools, and a turn without a call ends the episode. It
-may have no tools, and only make the task in `reset`. Methods may be async.
+may also have no tools, and only make the task in `reset`. In both protocols, methods may be async.
 """
 
 import inspect
@@ -39,8 +39,8 @@ class Anew:
 
 @dataclass(frozen=True)
 class AskBase:
-    """A question to the base model (the model without its adapter) that `reset` or `step` returns to get a reply first.
-    The run's engine samples the reply, together with those to other episodes; it is not trained on.
+    """A question to the base model (the model without its adapter). `reset` or `step` returns it if the environment
+    needs a reply first. The run's engine samples the reply, batched with other episodes; the reply is not trained on.
 
     `then` gets the reply as text, and returns what `reset` or `step` would have returned, possibly another AskBase. A
     reply for which `readable` returns False is counted (`other/failure_frequency`) and passed to `then` all the same.
@@ -93,11 +93,11 @@ class EnvHandle:
         self.closed = False
 
     def reset(self, row: Mapping[str, Any]) -> Answer:
-        """Return the first observation; `reset` gets the row's columns that its signature accepts."""
+        """Return the first observation; the environment's `reset` gets the row's columns that its signature accepts."""
         return self.begun(self.call("reset", **taken(self.made.reset, row)))
 
     def begun(self, returned: Any) -> Answer:
-        """Return the answer for what `reset` or `AskBase.then` returned."""
+        """Convert the value that `reset`, or `AskBase.then` after `reset`, returned to an Answer."""
         if isinstance(returned, AskBase):
             return Answer(asks=replace(returned, messages=messages_of(returned.messages, "AskBase")))
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
@@ -109,7 +109,7 @@ class EnvHandle:
         return self.stepped(self.call("step", reply))
 
     def stepped(self, returned: Any) -> Answer:
-        """Return the answer for what `step` or `AskBase.then` returned."""
+        """Convert the value that `step`, or `AskBase.then` after `step`, returned to an Answer."""
         if isinstance(returned, AskBase):
             return self.begun(returned)
         if not isinstance(returned, tuple) or len(returned) not in (3, 4, 5):
@@ -212,7 +212,7 @@ def is_message(message: Any) -> bool:
 
 
 def text_in(message: Message) -> str | None:
-    """Return the text of a message, of its content's parts, or of TRL's content block; None unless all is text."""
+    """Return the text of a message or of TRL's content block, with text parts joined; None if a part is not text."""
     content = message.get("content", None if "role" in message else message.get("text"))
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text"
                                          and isinstance(part.get("text"), str) for part in content):
@@ -221,7 +221,7 @@ def text_in(message: Message) -> str | None:
 
 
 def text_only(message: Message) -> Message:
-    """Return a message that `is_message` accepts with a text as its content; a content block comes from the user."""
+    """Return a message that `is_message` accepts, with a string as content; a content block becomes a user message."""
     return (message if "role" in message else {"role": "user"}) | {"content": text_in(message)}
 
 

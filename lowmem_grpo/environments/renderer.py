@@ -1,5 +1,5 @@
-"""Rendering of messages to the tokens of the first prompt, and of the bridges between two turns of the policy: with the
-chat template (`Renderer`), or without one for prompts that are plain strings (`PlainRenderer`).
+"""Renders messages to tokens: the first prompt, and the bridges between two turns of the policy. `Renderer` uses the
+chat template; `PlainRenderer` is for prompts that are plain strings.
 
 A `TurnBoundary` describes where sampled tokens end and the bridge begins; it is found by rendering a made-up dialogue.
 """
@@ -32,7 +32,7 @@ Shape = tuple[tuple[str, bool, bool], ...]  # for each message: (role, has a nam
 class TurnBoundary:
     """The rendered text after a made-up answer: `cut`, then the special token `end`, then the rest."""
 
-    form: int  # index of the answer among `answers`, the first that the template can render
+    form: int  # index in `answers` of the first made-up conversation that the template renders
     called: bool  # the answer is a tool call, so the text after the anchor begins with the rest of the call
     cut: str
     end: str  # the special token that ends the turn; "" if the template has none
@@ -40,8 +40,8 @@ class TurnBoundary:
     marks: tuple[list[int], list[int]]  # special tokens of the bridge: after a cut completion, after an ended one
 
     def tail(self, template: ChatTemplate, messages: Sequence[Message], ended: bool) -> str:
-        """Return the rendered text of messages after the answer, from the token that ends the answer on. For a cut
-        completion (not `ended`), also the text before that token, unless it belongs to a call."""
+        """Return the rendered text of messages after the answer, beginning with the token that ends the answer. For a
+        cut completion (not `ended`), the text before that token is included, unless it belongs to a call."""
         text = behind_anchor(template.text_of_calls([*answers(messages)[self.form], *messages]))
         return text[len(self.cut):] if ended or self.called else text
 
@@ -97,8 +97,8 @@ def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Messag
 
 def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, str]:
     """Return the text before the special token that ends a turn, and that token: the EOS token, or the last special
-    token that the template writes after an answer; if there is none, the first of the next message (`<|user|>` in GLM
-    4)."""
+    token that the template writes after an answer; if there is none, the first special token of the next message
+    (`<|user|>` in GLM 4)."""
     eos = template.tokenizer.eos_token
     tokens = list(special(template, shared)) or list(special(template, head))[:1]
     if not tokens:
@@ -163,8 +163,8 @@ class Renderer:
     def encode(
         self, messages: Sequence[Message], text: Callable[[StandIns], str], marks: list[int] | None = None
     ) -> list[int]:
-        """Return the ids of a rendered text, checked to have only the template's special tokens: `marks`, or for None
-        those of the text with stand-ins. RendererError if that fails."""
+        """Return the ids of a rendered text. Its special tokens must be `marks`, or if that is None, the special tokens
+        of the text with stand-ins; RendererError if it has others."""
         for whole in (False, True):
             stand_ins = StandIns(self.marks, messages, whole)
             rendered = text(stand_ins)

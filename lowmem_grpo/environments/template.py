@@ -131,7 +131,7 @@ class ChatTemplate:
             raise refusal(messages, f"{type(error).__name__}: {error}") from error
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Do the same for messages with tool calls, which get ids."""
+        """Do the same as `text` for messages with tool calls, after adding ids to the calls and their results."""
         return self.text(with_call_ids(messages), generation)
 
 

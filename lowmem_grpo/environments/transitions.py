@@ -20,7 +20,7 @@ RESULT = "The result is 42."
 
 @dataclass(frozen=True)
 class Transition:
-    """A kind of transition between two turns: the policy's text, its number of tool calls, and if its turn was cut."""
+    """A transition between two turns: the policy's text, its number of tool calls, and whether its turn was cut."""
 
     name: str
     said: str
@@ -72,8 +72,8 @@ def tried(renderer: Renderer, transition: Transition) -> Tried:
 
 
 def appends(renderer: Renderer, transition: Transition) -> bool:
-    """Return True if the conversation, rendered with the replies, begins with the prompt and the policy's text: an
-    answer as the template itself renders a last answer, or the same without an empty thought."""
+    """Return True if the conversation, rendered with the replies, begins with the prompt and the policy's text. That
+    text is the answer as the template renders it when it comes last, with or without an empty thought."""
     template = renderer.template
     before = [QUESTION, thought_apart(answer(transition), template.source)]
     prompt = template.text([QUESTION])

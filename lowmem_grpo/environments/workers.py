@@ -19,7 +19,7 @@ TOGETHER = 0.005  # seconds within which jobs that finish one after the other ar
 
 
 class LateError(TimeoutError):
-    """A call took longer than it may."""
+    """A call of a job took longer than the job's `limit`."""
 
 
 class WorkerJob:
@@ -32,11 +32,11 @@ class WorkerJob:
         self.seconds = 0.0
         self.deadline = float("inf")  # for the call in progress, on the monotonic clock
         self.doing = ""  # the name of that call
-        self.dropped = False
+        self.dropped = False  # True once the job is abandoned as late
 
     def call(self, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a function as the job's next call, and await what an async one returns; LateError if that takes too
-        long. A synchronous one that does is found by `Workers.late`."""
+        """Call a function as the job's next call, and await its result if that is awaitable; LateError if the await
+        takes more than `limit` seconds. `Workers.late` finds a synchronous call that takes too long."""
         self.doing = str(getattr(function, "__qualname__", type(function).__name__))
         self.deadline = time.monotonic() + self.limit
         try:
@@ -81,7 +81,7 @@ class Workers:
         self.loop = loop or BackgroundLoop("environments")
 
     def submit(self, key: int, work: Callable[[WorkerJob], Any], limit: float) -> WorkerJob:
-        """Queue a job and return it; `work` is called with it in a thread, and makes its calls through `job.call`."""
+        """Queue a job and return it. A thread calls `work(job)`, which makes its own calls through `job.call`."""
         job = WorkerJob(key, work, limit, self.loop)
         self.running.add(job)
         self.waiting.put(job)
@@ -116,8 +116,8 @@ class Workers:
         return jobs
 
     def finished(self, wait: bool) -> list[WorkerJob]:
-        """Return the jobs that the threads have finished. With `wait`, wait at most PAUSE seconds for the first, and
-        briefly for others that finish right after it, as decoding their turns together costs little more."""
+        """Return the jobs that the threads have finished. With `wait`, wait at most PAUSE seconds for the first job,
+        and TOGETHER for each further one, because decoding their turns together costs little more."""
         jobs: list[WorkerJob] = []
         try:
             while len(jobs) < len(self.running):
@@ -138,7 +138,7 @@ class Workers:
         return late
 
     def hurry(self, seconds: float) -> None:
-        """Limit the calls of all running and waiting jobs to `seconds`, counted from now for those in progress."""
+        """Limit the calls of all running and waiting jobs to `seconds`, counted from now for calls in progress."""
         for job in self.running:
             job.limit, job.deadline = min(job.limit, seconds), min(job.deadline, time.monotonic() + seconds)
 

@@ -45,7 +45,7 @@ OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 }
 NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 LONGEST = 120  # characters; a longer expression is not evaluated
-FRUITLESS = 100_000  # draws in a row without a new puzzle, after which there are taken to be no more
+FRUITLESS = 100_000  # draws in a row without a new puzzle, after which it is assumed that none is left
 QUESTION = ("Make {target} from the numbers {numbers}. Use {operators} and parentheses, each number at most once. End "
             "with a line `Answer: ` and the expression.")
 

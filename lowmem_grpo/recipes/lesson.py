@@ -44,7 +44,7 @@ class WarmUp:
     form: str  # the format, as messages show it
     has_form: Callable[[str], bool]  # whether a completion has the format
     settings: dict[str, Any] = field(default_factory=dict)
-    """Fields of SFTConfig. Other fields that GRPOConfig has too are as in the run."""
+    """Fields of SFTConfig. They override the run's values of the fields in SHARED."""
 
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:
         """Return the trainer of the warm-up, with the run's values of SHARED unless `settings` has others."""
@@ -181,8 +181,8 @@ def reward_functions(lesson: Lesson, model: FastPeftModel) -> RewardFunctions:
 
 
 def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRequest | None) -> Answers | None:
-    """Return one answer to each held-out problem, sampled at temperature 1 in one batch that the ranks share; None if
-    the lesson has no test."""
+    """Return one answer to each held-out problem, sampled at temperature 1; the ranks share the problems. None if the
+    lesson has no test."""
     if lesson.test is None or lesson.right is None:
         return None
     logger.info("answering %s", count_text(len(lesson.test), "held-out problem"))

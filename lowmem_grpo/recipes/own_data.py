@@ -28,7 +28,7 @@ KNOWS_ARITHMETIC_ALONE = ("The embedded tiny model only knows its own arithmetic
 PARTS = 1 << 16  # number of values of a prompt's hash
 
 MakeRow = Callable[[dict[str, Any]], dict[str, Any]]
-"""From a row of the data to {"prompt": text or chat, "answer": ..., further columns that the rewards read}."""
+"""Maps a row of the data to {"prompt": text or chat, "answer": ..., further columns that the rewards read}."""
 
 
 @dataclass

@@ -142,7 +142,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
 def without_card(
     preset: Preset, model: str, form: str, settings: dict[str, Any], options: RecipeOptions
 ) -> dict[str, Any]:
-    """Return the settings to change, with a warning, if a card's preset is used on a CPU: no paged optimizers there."""
+    """Return the settings to change where a CPU, which has no paged optimizers, uses a card's preset; log a warning."""
     import torch
 
     if torch.cuda.is_available():

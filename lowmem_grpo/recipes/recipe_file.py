@@ -95,7 +95,7 @@ def start(run: Callable[[Any], None], options: type) -> None:
 
 @contextmanager
 def own_traceback(path: Path) -> Iterator[None]:
-    """Print an error in the user's file, or in code it called, without the frames above that file: these are ours."""
+    """Print an error in the user's file, or in code it called, without this package's frames above that file."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):

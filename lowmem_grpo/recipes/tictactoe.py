@@ -44,7 +44,7 @@ class TicTacToe:
     """An environment with an opponent. The seed decides the opponent's strength and its random choices."""
 
     opponent: Callable[[str], str] | None = None
-    """Who plays O instead: somebody who sees the board, and names a free square (asked again for anything else)."""
+    """Plays O instead: gets the board as text, and returns a free square; it is called again after any other reply."""
 
     def __init__(self, strengths: tuple[float, ...] = STRENGTHS) -> None:
         if not strengths or not all(0 <= strength <= 1 for strength in strengths):

@@ -1,5 +1,5 @@
 """Confidence intervals of a measured accuracy: Wilson intervals, pass@k, and the paired difference of two models. For P
-prompts with n answers each, the sample size is P, and more only as far as answers to the same prompt differ."""
+prompts with n answers each, the sample size is between P (all answers to a prompt agree) and P * n."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ KINDS = ((False, True), (True, False), (False, False), (True, True), (None, None
 
 
 def wilson_interval(accuracy: float, problems: float) -> tuple[float, float]:
-    """Return the 95% Wilson score interval of an accuracy on `problems` problems (Wilson, 1927); (0, 1) below one."""
+    """Return the 95% Wilson score interval of an accuracy (Wilson, 1927); (0, 1) if `problems` is less than 1."""
     if problems < 1:
         return 0.0, 1.0
     spread = Z_95**2 / problems
@@ -112,7 +112,7 @@ class Answers:
 
 
 def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
-    """Return one model's results as plain values: accuracy with interval, pass@k for `ks`, mean tokens and others."""
+    """Return one model's results as plain values: accuracy with interval, pass@k for all `ks`, tokens and others."""
     samples = len(answers.right[0])
     share, interval = accuracy_interval(answers.counts, samples)
     total = samples * len(answers.right)
@@ -145,7 +145,7 @@ def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> l
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Return indices of up to `shown` pairs (right before, right after): some of each kind, then changed ones first."""
+    """Return indices of up to `shown` pairs (right before, right after): some of each kind, more in KINDS' order."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

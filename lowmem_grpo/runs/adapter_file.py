@@ -20,7 +20,7 @@ from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_s
 PREFIX = "base_model.model."  # PEFT's prefix of module names
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIDES = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
-STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal")  # leave the base weights unchanged
+STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal")  # values that leave the base weights unchanged
 ANY = frozenset((  # settings that may have any value; those without a comment are applied
     "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "use_dora",
     "exclude_modules", "layers_to_transform", "layers_pattern", "lora_bias", "peft_type", "base_model_name_or_path",
@@ -33,8 +33,8 @@ MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Return the PEFT config and the tensors of an adapter. AdapterError unless it is finite LoRA on linear layers
-    only. """
+    """Return the PEFT config and the tensors of an adapter. AdapterError unless it has only LoRA on linear layers, and
+    only finite values."""
     check_adapter_folder(folder)
     try:
         config = lora_config(adapter_settings(folder), folder)
@@ -136,7 +136,7 @@ def check_for(model: nn.Module, folder: Path) -> None:
 
 
 def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
-    """Raise AdapterError for DoRA or LoRA biases, which only sampling supports; `done` names what was asked."""
+    """Raise AdapterError for DoRA or LoRA biases, which only sampling supports; `done` is "trained" or "merged"."""
     if name := next((name for name in ("use_dora", "lora_bias") if getattr(config, name)), None):
         raise AdapterError(f"the adapter in {folder} has {name}=True, and only plain LoRA is {done} here. To sample "
                            f"with it, pass model.load_lora(FOLDER) to fast_generate; else {MERGE}")

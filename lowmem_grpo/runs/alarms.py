@@ -16,7 +16,7 @@ from lowmem_grpo.runs.state import TrainerState
 logger = logging.getLogger(__name__)
 Line = Mapping[str, Any]
 Condition = Callable[[Line, list[float]], str | None]
-"""(line, what the alarm keeps between steps) -> what is wrong, "" if nothing is, None if it was not measured."""
+"""(line, values that the alarm keeps between steps) -> what is wrong; "" if nothing is, None without the metric."""
 
 MISMATCH_K3 = 0.01  # mean k3 between sampler and trainer; from 0.001 a correction has an effect
 EFFECTIVE_SAMPLES = 0.5  # effective sample size under the mismatch, as a share

@@ -9,7 +9,7 @@
         manifest.json            size and sha256 of each other file
 
 A checkpoint is written to a temporary folder, flushed to disk and renamed, so a folder named checkpoint-{step} is
-complete whenever the process dies. Names that begin with `.checkpoint-` are unfinished.
+complete whenever the process dies. Folders named `.checkpoint-...` are unfinished, being replaced or being deleted.
 """
 
 import json
@@ -158,7 +158,7 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
-    """Delete all checkpoints but the newest `keep_last` (None: all), those in `keep`, and the last good one."""
+    """Delete and return all checkpoints but the newest `keep_last` (None: all), those in `keep`, and the last good."""
     folders = list_checkpoints(run_dir)
     kept = {path.resolve() for path in keep}
     old = [] if keep_last is None else folders[: max(len(folders) - keep_last, 0)]

@@ -10,8 +10,8 @@ Each hook is called as `hook(args, state, control, model=, processing_class=, op
     on_log (logs=), on_evaluate (metrics=), on_save
     on_push_begin                            before an upload to the hub
 
-Requests that a listener sets in `control` are done at the end of the step. `make_sinks` returns the listeners that send
-metrics to Weights & Biases, TensorBoard and trackio, through their own libraries.
+At the end of a step, the training loop carries out the requests that a listener set in `control`. `make_sinks` returns
+listeners that send metrics to Weights & Biases, TensorBoard and trackio, through their own libraries.
 """
 
 import logging
@@ -35,7 +35,7 @@ REFUSED = {  # modules whose classes need parts of their own trainer
     "trl": "it needs the parts of TRL's trainer; log_completions, report_to and records show what happens",
 }
 PROGRESS = "RichProgressCallback"  # TRL's progress bar and table of metrics
-FLOW = "DefaultFlowCallback"  # sets requests in `control` that the loop decides here
+FLOW = "DefaultFlowCallback"  # it sets the requests in `control`, which the training loop sets here
 
 
 class Callbacks:

@@ -28,7 +28,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 
 
 class RunInUseError(RecordError):
-    """Raised if another process owns the run's folder; the message names it, and says what to do."""
+    """Raised if another process owns the run's folder; the message names that process, and says what to do."""
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def of_run(run_dir: Path, unfinished: bool) -> RunAdapter:
 
 
 def final_adapter(run_dir: Path, good: Path | None) -> RunAdapter:
-    """Return a finished run's final adapter, or its checkpoint `good` if that is gone."""
+    """Return a finished run's final adapter, or its last good checkpoint `good` if the final adapter is gone."""
     try:
         check_adapter_folder(run_dir / FINAL)
     except CheckpointError:
@@ -189,7 +189,7 @@ class BaseRecord:
 
 
 def base_of_adapter(folder: Path) -> BaseRecord:
-    """Return the record of an adapter's base, or else PEFT's name of it; ValueError for a broken record."""
+    """Return the record of an adapter's base; without one, PEFT's name of the base. ValueError for a broken record."""
     own = folder / BASE_FILE
     if own.is_file():
         try:

@@ -1,5 +1,5 @@
-"""The state, control and output of a run, under transformers' names; `Clock`: the seconds of each phase of a step;
-`Interrupt`: the handling of signals."""
+"""The state, control and output of a run, under transformers' names. `Clock` counts the seconds of a step's phases, and
+`Interrupt` handles signals."""
 
 import math
 import os
@@ -85,9 +85,9 @@ class TrainOutput:
 
 
 def summary(state: TrainerState, losses: list[float], samples: int, seconds: float, parameters: int) -> dict[str, Any]:
-    """Return the last line of a run's log: transformers' summary and the last step's metrics. `losses` are those of the
-    steps of this call of `train`, on `samples` samples. As in transformers, total_flos is 6 * tokens * `parameters`,
-    which exclude embeddings, over all calls."""
+    """Return the last line of a run's log: transformers' summary and the last step's metrics. `losses` has the loss of
+    each step of this call of `train`, which used `samples` samples. As in transformers, total_flos, over all calls, is
+    6 * tokens * `parameters`, where `parameters` excludes embeddings."""
     state.total_flos = 6.0 * state.num_tokens * parameters
     last: dict[str, Any] = next((line for line in reversed(state.log_history) if losses and "loss" in line), {})
     known = [loss for loss in losses if math.isfinite(loss)]
@@ -128,7 +128,7 @@ class Clock:
             self.seconds[name] += time.perf_counter() - began
 
     def moved_to_train(self, seconds: float) -> None:
-        """Move seconds from the phase "generate" to "train"."""
+        """Count `seconds` of the phase "generate" as "train" instead."""
         self.seconds["train"] += seconds
         self.seconds["generate"] -= seconds
 

@@ -19,8 +19,8 @@ ENDINGS = {  # descriptions of the endings of an episode
 
 
 def episode_fields(rollout: "Rollout") -> dict[str, Any]:
-    """Return the fields of an episode's line; `sampled_tokens` counts the tokens that the policy sampled, `sequences`
-    those of a history that the template rewrote."""
+    """Return the fields of an episode's line. `sampled_tokens` counts the tokens that the policy sampled; `sequences`
+    counts the episode's sequences, if its history was rewritten and there are several."""
     starts = {0, *(split.start for split in rollout.splits)}  # a split at 0 only has another prompt than the group
     values = {"ending": rollout.ending, "num_turns": len(rollout.turns),
              "sampled_tokens": None if rollout.trained is None else rollout.num_trained,

@@ -79,7 +79,7 @@ def tool_of(offered: Any, prefix: str, session: "MCPSession") -> Tool:
     async def call(**arguments: Any) -> str:
         return await session.call(offered.name, arguments)
 
-    call.__qualname__ = name  # as a time limit names it
+    call.__qualname__ = name  # the name in the message of a LateError
     return Tool(name, {"type": "function", "function": {
         "name": name, "description": offered.description or "", "parameters": offered.input_schema}}, call)
 

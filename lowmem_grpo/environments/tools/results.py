@@ -23,8 +23,8 @@ class ToolError(Exception):
 
 
 class ToolOutage(RuntimeError):  # noqa: N818, says what happened
-    """A tool that does not work whatever its arguments, such as one whose server is gone. As that is not the policy's
-    fault, it gets no message about it."""
+    """A tool that fails whatever its arguments are, for example because its server is gone. The policy gets no message
+    about the failure, because it is not the policy's fault."""
 
 
 class FinalResult(str):
@@ -33,14 +33,14 @@ class FinalResult(str):
 
 
 def refuse_images(content: Any, source: str) -> None:
-    """Raise DataError where one of the parts of a content is an image; the message names `source`."""
+    """Raise DataError if a part of a message's content is an image; the error names `source`."""
     if any(part.get("type") in IMAGE_PARTS for part in content if isinstance(part, dict)):
         raise DataError(f"{source} gave an image, and images are not supported: only text is trained here. "
                         "Return what it shows as text")
 
 
 def text_of(result: Any) -> str:
-    """Return text as it is, the text of content parts, or data as JSON. DataError for an image, else ToolError."""
+    """Return a string unchanged, text parts joined, other data as JSON. DataError for images, ToolError if not JSON."""
     if isinstance(result, str):
         return result
     lone = isinstance(result, dict) and not {*result}.isdisjoint(IMAGE_PARTS)  # an image by itself

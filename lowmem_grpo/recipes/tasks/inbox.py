@@ -11,7 +11,7 @@ from lowmem_grpo.recipes.tasks.mail_database import Hit, database_of
 from lowmem_grpo.recipes.tasks.mailbox import FIRST_NAMES, LAST_NAMES, WORLDS, Kind, Mail, MailWorld, check_name
 
 NO_ANSWER, WRONG, UNKNOWN, RIGHT = -2.0, -1.0, 0.0, 1.0  # base reward of an episode, by its answer
-FOUND, READ, CITED, SAVED = 0.2, 0.2, 0.2, 0.3  # added; SAVED is scaled by the unused calls, for right answers only
+FOUND, READ, CITED, SAVED = 0.2, 0.2, 0.2, 0.3  # added; SAVED only to right answers, times the share of unused calls
 MOST_SOURCES = 3  # an answer that cites more counts as citing none
 NOT_KNOWN = re.compile(r"(?i)(unknown|not known|.*\b(don.?t|do not|cannot|can.?t) (know|find|tell)\b.*)")
 PEOPLE = frozenset(name.casefold() for name in (*FIRST_NAMES, *LAST_NAMES))
@@ -86,7 +86,7 @@ class Inbox:
 
     @property
     def earned(self) -> float:
-        """The episode's reward, from -2 to 2."""
+        """The episode's reward, from -2 to less than 1.9."""
         if self.given is None:
             return NO_ANSWER + self.progress
         if self.right:

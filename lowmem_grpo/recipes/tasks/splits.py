@@ -28,8 +28,8 @@ def distinct(
     split: str, seed: int, draw: Callable[[random.Random], T | None], text: Callable[[T], str],
     fruitless: int = FRUITLESS,
 ) -> Iterator[T]:
-    """Yield different problems of one split, drawn with a seed; `text` identifies one, and a draw may give None.
-    ValueError after that many `fruitless` draws in a row, when there are taken to be no more."""
+    """Yield different problems of one split, drawn with a seed; `text` identifies a problem, and `draw` may return
+    None. ValueError after `fruitless` draws in a row without a new problem, when none is assumed to be left."""
     check_split(split)
     rng = random.Random(f"{split}-{seed}")
     seen: set[str] = set()

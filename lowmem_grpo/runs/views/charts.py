@@ -54,7 +54,7 @@ CHARTS = (
     Chart("Gradient norm", "", "norm", {"grad_norm": "norm"}, from_zero=True),
     Chart("Learning rate", "", "learning rate", {"learning_rate": "rate"}, from_zero=True, smooth=False),
 )
-OF_TAUGHT = (  # replace those of the same title in supervised fine-tuning
+OF_TAUGHT = (  # in supervised fine-tuning, these replace the charts of the same title
     Chart("Loss", "mean of -log p over the trained tokens", "nats per token",
           {"loss": "train", "eval_loss": "evaluation"}),
     Chart("Tokens per second", "trained tokens, over the whole step", "tokens per second",
@@ -62,7 +62,7 @@ OF_TAUGHT = (  # replace those of the same title in supervised fine-tuning
     Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
 )
 DRAWN = {name for chart in (*OF_EPISODES, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
-TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # in other charts and in tiles
+TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # in the reward chart or tiles
 ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # drawn even if all 0
 FAMILIES = ("rewards/", "verdicts/", "episodes/")
 
@@ -163,9 +163,9 @@ def measured(summary: Record) -> dict[str, tuple[int, float, tuple[float, float]
 
 
 def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
-    """Return the chart of the accuracy in training, and on held-out problems before and after. An answer is right if
-    the reward function named by the summary pays more than 0; if none is named, each function that pays
-    only 0 and 1 has a line."""
+    """Return the chart of the accuracy in training, and on held-out problems before and after training. An answer is
+    right if the reward function that the summary names pays more than 0. If the summary names none, each function that
+    pays only 0 and 1 has a line."""
     sampled = [line for line in completions if "replayed_from" not in line]
     lines = [Line(f"sampled in training ({name})", shares(sampled, name))
              for name in deciding(sampled, summary)]
@@ -193,7 +193,7 @@ def baselines(summary: Record) -> dict[str, float]:
 
 
 def deciding(completions: list[Record], summary: Record) -> list[str]:
-    """Return the reward functions that tell right from wrong: the summary's, or all that paid only 0 and 1."""
+    """Return the reward functions that decide what is right: the one in the summary, or all that paid only 0 and 1."""
     paid: dict[str, set[float]] = {}
     for line in completions:
         for name, value in (line.get("rewards") or {}).items():

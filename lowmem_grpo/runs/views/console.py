@@ -118,7 +118,7 @@ def verdict(right: bool | None) -> Text:
 def answers_table(
     names: Sequence[str], rows: Iterable[tuple[str, Any, Sequence[tuple[str, bool | None]]]], longest: int = 10**6
 ) -> Table:
-    """Return a table of prompts, expected and each model's (answer, right), cut to about `longest` characters."""
+    """Return a table of prompt, expected and each model's (answer, right), texts cut to about `longest` characters."""
     table = Table(box=SIMPLE, show_lines=True, expand=True)
     for name in names:
         table.add_column(name, ratio=1, overflow="fold")

@@ -75,7 +75,7 @@ class LiveView:
     """The live view, a listener with the methods of transformers' TrainerCallback. Its creator calls `close()`."""
 
     title = "GRPO"
-    first: tuple[tuple[str, str, str], ...] = ()  # before the curves of every view
+    first: tuple[tuple[str, str, str], ...] = ()  # entries of `curves` that a subclass puts first
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or any_console()
@@ -127,7 +127,7 @@ class LiveView:
             live.stop()
 
     def time_left(self) -> str:
-        """Return the estimated time left, from the mean time of this start's steps without the first; or "unknown"."""
+        """Return the time left, estimated from the mean time of the steps after this start's first; or "unknown"."""
         left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 
@@ -253,7 +253,7 @@ class TrajectoryView(LiveView):
         self.draws = False
 
     def line(self, logs: dict[str, float]) -> str:
-        """Without an end and the time until then, where nobody knows them; the caller's own numbers as they are."""
+        """Return a step's line, without max_steps and time left if unknown; without a loss, the caller's metrics."""
         if "loss" not in logs:
             own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
             return "  ".join([f"step {logs['step']:.0f}", *own])

@@ -73,7 +73,7 @@ def from_summary(make: Callable[[Record], Shown], summary: Record) -> Shown:
 
 
 def rows_of_run(run_dir: Path) -> list[Record]:
-    """Return one row per step, in order; lines of a step are merged, later ones win. Errors as in `write_report`."""
+    """Return one row per step, in order, merged from the step's lines; later values win. Raises as `write_report`."""
     path = run_dir / METRICS
     if not path.exists() and (run_dir / SUMMARY).is_file():
         return []  # the run failed in its first step

@@ -9,8 +9,8 @@ from lowmem_grpo.runs.views.chart import even_places
 
 Record = dict[str, Any]
 
-LONGEST, SHORTEST = 4000, 80  # characters of a text; those of an episode are cut further, down to SHORTEST
-TEXTS = 3  # an episode may have as many characters as this many texts
+LONGEST, SHORTEST = 4000, 80  # characters of a text; texts of an episode are cut further, down to SHORTEST
+TEXTS = 3  # the texts of an episode together may have TEXTS * LONGEST characters
 MOST_TURNS, MOST_OF_A_TURN = 40, 20  # turns of an episode; calls and replies of a turn
 MOST_REWARDS, LONGEST_NAME = 64, 200
 LARGEST = 1e300  # larger values cannot be drawn
@@ -124,7 +124,7 @@ def json_text(value: Any) -> str:
 
 
 class Reservoir:
-    """A bounded sample of a growing run: at most `limit` of evenly spaced whole steps, and the `newest` ones."""
+    """A bounded sample of a growing run: at most `limit` samples of evenly spaced steps, and the `newest` samples."""
 
     def __init__(self, limit: int, newest: int = 0) -> None:
         self.limit, self.every = limit, 1
