@@ -4,11 +4,9 @@ A thread cannot be stopped. A job that passes its deadline is abandoned: its lat
 replaces the one that hangs.
 """
 
-import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import TimeoutError as FutureTimeout
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -49,8 +47,8 @@ class WorkerJob:
         future = self.loop.submit(lambda: result)
         try:
             return future.result(self.limit)
-        except (FutureTimeout, asyncio.CancelledError) as error:
-            if isinstance(error, FutureTimeout) and future.done():
+        except TimeoutError:
+            if future.done():
                 raise  # a TimeoutError of the function's own
             future.cancel()
             raise self.too_late() from None
