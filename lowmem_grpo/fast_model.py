@@ -233,7 +233,7 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
 
 
 def as_request(adapter: Any) -> LoraRequest | None:
-    """Convert our request, vLLM's request or an adapter's path to our request; TypeError if it is none of these."""
+    """Convert our request, vLLM's, or an adapter's path to our request (None stays None); TypeError for other types."""
     if adapter is None or isinstance(adapter, LoraRequest):
         return adapter
     path = getattr(adapter, "lora_path", adapter)

@@ -53,9 +53,9 @@ class ParityGate:
         stride: int = 1, memory: BatchLimit | None = None, mismatch: MismatchWatch | None = None,
         clock: Clock | None = None, cache_dtype: str = AUTO, correction: bool | None = None,
     ) -> None:
-        """`params` are the rollouts' sampling parameters, `every` is the number of optimizer steps between checks (0: no
-        checks), and `stride` the number of steps per rollout. `bound` None takes the dtype's bound in BOUNDS, or in
-        BOUNDS_8_BITS for an 8-bit `cache_dtype`. With an 8-bit cache the first check also logs whether `correction`
+        """`params` are the rollouts' sampling parameters, `every` is the number of optimizer steps between checks (0:
+        none), and `stride` the number of steps between two rollouts. `bound` None takes the dtype's bound in BOUNDS, or
+        in BOUNDS_8_BITS for an 8-bit `cache_dtype`. With such a cache, the first check also logs whether `correction`
         corrects the difference. Truncated sampling is measured, but raises no error. `memory` limits micro-batches,
         and `mismatch` receives the measured k3."""
         self.policy, self.temperature, self.every = policy, params.temperature, every

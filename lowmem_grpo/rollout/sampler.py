@@ -76,7 +76,7 @@ class Sampler:
         soon as they are finished."""
         with self.clock.phase("generate"):
             self.renew()
-            self.pace()  # discard the timings of other calls since then, such as an evaluation's
+            self.pace()  # discard the timings of other calls, such as `fast_generate`, since the last sampling
             ids = [prompt.ids for prompt in prompts]
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)

@@ -128,7 +128,7 @@ class Ranks:
             raise RankError(f"the ranks train different numbers of parameters: {', '.join(map(str, totals))}; "
                             "give LoRA the same rank and the same modules in all of them")
         dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
-        flat = torch.zeros(totals[0] + len(sizes), dtype=dtype, device=device)  # the end: which parameters have one
+        flat = torch.zeros(totals[0] + len(sizes), dtype=dtype, device=device)  # at the end: which have a gradient
         *views, counts = flat.split([*sizes, len(sizes)])
         for place, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
             if parameter.grad is not None:
@@ -219,7 +219,7 @@ def check_settings(config: Any, count: int, samples: bool = True) -> None:
 
 
 def check_ranks_agree(trainer: Any) -> None:
-    """Raise ValueError if the processes differ in settings, data or versions, or if two of them use the same GPU."""
+    """Raise ValueError if the processes differ in settings, data or versions, or if two local ranks share a GPU."""
     if trainer.ranks.count == 1:
         return
     told = trainer.ranks.gather("what the ranks are", described(trainer))
@@ -277,7 +277,7 @@ def digest(*parts: bytes) -> str:
 
 def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
     """Return a PEFT model's numbers of parameters, the GPU and its bytes, the processor, and the versions."""
-    trainable, whole = model.get_nb_trainable_parameters()  # peft counts packed 4-bit weights one by one
+    trainable, whole = model.get_nb_trainable_parameters()  # peft counts each weight in packed 4-bit tensors
     on_card, base = device.type == "cuda", model.get_base_model()
     dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return {"parameters": whole - trainable, "trainable_parameters": trainable,

@@ -16,7 +16,7 @@ from lowmem_grpo.config.launcher import Place
 
 BEAT, PATIENCE = 1.0, 30.0  # seconds between two beats of a rank; seconds without one after which it is lost
 START, PAUSE = timedelta(minutes=10), 0.02  # limit for all ranks to join; seconds between two checks
-LAST = 5.0  # seconds that the first rank waits before it exits, so that other ranks can read why the run failed
+LAST = 5.0  # the most seconds that the first rank waits at its exit, so that other ranks can read why the run failed
 LONGEST = 500  # the most characters of an error
 GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
