@@ -1,4 +1,4 @@
-"""The models that `FastLanguageModel` returns, which can also sample, save and load adapters, and LoRA on them."""
+"""The models that `FastLanguageModel` returns, and the functions that put LoRA on them. The models can also sample."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft
 
 @dataclass(frozen=True)
 class LoraRequest:
-    """The adapter for `fast_generate`: a saved one by its folder, or the model's current one (path None)."""
+    """The adapter for `fast_generate`: a saved adapter by its folder, or the model's current adapter (path None)."""
 
     path: Path | None
 
@@ -54,8 +54,8 @@ class Loaded:
     max_seq_length: int
     keeper: EngineKeeper  # holds the rollout engine
     offload: bool = False  # True: layer inputs go to the host; set by get_peft_model
-    auto: bool = False  # True: on a card the run's plan lets the last layers keep everything where there is room
-    kept_layers: int = 0  # how many layers the plan of the last trainer let keep everything
+    auto: bool = False  # True: on a GPU, the memory plan exempts the last layers from checkpointing if there is room
+    kept_layers: int = 0  # number of layers that the last trainer's plan exempted from checkpointing
     mlp_tile: int | None = None  # tokens, as given to get_peft_model; None: the run's memory plan decides
     revision: str | None = None  # the model's revision on the hub
     vocabulary: int | None = None  # rows of the stored embedding
@@ -72,11 +72,11 @@ class FastGeneration(Saving):
         """Sample completions; results have vLLM's structure: `out[0].outputs[0].text`.
 
         `prompts` is a string (already rendered), a list of chat messages, a list of token ids, a tokenizer's output,
-        vLLM's own dictionary of a prompt, or a list of any of these. `sampling_params` is a SamplingParams,
-        ours or vLLM's own, or a list with one for each prompt. With `SamplingParams(logprobs=5)` each completion has
+        vLLM's own dictionary of a prompt, or a list of any of these. `sampling_params` is our SamplingParams or
+        vLLM's, or a list with one for each prompt. With `SamplingParams(logprobs=5)` each completion has
         vLLM's `logprobs`. As in vLLM, `lora_request=None` samples from the base model: pass `model.load_lora(folder)`
-        for a saved adapter, or `model.current_lora()` for the one that is being trained. There is no
-        progress bar, whatever `use_tqdm` says.
+        for a saved adapter, or `model.current_lora()` for the adapter that is being trained. No progress bar is shown,
+        because `use_tqdm` is ignored.
         """
         if others:
             raise TypeError(f"fast_generate got {', '.join(others)}; it takes prompts, sampling_params "
@@ -109,7 +109,7 @@ class FastGeneration(Saving):
 
     @property
     def vllm_engine(self) -> EngineKeeper:
-        """The engine's keeper under Unsloth's name, which puts it to sleep and wakes it."""
+        """The object that holds the engine, and can put it to sleep and wake it, under Unsloth's name."""
         return self.loaded.keeper
 
     def close_engine(self) -> None:
@@ -122,14 +122,14 @@ class FastGeneration(Saving):
         return self.loaded.keeper.choice
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample as transformers or PEFT does; `input_ids` may also be all that a tokenizer returned, a dictionary."""
+        """Sample as transformers or PEFT does; `input_ids` may also be the dictionary that a tokenizer returned."""
         args, kwargs = generate_inputs(args, kwargs)
         model: Any = super() if self.inner is self else self.inner
         return model.generate(*args, **kwargs)
 
 
 class BareModel(FastGeneration, nn.Module):
-    """A loaded model before `get_peft_model`. All other attributes are those of the transformers model."""
+    """A loaded model before `get_peft_model`. Attributes that it lacks are read from the transformers model."""
 
     def __init__(self, model: PreTrainedModel, loaded: Loaded) -> None:
         super().__init__()
@@ -170,8 +170,8 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         self.save_pretrained(str(path))
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Save as PEFT does, and also write the tokenizer, the end tokens of sampling, and a record of the base model,
-        from which an export learns how the weights were stored."""
+        """Save as PEFT does, and also write the tokenizer, the end tokens of sampling, and a record of the base model.
+        An export reads from this record how the base's weights were stored."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
@@ -179,7 +179,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         BaseRecord(
             self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8
         ).write(Path(save_directory))
-        if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # adapters of a server's clients use the base's
+        if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients use the base's tokenizer
             self.loaded.tokenizer.save_pretrained(save_directory)
             ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}
             GenerationConfig(eos_token_id=sorted(ends) or None).save_pretrained(save_directory)
@@ -192,7 +192,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
             base.generation_config.eos_token_id = end_ids(kept, self.loaded.tokenizer)
 
     def load_lora(self, path: str | Path, any_base: bool = False) -> LoraRequest:
-        """Return a request for a saved adapter, for `fast_generate(lora_request=...)`; the model's adapter stays.
+        """Return a request for a saved adapter, for `fast_generate(lora_request=...)`; keep the model's own adapter.
 
         Raises CheckpointError for a folder without an adapter, and AdapterError for one that is incomplete, not finite,
         or made for other layers or another base model. `any_base` skips the comparison of the base models' names.
@@ -204,7 +204,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         return LoraRequest(folder)
 
     def current_lora(self) -> LoraRequest:
-        """Return a request for the model's adapter, as it is when `fast_generate` is called."""
+        """Return a request for the model's adapter, with the weights that it has when `fast_generate` is called."""
         return LoraRequest(None)
 
 
@@ -233,7 +233,7 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
 
 
 def as_request(adapter: Any) -> LoraRequest | None:
-    """Return our request for ours, vLLM's or a saved adapter's path, None for None; TypeError for anything else."""
+    """Convert our request, vLLM's, or an adapter's path to our request (None stays None); TypeError for other types."""
     if adapter is None or isinstance(adapter, LoraRequest):
         return adapter
     path = getattr(adapter, "lora_path", adapter)
@@ -244,7 +244,7 @@ def as_request(adapter: Any) -> LoraRequest | None:
 
 
 def check_bare(model: Any) -> None:
-    """Raise TypeError unless the model is one that from_pretrained returned, ValueError if it already has LoRA."""
+    """Raise TypeError unless from_pretrained returned this model, and ValueError if the model already has LoRA."""
     if not isinstance(model, BareModel | FastPeftModel):
         raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
     if hasattr(model.inner, "peft_config"):
@@ -273,8 +273,8 @@ def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = 
 
 
 def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[FastPeftModel, Any]:
-    """Return the base model of a saved adapter with the adapter loaded, and the tokenizer saved with it, or else the
-    base's. AdapterError for an adapter that is not plain LoRA, or does not name its base model."""
+    """Load a saved adapter and its base model; return the model, and the tokenizer saved with the adapter (else the
+    base's). Raise AdapterError if the adapter is not plain LoRA or does not name its base model."""
     (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
     refuse_variants(config, folder, "trained")
     record = base_of_adapter(folder)
@@ -293,7 +293,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
 
 
 def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: bool | str = AUTO) -> FastPeftModel:
-    """Add LoRA to a loaded model, for values that are loaded afterwards; `init_lora_weights` is not applied."""
+    """Add LoRA to a loaded model without applying `init_lora_weights`, because the caller loads the values next."""
     start, config.init_lora_weights, config.inference_mode = config.init_lora_weights, True, False
     adapted = with_lora(model, config, checkpointing)
     config.init_lora_weights = start

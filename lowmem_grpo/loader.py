@@ -167,7 +167,7 @@ class FastLanguageModel:
         `exclude_modules`, `layers_pattern`, `rank_pattern`, `alpha_pattern` and `init_lora_weights` (True, False,
         "gaussian", "orthogonal", "eva") mean what they mean in PEFT's LoraConfig.
 
-        `finetune_attention_modules=False` leaves out the layers of attention, `finetune_mlp_modules=False` all others.
+        `finetune_attention_modules=False` omits attention's linear layers, `finetune_mlp_modules=False` the others.
         `layers_to_transform` lists the layers, by number, that get LoRA; `finetune_last_n_layers` takes the last n.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host), "auto"
@@ -229,13 +229,13 @@ class FastVisionModel(FastLanguageModel):
 
 
 def check_options(cls: type, method: str, options: dict[str, Any], table: Table) -> None:
-    """Raise TypeError for an unknown option of a loader's method, ValueError for a value that is not supported."""
+    """Raise TypeError for an unknown option of a loader's method, ValueError for an unsupported value."""
     known = set(inspect.signature(getattr(cls, method)).parameters)
     refuse(options, table, known, f"{cls.__name__}.{method}")
 
 
 def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:
-    """Return the context in tokens, the model's own for None; ValueError if the model's is shorter or unknown."""
+    """Return the context in tokens (None: the model's own); ValueError if the model's context is shorter or unknown."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if max_seq_length is None and longest is None:
         raise ValueError("max_seq_length is None, and the model's config does not say how long its context is; give "

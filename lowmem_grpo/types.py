@@ -17,7 +17,7 @@ from lowmem_grpo.utils import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-Message = dict[str, Any]  # `role`, `content`, and `tool_calls` or `name` if it has them
+Message = dict[str, Any]  # `role`, `content`, and sometimes `tool_calls` or `name`
 UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
 FAILURES = ("timeout", "environment_error")  # endings of episodes that are not the policy's fault
 
@@ -35,8 +35,8 @@ class Turn:
     """One call of the engine in an episode, as the engine returned it, and the environment's answer."""
 
     prompt_ids: list[int]  # (P,) the whole input of the engine
-    completion_ids: list[int]  # (C,) as they were drawn
-    logprobs: list[float]  # (C,) the sampler's own
+    completion_ids: list[int]  # (C,) as they were sampled
+    logprobs: list[float]  # (C,) as the sampler computed them
     finish_reason: Literal["stop", "length"]  # as the engine returned it
     text: str = ""  # decoded, special tokens left out
     policy_version: int = 0
@@ -54,25 +54,25 @@ class Turn:
 
 @dataclass(frozen=True)
 class Split:
-    """The start of a further sequence of an episode, after the template rewrote the history or the environment dropped
-    it."""
+    """The start of a further sequence of an episode: the chat template rewrote the history before it, or the
+    environment dropped that history."""
 
-    start: int  # the index of its first token among the C of its rollout
+    start: int  # the index of the sequence's first token among the C tokens of the rollout
     prompt_ids: list[int] | None = None  # (P,) the tokens before it; None: the prompt of the group
 
 
 @dataclass
 class Rollout:
-    """One sampled completion of C tokens (with the end token, if it was sampled), or one episode: everything after the
-    prompt, of which the policy sampled the `trained` tokens. Fields of (C,) are 0 at the other tokens."""
+    """One sampled completion of C tokens (with the end token, if it was sampled), or one episode. An episode's C tokens
+    are all that follow the prompt; the policy sampled the `trained` ones. Fields of (C,) are 0 at other tokens."""
 
     completion_ids: list[int]  # (C,)
-    rollout_logprobs: list[float]  # (C,) the sampler's own
+    rollout_logprobs: list[float]  # (C,) as the sampler computed them
     finish_reason: Literal["stop", "length"]
     text: str = ""  # decoded, special tokens left out; the last turn of an episode
-    policy_version: int = 0  # the oldest version that sampled one of the tokens
+    policy_version: int = 0  # the oldest policy version among those that sampled the tokens
     cached_tokens: int = 0  # prompt tokens that the engine did not compute again
-    trained: list[bool] | None = None  # (C,) whether the policy drew the token, so that it is in the loss; None: all
+    trained: list[bool] | None = None  # (C,) True: the policy sampled the token, and the loss counts it; None: all
     splits: list[Split] = field(default_factory=list)  # where each further sequence of an episode begins
     turns: list[Turn] = field(default_factory=list)  # the turns of an episode
     ending: str = ""  # why an episode ended
@@ -91,7 +91,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (C,) under the base model; None without a KL term
     entropy: Tensor | None = None  # (C,) at the start of the update; None if the loss does not need it
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
-    routes: Any = None  # as in `Turn`, for a single completion; the turns of an episode have their own
+    routes: Any = None  # as in `Turn`, for a single completion; in an episode each turn has its routes
 
     @property
     def num_trained(self) -> int:
@@ -105,18 +105,18 @@ class Rollout:
 
     @property
     def failed(self) -> bool:
-        """True if the episode ended for a reason that is not the policy's; it is then left out everywhere."""
+        """True if the episode ended through no fault of the policy. Such an episode is left out everywhere."""
         return self.ending in FAILURES
 
     @property
     def has_signal(self) -> bool:
-        """True if an advantage is not 0: the rollout's, or that of one of its turns."""
+        """True if the rollout's advantage, or the advantage of one of its turns, is not 0."""
         of_turns = self.token_advantages if self.turns else None
         return bool(self.advantage) or (of_turns is not None and bool(of_turns.any()))
 
     @property
     def advantages(self) -> Tensor | float:
-        """The advantages of the tokens (C,) if the estimator gives one to each, else the rollout's."""
+        """The tokens' advantages (C,) if the estimator computes one for each token, else the rollout's advantage."""
         return self.advantage if self.token_advantages is None else self.token_advantages
 
     def at_trained(self, values: Tensor) -> Tensor:
@@ -156,9 +156,9 @@ class RolloutGroup:
 class MicroBatch:
     """S whole sequences packed without padding into T places; see the alignment rule above.
 
-    They belong to R rollouts: one sequence each, or several of an episode whose history was rewritten. Sequences of one
-    prompt share the places of its tokens, except the last. `sources` gathers the tokens into a padded (S, W) layout,
-    W = max_seqlen, and `places` takes results from there back to the packed places.
+    The sequences belong to R rollouts: one per rollout, or several if an episode's history was rewritten. Sequences of
+    one prompt share the places of its tokens, except the last. `sources` gathers the tokens into a padded (S, W)
+    layout, W = max_seqlen, and `places` takes results from that layout back to the packed places.
     """
 
     input_ids: Tensor  # (T,) int64
@@ -169,9 +169,9 @@ class MicroBatch:
     sources: Tensor  # (S * W,) int64, index into T
     places: Tensor  # (T,) int64, index into S * W; for a shared place, in the first sequence
     copies: Tensor  # (T,) int64, how many (neighbouring) sequences share the place; 1 if it is not shared
-    prompts: tuple[tuple[int, ...], ...]  # by prompt: number of its own places (P - 1), and of each completion's
-    loss_mask: Tensor  # (T,) bool, tokens that the policy drew
-    trained: Tensor  # (N,) int64, indices where loss_mask is True; found on the host, so that no card syncs
+    prompts: tuple[tuple[int, ...], ...]  # by prompt: the number of prompt places (P - 1), then that of each completion
+    loss_mask: Tensor  # (T,) bool, tokens that the policy sampled
+    trained: Tensor  # (N,) int64, indices where loss_mask is True; computed on the host to avoid a GPU sync
     sequence_ids: Tensor  # (T,) int64, the rollout, 0 .. R - 1; the first one for a shared place
     advantages: Tensor  # (T,) float32
     rollout_logprobs: Tensor  # (T,) float32
@@ -180,8 +180,8 @@ class MicroBatch:
     policy_mask: Tensor | None = None  # (T,) bool
     rollouts: tuple[Rollout, ...] = ()  # the R packed completions, in order
     host_ids: Tensor | None = None  # (T,) int64, a copy of `input_ids` that stays on the host
-    homes: Tensor | None = None  # (N,) int64, on the host: index of each trained token in the concatenated (C,) fields
-    # that the rollouts have; None: the trained tokens are all of them, in order
+    homes: Tensor | None = None  # (N,) int64, on the host: index of each trained token in the rollouts' (C,) fields,
+    # concatenated in order; None: all tokens of the rollouts are trained, in order
     routes: Tensor | None = None  # (T, layers, k) uint8 or int16, experts that the sampler chose; None: not reported
     routed: Tensor | None = None  # (T,) bool, places that have routes; None for all
 
@@ -209,9 +209,9 @@ class LossOutput:
 
 
 def owned(value: Any) -> Any:
-    """Return a copy of an argument of user code, which may change it: a row is shared by all completions of its prompt
-    and by all steps that read it again. The copy shares no list, dict, array or dataclass (such as `Turn`) with it. All
-    other objects in it are shared: an environment, a client, a function, the routes of a turn."""
+    """Return a copy of a value for user code, which may change it: all completions of a prompt share its row, and later
+    steps read it again. The copy shares no list, dict, array or dataclass (such as `Turn`) with the original. It does
+    share all other objects: an environment, a client, a function, the routes of a turn."""
     if type(value) in UNCHANGING:
         return value
     if isinstance(value, dict):

@@ -17,7 +17,7 @@ Rule = tuple[str, Callable[[Any], bool]]  # (the requirement in words, the test 
 
 
 class LazyModule:
-    """A module that is imported at first use: importing torch takes seconds, and settings are checked before."""
+    """A module that is imported at first use. Importing torch takes seconds, so settings are checked before that."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -56,12 +56,12 @@ def time_text(seconds: float) -> str:
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Rule:
-    """Return a rule for numbers that satisfy `holds`; anything that is not a number breaks it, and so does True."""
+    """Return a rule for numbers that satisfy `holds`. True, and any value that is not a number, breaks the rule."""
     return words, lambda value: isinstance(value, Real) and value is not True and holds(value)
 
 
 def at_least(least: int, kind: Any = Real) -> Rule:
-    """Return a rule for whole numbers from `least` on; for the kind `Real`, 8.0 counts as whole."""
+    """Return a rule for whole numbers of at least `least`; for the kind `Real`, 8.0 counts as whole."""
     return f"a whole number, at least {least}", lambda value: (
         isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
     )
@@ -123,7 +123,7 @@ def require(name: str, value: object, rule: Rule, fix: str = "") -> None:
 
 
 def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Raise ValueError for the first of these values that breaks its rule; None means that it was not given."""
+    """Raise ValueError for the first value that breaks its rule. None breaks no rule: the option was not passed."""
     for name, rule in rules.items():
         if values[name] is not None:
             require(name, values[name], rule)
@@ -131,8 +131,8 @@ def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
 
 def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError for the first field of a dataclass that breaks its rule in the RANGES of its class or bases.
-    None is allowed if the field's annotation allows it. With `values`, by name, only these are checked; `settings` is
-    the class."""
+    None is allowed if the field's annotation allows it. With `values` (by field name), `settings` is the dataclass
+    itself, and only these values are checked."""
     cls = settings.__class__ if values is None else settings
     for name, words, holds, optional in rules_of(cls):
         if values is not None and name not in values:
@@ -170,8 +170,7 @@ def rules_of(cls: Any) -> list[tuple[str, str, Callable[[Any], bool], bool]]:
 
 
 def kind_of(hint: Any) -> Any:
-    """Return the one class that an annotation allows besides None, without type arguments; None if there are several.
-    """
+    """Return the class that an annotation allows besides None, without type arguments; None if it allows several."""
     kinds = {get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in UNIONS else (hint,))}
     return (kinds - {NoneType}).pop() if len(kinds - {NoneType}) == 1 else None
 

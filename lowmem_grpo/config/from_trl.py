@@ -99,7 +99,7 @@ def plain(value: Any) -> Any:
 
 
 def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Settings:
-    """Return the settings, with those that are among a trainer's `others`; ValueError or TypeError for the rest."""
+    """Return the settings, updated with the settings among a trainer's `others`. Raise an error for any other name."""
     kind = type(settings)
     options = {}
     for name, value in others.items():
@@ -114,7 +114,7 @@ def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Setti
 
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-    """Return SFTTrainer's parameters, with the positional ones (`placed`), in TRL's order if settings come first."""
+    """Return SFTTrainer's parameters, filled in from `placed` by position (TRL's order if settings come first)."""
     first = placed[0] if placed else ()
     order = TRLS_ORDER if first is None or isinstance(first, TrainSettings) or origin_of(first) else OUR_ORDER
     if len(placed) > len(order):

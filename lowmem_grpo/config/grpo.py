@@ -123,7 +123,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         TrainSettings.__post_init__(self)
 
     def check_combinations(self) -> None:
-        """Raise ValueError for settings that contradict each other; none is changed silently."""
+        """Raise ValueError for settings that contradict each other; no setting is changed silently."""
         super().check_combinations()
         self.take_generation_size()
         self.check_step()
@@ -143,7 +143,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.check_sampling_params()
 
     def check_step(self) -> None:
-        """Raise ValueError if settings that may differ from step to step contradict each other or the run's."""
+        """Raise ValueError if settings that may differ by step contradict each other or the run's other settings."""
         self.check_loss_options()
         self.check_advantage_options()
         self.check_credit()
@@ -173,7 +173,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                              "out")
 
     def check_credit(self) -> None:
-        """Raise ValueError if `turn_discount` has no mean of the group to compare a turn with."""
+        """Raise ValueError if `turn_discount` is set and the advantages do not compare turns with a group's mean."""
         name = self.advantage_estimator
         if self.multi_objective_aggregation == "normalize_then_sum":
             name = "normalize_then_sum (GDPO)"
@@ -212,13 +212,13 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps that share one generation, each pass over it counted once; at least 1, since all generations
-        of a step are sampled with the same policy."""
+        """Optimizer steps of one pass over a generation; at least 1, because all generations of a step are sampled with
+        the same policy."""
         return max(1, (self.steps_per_generation or 0) // self.gradient_accumulation_steps)
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps of one update: those of all passes over one generation."""
+        """Optimizer steps of one update, in all passes over one generation."""
         return self.optimizer_steps_per_generation * self.num_iterations
 
     def total_steps(self, rows: int | None) -> int:
@@ -232,7 +232,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts of one optimizer step, which is one group each."""
+        """Prompts of one optimizer step; each prompt has one group."""
         return math.ceil(self.batch_size / self.num_generations)
 
     @property
@@ -250,7 +250,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         return self.prompts_per_step * self.optimizer_steps_per_generation
 
     def rounding(self) -> str | None:
-        """Return a message for the user about the batch size that was rounded up; None if it divides."""
+        """Return a message for the user if the batch size was rounded up to whole groups, else None."""
         if self.batch_size == self.completions_per_step:
             return None
         return (f"per_device_train_batch_size ({self.per_device_train_batch_size}) x gradient_accumulation_steps "

@@ -62,7 +62,7 @@ def one_process(what: str) -> None:
 
 
 def own_device(cards: int) -> str:
-    """Return this process's device: of the `cards` that it sees, that of its local number; "cpu" without cards."""
+    """Return this process's device: the card of its local number among the `cards` that it sees, or else "cpu"."""
     return f"cuda:{this_place().local % cards}" if cards else "cpu"
 
 
@@ -81,7 +81,7 @@ def take_card() -> None:
 
 
 def used_by_others() -> tuple[float, float]:
-    """Return (the time, the seconds that other programs have computed on this process's cores so far)."""
+    """Return (current time, CPU seconds that other programs have used on this process's cores so far)."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if STAT.is_file() else set[str]()
     lines = [line.split() for line in STAT.read_text().splitlines()] if cores else []
     ticks = sum(int(line[field]) for line in lines if line[0] in cores for field in BUSY)
@@ -102,8 +102,8 @@ def leave_busy_cores(before: tuple[float, float]) -> None:
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:
-    """Return a part for each rank, in the order of the things. The most expensive thing is assigned first, each to the
-    rank with the least so far: the largest part then costs at most 4/3 of that in the best division."""
+    """Divide the things into a part for each rank, each in the order of the things. From the most expensive thing on,
+    each is assigned to the rank with the least so far, so the largest part costs at most 4/3 of the best division's."""
     costs = [cost(thing) for thing in things]
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

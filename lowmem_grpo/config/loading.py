@@ -160,7 +160,7 @@ def check_engine(fast_inference: bool | str) -> None:
 
 
 def named_device(device: str | None, device_map: Any) -> str | None:
-    """Return the one device that is named, None if the choice is ours; ValueError for anything else."""
+    """Return the device that the options name, or None if they name none; ValueError for several or unknown devices."""
     if isinstance(device_map, dict):
         places = {str(place) for place in device_map.values()}
         if len(places) != 1:

@@ -82,7 +82,7 @@ class SamplingParams(metaclass=CheckedCall):
 
 @dataclass(frozen=True)
 class Draws:
-    """The sampling parameters of a run: `count` prompts per draw, and a seed of its own for each draw."""
+    """The sampling parameters of a run: `count` prompts per draw, and a different seed for each draw."""
 
     count: int
     params: SamplingParams  # its seed, if it has one, enters the seed of every draw
@@ -192,7 +192,7 @@ class EpisodeSettings:
 
     @property
     def turn_limit(self) -> int | None:
-        """The most turns of the policy, under either name; ValueError if the two contradict each other."""
+        """The most turns of the policy, from either setting; ValueError if the two settings contradict each other."""
         tools = self.max_tool_calling_iterations
         if self.max_turns is not None and tools is not None and self.max_turns != tools + 1:
             raise ValueError(f"max_turns is {self.max_turns} and max_tool_calling_iterations is {tools}: that many "

@@ -65,7 +65,7 @@ def of_json(value: Any) -> Any:
 
 
 def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str) -> dict[str, Any]:
-    """Return the options with older names replaced. TypeError for one that is given under both of its names."""
+    """Return the options with older names replaced. TypeError for an option that is given under both of its names."""
     for old, new in renamed.items():
         if old in options and new in options:
             raise TypeError(f"{owner} got {old!r} and {new!r}, which are the same option; give one of them")
@@ -196,7 +196,7 @@ class TrainSettings(metaclass=CheckedCall):
         self.check_combinations()
 
     def check_combinations(self) -> None:
-        """Raise ValueError for settings that contradict each other; none is changed silently."""
+        """Raise ValueError for settings that contradict each other; no setting is changed silently."""
         for sink in self.report_to:
             if sink not in SINKS:
                 raise ValueError(f"report_to names {sink!r}; allowed are {', '.join(SINKS)}")
@@ -233,7 +233,7 @@ class TrainSettings(metaclass=CheckedCall):
 
     @property
     def best_metric(self) -> str | None:
-        """The name, in an evaluation's metrics, of the metric that ranks checkpoints; None if none does."""
+        """The name of the evaluation metric that ranks checkpoints; None if no evaluation metric ranks them."""
         name = self.metric_for_best_model or (self.evaluated if self.load_best_model_at_end else None)
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
@@ -254,7 +254,7 @@ class TrainSettings(metaclass=CheckedCall):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value in effect for an option that is no field, as other libraries' callbacks ask for some."""
+        """Return the value in effect for an option that is no field, because callbacks of other libraries read some."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
             raise AttributeError(f"{type(self).__name__} has no option {name!r}"
@@ -267,7 +267,7 @@ class TrainSettings(metaclass=CheckedCall):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def total_steps(self, rows: int | None) -> int:
-        """Return the optimizer steps of a run on a dataset of `rows` rows; None is a stream, which has no length."""
+        """Return the optimizer steps of a run on `rows` rows. ValueError for a stream (None) without `max_steps`."""
         if self.max_steps > 0:
             return self.max_steps
         if rows is None:

@@ -1,5 +1,5 @@
 """Options of other libraries that do not exist here. A value that asks for what happens anyway is accepted, so that
-copied settings work; any other is refused, with what to do instead, and none is ignored."""
+copied settings work. Any other value is refused, with what to do instead; no value is ignored silently."""
 
 import difflib
 import json
@@ -42,7 +42,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Harmless(Fixed):
-    """An object or a dict of options: those in `free` change nothing here, the others must have their defaults."""
+    """An object or a dict of options. Options in `free` change nothing here; other options must have their defaults."""
 
     free: tuple[str, ...] = ()
     usual: tuple[tuple[str, Any], ...] = ()

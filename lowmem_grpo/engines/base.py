@@ -29,16 +29,16 @@ class Conversation(Protocol):
 
     def next_requests(self, busy: bool) -> list[Request]:
         """Return the requests that are ready. For a `busy` engine, which has other turns to decode, return at once,
-        even if none is ready; otherwise block until one is, and return an empty list when there are no more."""
+        even if no request is ready. Otherwise block until one is ready; an empty list means that the talk is over."""
         ...
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """Receive the sampled turn of an episode. Called in the engine's thread; it may make the next turn ready."""
+        """Receive the sampled turn of an episode, in the engine's thread. The episode's next turn may then be ready."""
         ...
 
 
 class Engine(Protocol):
-    """A sampler of completions that uses the trainer's own weights. It is passed to the trainer, which imports none."""
+    """A sampler of completions that uses the trainer's own weights. The trainer imports no engine; it is passed one."""
 
     name: str
     capabilities: frozenset[str]  # a subset of EVERYTHING; an engine without this attribute has none
@@ -47,7 +47,7 @@ class Engine(Protocol):
                  meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
-        A sleeping engine wakes itself; running out of memory then is handled as it is during sampling. The engine calls
+        A sleeping engine wakes itself, and handles a lack of memory then as it does during sampling. The engine calls
         `on_group` in this thread, once per prompt, as soon as all its rollouts are finished, with the same objects that
         it returns at the end. It also calls `meanwhile` in this thread, between decode steps, with the number of
         unfinished sequences. An error raised by either callback ends the call.
@@ -67,7 +67,7 @@ class Engine(Protocol):
         ...
 
     def on_policy_update(self, policy_version: int) -> None:
-        """Drop everything computed with the old weights; called after they have changed in place."""
+        """Drop everything computed with the old weights. The caller has already changed the weights in place."""
         ...
 
     def sleep(self) -> None:
@@ -88,7 +88,7 @@ class Engine(Protocol):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of KV cache: those held now, or the peak of the last call."""
+        """Bytes of KV cache that the engine holds now, or the peak of its last call."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The sequences that the transformers engine decodes together, and forward passes of the trainer's model over them.
+"""The sequences (rows) that the transformers engine decodes together, and the model's forward passes over them.
 
-If memory has room for only some of a call's sequences (rows), the others enter the batch as rows finish.
+If memory has room for only some of a call's rows, waiting rows enter the batch as other rows finish.
 """
 
 from collections import deque
@@ -55,8 +55,8 @@ class DecodeState:
 
     @classmethod
     def joined(cls, states: list["DecodeState"]) -> "DecodeState":
-        """Return one state with the rows of all states, which must be unfinished and lose their caches. Places on the
-        left that are padding in every row are dropped, and room for some decode steps is added."""
+        """Return one state with the rows of all states, which must be unfinished; the given states lose their caches.
+        Places on the left that are padding in every row are dropped, and room for some decode steps is added."""
         if len(states) == 1:
             return states[0]
         held = [int(state.positions.max()) + 1 for state in states]
@@ -73,7 +73,7 @@ class DecodeState:
         self.cache = right_aligned([CacheSlice(self.cache, rows, width - held, width)], held, give=True)
 
     def select(self, keep: Tensor) -> None:
-        """Reduce the state to these rows (R,), which may repeat."""
+        """Reduce the state to the rows at these indices (R,), which may repeat."""
         self.cache.select(keep)
         self.rows, self.counts, self.tokens = self.rows[keep], self.counts[keep], self.tokens[keep]
         self.alive, self.positions = self.alive[keep], self.positions[keep]
@@ -97,8 +97,8 @@ class Batch:
         return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
 
     def take_rows(self) -> list[int]:
-        """Move waiting rows, which have drawn equally many tokens, into the batch and return them; the caller passes
-        their state to `enter`."""
+        """Move waiting rows that have drawn equally many tokens into the batch and return them. The caller passes their
+        state to `enter`."""
         waiting, generation, room = self.waiting, self.generation, self.size - len(self.rows)
         rows, drawn = [waiting.popleft()], generation.drawn
         while waiting and len(rows) < room and drawn[waiting[0]] == drawn[rows[0]]:
@@ -115,8 +115,8 @@ class Batch:
         self.uniforms = self.uniforms[:, :0]
 
     def draw(self, logits: Tensor) -> None:
-        """Draw the next tokens from logits (B, V). Only stop strings and new random numbers synchronize with the
-        device."""
+        """Draw the next tokens from logits (B, V). This synchronizes with the device only to match stop strings and to
+        make new random numbers."""
         state, generation, drew = self.state, self.generation, self.state.alive
         state.tokens, logprobs = draw(logits, generation.params, self.next_uniforms())
         rows, places = state.rows, state.counts
@@ -145,17 +145,17 @@ class Batch:
         return [row[max(0, count - 1 - before) :] for row, before in zip(ids, state.counts.tolist(), strict=True)]
 
     def is_time_to_look(self, every: int) -> bool:
-        """Return True if it is time to ask the device which rows are done, which synchronizes: after `every` tokens,
-        when a row may have reached its budget, and after each token if stop strings are matched on the host. Tokens
-        that a row draws after its end are discarded."""
+        """Return True if it is time to ask the device which rows are done: after `every` tokens, when a row may have
+        reached its budget, and after each token if stop strings are matched on the host. Asking synchronizes, so rows
+        may draw tokens after their end, which are discarded."""
         if self.since >= (1 if self.stops.texts else every):
             return True
         return max(self.generation.drawn[row] for row in self.rows) + self.since >= self.generation.ids.shape[1]
 
     def find_done(self) -> tuple[int, list[int]]:
-        """Ask the device which rows are done; returns the tokens that all rows drew since the last call, and the
-        prompts whose last row is done since. After an error the tokens drawn since are drawn again, with the same
-        result."""
+        """Ask the device which rows are done. Return the number of tokens that all rows drew since the last call, and
+        the prompts whose last row was done since then. After an error, the tokens drawn since the last call are drawn
+        again, with the same result."""
         state, generation, done, total = self.state, self.generation, list[int](), 0
         rows = torch.stack([state.rows, state.counts, state.alive.long()], 1).tolist()
         for row, count, alive in rows:
@@ -177,7 +177,7 @@ class Batch:
             self.uniforms = self.uniforms[kept]
 
     def keep_prefixes(self) -> None:
-        """Keep the KV cache of finished turns. Each has grown by one unused place per step since its end."""
+        """Keep the KV cache of finished turns, without the unused place that each step since a turn's end added."""
         state, generation = self.state, self.generation
         rows, held = state.rows.tolist(), (state.positions + 1).tolist()
         done = [place for place, alive in enumerate(state.alive.tolist()) if not alive]
@@ -224,8 +224,8 @@ class Passes:
 
     @contextmanager
     def evaluating(self, lasting: Kept | None = None) -> Iterator[None]:
-        """Inside, dropout and gradients are off, and adapters cast to the compute dtype are cached, in `lasting` if
-        they should outlive the context."""
+        """Turn dropout and gradients off in this context, and cache adapters cast to the compute dtype; `lasting` is a
+        cache that outlives the context."""
         token = WIDE.set(self.wide)
         try:
             with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting):

@@ -39,8 +39,8 @@ class EngineChoice:
 
 
 def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
-    """Return the engine for `fast_inference` and a model on `device`, judged from the installed packages without
-    importing vLLM. EngineUnavailableError if the user named "vllm" and it cannot be used."""
+    """Choose the engine for `fast_inference` and a model on `device`, from package metadata, without importing vLLM.
+    EngineUnavailableError if the user named "vllm" and it cannot be used."""
     check_engine(fast_inference)
     if fast_inference in (False, TRANSFORMERS):
         return EngineChoice(TRANSFORMERS, f"fast_inference={fast_inference!r}", forced=True)
@@ -107,10 +107,10 @@ def check_cache_dtype(settings: EngineSettings, choice: EngineChoice, device: st
 
 @dataclass(eq=False)
 class EngineKeeper:
-    """The provider of one loaded model's engine. A vLLM engine is made once and kept: a process can have only one.
+    """The provider of one loaded model's engine. A vLLM engine is made once and kept; a process can have only one.
 
-    It is also `model.vllm_engine`, whose `sleep` and `wake_up` programs for Unsloth call. Training and sampling do both
-    by themselves; with the transformers engine they do nothing.
+    This object is also `model.vllm_engine`. Programs for Unsloth call its `sleep` and `wake_up`, which training and
+    sampling also do by themselves. With the transformers engine both methods do nothing.
     """
 
     max_seq_length: int
@@ -118,13 +118,13 @@ class EngineKeeper:
     settings: EngineSettings = field(default_factory=EngineSettings)
     label: str = "the model"  # its name, for messages
     kept: VLLMEngine | None = None
-    bound: RolloutLimit | None = None  # the sizes that memory had room for in the last engine
+    bound: RolloutLimit | None = None  # the sizes for which the last engine had memory
     sampled: int | None = None  # completions that a run samples per call; None before a run
     holder: ClassVar["weakref.ref[EngineKeeper] | None"] = None  # the last keeper that made a vLLM engine
 
     def engine(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
-        """Return an engine that samples with the policy's current weights: the kept one if it was made for this model
-        and tokenizer."""
+        """Return an engine that samples with the policy's current weights. A kept vLLM engine is returned again if it
+        was made for this model and tokenizer."""
         if self.choice.name != VLLM:
             return TransformersEngine(policy, tokenizer, self.max_seq_length, self.settings.enforce_eager,
                                       self.settings.sampling_weights)
@@ -149,7 +149,7 @@ class EngineKeeper:
             self.kept.expect(sampled)
 
     def make_room(self) -> None:
-        """Close the process's open vLLM engine; EngineUnavailableError if no keeper made it, as only the user may."""
+        """Close the process's open vLLM engine. EngineUnavailableError if the user made that engine by hand."""
         if living() is None:
             return
         gc.collect()  # its model may be unreachable already, and the engine with it
@@ -173,7 +173,7 @@ class EngineKeeper:
         return self.kept
 
     def close(self) -> None:
-        """Close the kept engine. The next call of `engine` makes a new one, with the sizes that memory had room for."""
+        """Close the kept engine. The next call of `engine` makes a new one, with the sizes that fit memory before."""
         if self.kept is not None:
             self.kept.close()
             self.bound = self.kept.bound

@@ -28,8 +28,8 @@ class CudaGraph:
     synchronize with the device."""
 
     def __init__(self, work: Run, beside: "CudaGraph | None" = None) -> None:
-        """Record the work without running it, in the memory pool of the graph `beside`, if given, which must never run
-        at the same time. RuntimeError if it cannot be recorded."""
+        """Record the work without running it. If `beside` is given, use the memory pool of that graph; the two graphs
+        must then never run at the same time. RuntimeError if the work cannot be recorded."""
         self.graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside.graph.pool()
         # another thread may train meanwhile, and its CUDA calls must not invalidate this capture

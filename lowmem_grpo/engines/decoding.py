@@ -1,5 +1,5 @@
-"""Sampling the next token, with random numbers of each row's own, and ending completions; and multi-turn sampling with
-a user-supplied engine that only has `generate`, in rounds: all turns that are ready, then all that follow."""
+"""Sampling the next token, with separate random numbers for each row, and ending completions. Also sampling of several
+turns with a user-supplied engine that only has `generate`: each round decodes all turns that are ready."""
 
 import logging
 import random
@@ -48,7 +48,7 @@ def first_stop(text: str, params: SamplingParams) -> tuple[int, str] | None:
 
 
 def cut_at_stop(text: str, params: SamplingParams) -> str:
-    """Return the text up to the first stop string, which is kept if `params` says so."""
+    """Return the text up to the first stop string; keep that string with `include_stop_str_in_output`."""
     start, stop = first_stop(text, params) or (len(text), "")
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
 
@@ -75,9 +75,9 @@ class StopCriteria:
 
 
 def shared_numbers(seed: int, count: int, device: torch.device, part: tuple[int, int] | None = None) -> Uniforms:
-    """Return random numbers of `count` rows that depend only on the seed, the row and the position, so that a
-    completion is the same however its row was batched or interrupted. `part` (F, N) means that these are the rows from
-    F on out of N: they get the numbers that a call with all N rows would give them."""
+    """Return random numbers for `count` rows that depend only on the seed, the row and the position, so that a
+    completion does not depend on how its row was batched or interrupted. With `part` (F, N) the rows are those from
+    index F on out of N rows, and get the same numbers as in a call with all N rows."""
     first, whole = part or (0, count)
 
     @lru_cache(HELD)
@@ -168,8 +168,8 @@ def converse(engine: Any, conversation: Conversation, params: SamplingParams,
 def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams,
               tokenizer: "PreTrainedTokenizerBase") -> None:
     """Decode turns with `generate`, one call for each round of all turns that are ready. The result depends only on the
-    requests: all of a round use the seed of the first. They also share the largest `max_tokens`, and completions beyond
-    a turn's own limit are cut."""
+    requests, because a round uses the seed of its first turn. A round also uses the largest `max_tokens` of its turns,
+    and longer completions are cut to each turn's own limit."""
     requests: list[Request]
 
     def give(index: int, rollouts: list[Rollout]) -> None:

@@ -1,10 +1,10 @@
-"""The tokens that a call of the transformers engine has drawn so far, and the KV cache of finished turns, reused by the
-next turns of their episodes.
+"""The tokens that a call of the transformers engine has drawn so far, and the KV cache of finished turns, which later
+turns of the same episodes reuse.
 
-Only the tokens after the cached turn are computed. Rows that are continued together are fed the same number of tokens,
-so that each row is contiguous in the cache; a row with fewer new tokens recomputes some of its last cached ones.
+Only the tokens after the cached turn are computed. Rows that continue together are fed the same number of tokens, so
+that each row is contiguous in the cache. A row with fewer new tokens therefore recomputes some of its cached tokens.
 
-States of gated delta nets cannot be cut back, so a prompt that departs before the end of the turn is computed whole.
+The state of a gated delta net has no earlier versions, so a prompt that differs from the cached turn is computed whole.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from lowmem_grpo.engines.progress import FinishedPrompts
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
 
-TWICE, FEW = 0.1, 16  # the most tokens recomputed in a pass: this share of its new tokens, or FEW if that is more
+TWICE, FEW = 0.1, 16  # limit on tokens recomputed in a pass: TWICE times its new tokens, or FEW if that is more
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class KeptPrefix:
     routes: Routes | None = None  # None if the model has no experts
 
     def shared(self, ids: list[int]) -> int:
-        """Return the number of leading prompt tokens that are cached, at most all but the last, which must be fed."""
+        """Return how many leading prompt tokens are cached, never counting the last one, which must be fed."""
         most = min(len(self.ids), len(ids) - 1)
         if self.held.cache.whole_only:
             return most if self.ids == ids[:most] else 0
@@ -44,7 +44,7 @@ class KeptPrefix:
 
 @dataclass(frozen=True)
 class Prefill:
-    """P prompts that are computed together, of each of which the last `fed` tokens are fed."""
+    """P prompts that are computed together; the last `fed` tokens of each prompt are fed to the model."""
 
     rows: list[list[int]]  # (P,) the rows that share each prompt
     prompts: list[list[int]]
@@ -64,7 +64,7 @@ class Prefill:
         return ids.to(device), real.to(device)
 
     def held_cache(self) -> GrowingCache | None:
-        """Return a cache of these tokens, with room for those to feed; None if no prompt extends a cached turn."""
+        """Return a cache of the `held` tokens, with room for `fed` more; None if no prompt extends a cached turn."""
         if not self.kept:
             return None
         pieces = [replace(kept.held, end=kept.held.start + held)
@@ -95,13 +95,13 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held. Rows that left a batch together share one cache, which is freed with the last of them."""
+        """Bytes of the caches. Rows that left a batch together share one cache, which is freed with its last row."""
         return sum(cache.nbytes for cache in {kept.held.cache for kept in self.rows.values()})
 
 
 def fed_together(new: dict[int, int], exactly: bool = False) -> list[list[int]]:
-    """Group rows to be fed together, given the `new` tokens of each row: every row of a group is fed as many as its
-    first, which has the most. With `exactly`, no row recomputes cached tokens."""
+    """Group rows to be fed together, given the number of `new` tokens of each row. All rows of a group are fed as many
+    tokens as its first row, which has the most. With `exactly`, no row recomputes cached tokens."""
     lists: list[list[int]] = []
     again = total = 0
     for row in sorted(new, key=lambda row: -new[row]):
@@ -162,8 +162,8 @@ class GenerationState:
     # Prompts
 
     def prefills(self, rows: list[int], running: int) -> list[Prefill]:
-        """Return the prompts of these rows, grouped by tokens to feed: those that extend kept turns, then all others,
-        each once. Takes these turns out of the prefix cache, and trims it to the room left beside `running` rows."""
+        """Return the prompts of these rows, grouped by tokens to feed: prompts that extend kept turns, then each other
+        prompt once. Take those turns out of the prefix cache, and trim it to the room left beside `running` rows."""
         prefixes = {row: kept for row in rows if self.requests
                     if (kept := self.kept.rows.pop(self.requests[row].key, None)) is not None}
         self.kept.trim(self.room - running - len(rows))
@@ -185,8 +185,8 @@ class GenerationState:
     # Routes of a mixture of experts
 
     def keep_prompt_routes(self, prefill: Prefill, fed: Tensor | None) -> None:
-        """Record the routes of prompts: kept ones, then those of the tokens just `fed` (P, S, layers, k, on the right);
-        None without experts."""
+        """Record the routes of prompts: kept routes, then the routes of the tokens just `fed` (P, S, layers, k, aligned
+        right). `fed` is None without experts."""
         if fed is None:
             return
         for place, (prompt, held, own) in enumerate(zip(prefill.prompts, prefill.held, fed.cpu(), strict=True)):
@@ -208,7 +208,7 @@ class GenerationState:
         self.routes[rows, counts - 1] = fed[:, -1]
 
     def give_routes(self, rows: list[int], rollouts: list[Rollout]) -> None:
-        """Attach routes to these rows' rollouts: of the prompt and of all tokens but the last, which was not fed."""
+        """Attach to these rows' rollouts the routes of all prompt and drawn tokens but the last, which was not fed."""
         if not self.prompt_routes:
             return
         for row, rollout in zip(rows, rollouts, strict=True):

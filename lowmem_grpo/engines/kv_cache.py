@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values (B, H_kv, L, K) as views of storage with room to grow, so that a new token copies only itself.
+    """Keys and values (B, H_kv, L, K), as views of storage with room to grow, so that older tokens are not copied.
 
     After `GrowingCache.fix`, new tokens are written at the place that a tensor holds and no storage moves, so that a
     decode step can be recorded as a CUDA graph.
@@ -146,7 +146,7 @@ def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
 @dataclass(eq=False)
 class LastingStorage:
     """Storage (2, R, H_kv, C, K) per layer that outlives the caches that use it. A cache uses rows from `first` on, and
-    the first of the C places. Unused places hold finite numbers."""
+    in each row the leftmost of the C places. Unused places hold finite numbers."""
 
     rows: int
     capacity: int

@@ -18,13 +18,13 @@ PHASES = ("prefill", "full", "tail")
 
 
 class Calls:
-    """The error state of a call's callbacks, which tells their errors from the engine's."""
+    """Records the error that a callback of a call raised, to tell it from an error of the engine."""
 
     failed_outside: Exception | None = None  # an error raised by our own code or the caller's, not by the engine
 
     @contextmanager
     def outside_the_engine(self) -> Iterator[None]:
-        """Record an error raised inside as not the engine's, so that the call is not repeated with a new engine."""
+        """Record that an error in this context is not the engine's, so that the call is not repeated."""
         try:
             yield
         except Exception as error:
@@ -62,10 +62,10 @@ class FinishedPrompts(Calls):
 
 
 class ExpectedLengths:
-    """Mean completion lengths per prompt from its last call; the prompts sampled longest ago are forgotten first.
+    """The mean completion length of each prompt in its last call. Prompts sampled longest ago are forgotten first.
 
-    If not all sequences have room at once, those expected to be longest start first, so that no long one is left to
-    decode alone at the end. The sampled tokens do not depend on the order.
+    If not all sequences have room at once, the sequences expected to be longest start first, so that no long sequence
+    decodes alone at the end. The sampled tokens do not depend on the order.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ExpectedLengths:
 
     def order(self, prompts: list[list[int]]) -> list[int]:
         """Return the indices of the prompts, longest expected first. An unknown prompt counts as the mean of the known
-        ones; ties keep the given order, as do all prompts if none is known."""
+        prompts. Prompts of equal length keep their order."""
         means = [self.known.get(hash(tuple(prompt))) for prompt in prompts]
         usual = fmean([length for length in means if length is not None] or [0.0])
         lengths = [usual if length is None else length for length in means]

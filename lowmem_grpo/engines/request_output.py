@@ -97,7 +97,7 @@ class OutputProcessor:
                 for place in self.places(hidden[start : start + ROWS], targets[start : start + ROWS])]
 
     def places(self, hidden: Tensor, targets: Tensor) -> list[dict[int, Logprob]]:
-        """Do the same for N positions, given hidden states (N, D) and drawn tokens (N,)."""
+        """Return the same as `likeliest` for N positions, given hidden states (N, D) and drawn tokens (N,)."""
         logprobs = self.policy.head.logits(hidden).log_softmax(-1)
         asked = self.params.logprobs or 0
         count = logprobs.shape[1] if asked == -1 else min(asked, logprobs.shape[1])

@@ -1,4 +1,4 @@
-"""Decode steps of a batch: one forward pass that reads and writes everything that changes at fixed addresses.
+"""Decode steps of a batch. A step is one forward pass whose inputs and outputs stay at fixed addresses.
 
 On a card the step is recorded as a CUDA graph, once per number of rows and cache length (rounded up), because launching
 a small step's kernels takes the host longer than the card takes to run them. Where graphs cannot be used the same code
@@ -70,7 +70,7 @@ class TokenStep:
     """Decode steps: each feeds the last drawn tokens of a batch's rows and returns the next logits."""
 
     def __init__(self, passes: Passes, eager: bool | None = None) -> None:
-        """`eager=True` never records steps. False requires it: EngineUnavailableError if they cannot be recorded."""
+        """`eager=True` never records steps; False requires recording: EngineUnavailableError if that is impossible."""
         self.passes = passes
         why = not_recorded(passes.policy)
         if eager is False:
@@ -87,8 +87,8 @@ class TokenStep:
             say_plain(why)
 
     def prepare(self, rows: int, width: int) -> None:
-        """Make sure that the lasting buffers hold `rows` rows of `width` places, if steps are recorded. Their graphs
-        are lost when they grow."""
+        """Make sure that the lasting buffers hold `rows` rows of `width` places, if steps are recorded. Buffers that
+        must grow are replaced, and lose their graphs."""
         width, old = up_to_multiple(width, self.block), self.lasting
         if self.record is None:
             self.lasting = None
@@ -99,8 +99,8 @@ class TokenStep:
             self.lasting = StepBuffers(rows, width, self.passes.policy.device, LastingStorage(rows, width))
 
     def storage_for(self, width: int, running: int) -> LastingStorage | None:
-        """Return lasting storage for sequences of up to `width` tokens behind `running` rows in use; None if there is
-        none, or it is too narrow."""
+        """Return lasting storage for sequences of up to `width` tokens, after the `running` rows in use; None without
+        lasting storage, or if it is too narrow."""
         storage = None if self.lasting is None else self.lasting.storage
         if storage is None or width > storage.capacity:
             return None
@@ -158,11 +158,11 @@ class TokenStep:
         return width + 1
 
     def release(self) -> None:
-        """Let go of the current rows; the lasting buffers stay."""
+        """Release the current rows; keep the lasting buffers."""
         self.state, self.buffers = None, self.empty
 
     def drop(self) -> None:
-        """Let go of the current rows, and free the lasting buffers with their graphs."""
+        """Release the current rows, and free the lasting buffers with their graphs."""
         self.release()
         self.lasting = None
 

@@ -1,9 +1,9 @@
 """Rollouts by the trainer's own model through transformers: no second copy, nothing to sync, any device.
 
 Each prompt is prefilled once, and its cache is repeated for its n completions; finished rows leave the batch. If memory
-runs out, fewer rows are decoded at once, and the others enter as rows finish. Unfinished rows resume from the tokens
-they have, because redrawing them would favour short completions. The sampled tokens do not depend on any of this: each
-row has its own random numbers. Turns are decoded in rounds, all that are ready together, for the same reason.
+runs out, fewer rows are decoded at once, and waiting rows enter as rows finish. Unfinished rows resume from the tokens
+they have, because redrawing them would favour short completions. The sampled tokens do not depend on any of this,
+because each row has its own random numbers. Turns are decoded in rounds; a round has all turns that are ready.
 """
 
 import time
@@ -30,7 +30,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import OnGroup, Rollout
 
 COMPACT_BELOW = 0.9  # finished rows leave the batch once less than this share of it is unfinished
-RARELY = 0.5  # the same share with CUDA graphs, which are lost when the number of rows changes
+RARELY = 0.5  # the same share with CUDA graphs, because a change of the number of rows loses the graphs
 LOOK = 8  # with CUDA graphs, decode steps between two checks of which rows are done
 
 
@@ -74,8 +74,8 @@ class TransformersEngine:
                 torch.cuda.empty_cache()
 
     def use_weights(self, form: str | None) -> None:
-        """Sample with quantized weights dequantized (`form` "16bit"; not for the few rows for which the codes are
-        faster), or as they are held (any other `form`)."""
+        """Sample with quantized weights as they are stored, or dequantized if `form` is "16bit" (except for so few rows
+        that reading the codes is faster)."""
         self.free_weights()
         self.sampling_weights = form
         self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None
@@ -87,7 +87,7 @@ class TransformersEngine:
             self.passes.wide.held.clear()
 
     def give_back(self) -> None:
-        """Free everything now, and during training from now on; called after memory ran out in training."""
+        """Free everything now and in each later training phase, because memory ran out in training."""
         self.sleeps = True
         if not self.decoding:
             self.sleep()
@@ -151,7 +151,7 @@ class TransformersEngine:
         """Draw every row to its end, as many at a time as memory has room for."""
         most, n, device = len(generation.budgets), generation.params.n, self.policy.device
         waiting = deque(range(most))
-        if (self.bound.under(None) or most) < most:  # not all have room: the longest expected start first
+        if (self.bound.under(None) or most) < most:  # not all rows have room, so the longest expected start first
             order = self.expected.order(generation.prompts)
             waiting = deque(prompt * n + row for prompt in order for row in range(n))
         while waiting:

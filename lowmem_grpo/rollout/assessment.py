@@ -1,5 +1,5 @@
-"""Evaluation of a model: `answer` and `judge` sample answers to prompts and count the right ones; `Evaluation` measures
-rewards on a held-out dataset, sampled as in training."""
+"""Evaluation of a model. `answer` samples answers to prompts, and `judge` finds the right ones. `Evaluation` measures
+the rewards of completions on a held-out dataset, sampled as in training."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -60,8 +60,8 @@ def in_rows(values: list[Any], width: int) -> list[list[Any]]:
 def judge(
     functions: list[Right], groups: list[RolloutGroup], episodes: bool = False
 ) -> tuple[list[bool | None], dict[str, float]]:
-    """Return the first function's verdicts (N,) on the rollouts, None where it has no opinion, and the means of the
-    others, by name."""
+    """Return the first function's verdicts (N,) on the rollouts (None where it returned None), and the mean value of
+    each other function, by name."""
     rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
     scorer = RewardScorer(rewards, episodes=episodes)
     scores = score_groups(scorer, groups, None)
@@ -77,7 +77,7 @@ def mean(values: list[float | None]) -> float:
 
 
 def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
-    """Return those of the first `limit` rows that have a prompt; warns of the others. ValueError if none has one."""
+    """Return the rows with a prompt among the first `limit`; warn of empty prompts. ValueError if all are empty."""
     check_dataset(dataset)
     dataset = stream.rows_of(dataset)
     rows = [dataset[index] for index in range(min(len(dataset), limit or len(dataset)))]
@@ -96,13 +96,13 @@ class Evaluation:
         self, ranks: Any, dataset: Any, params: SamplingParams, size: int, encoder: PromptEncoder, sampler: Sampler,
         scoring: Scoring,
     ) -> None:
-        """The batches are shared among `ranks` (see trainer/distributed.py). `dataset` has all rows, for checks."""
+        """`ranks` divide the batches among them (see trainer/distributed.py). `dataset` has all rows, for checks."""
         self.ranks, self.dataset, self.params, self.size, self.encoder = ranks, dataset, params, size, encoder
         self.sampler, self.scoring = sampler, scoring
 
     def run(self, rows: Any, measure: Callable[[list[RolloutGroup]], dict[str, float]]) -> dict[str, float]:
-        """Return rewards, lengths and logged metrics on these rows, with those of `measure`. DataError if no row can be
-        used."""
+        """Return rewards, lengths and logged metrics on these rows, and the metrics that `measure` returns. Raise
+        DataError if no row can be used."""
         encoded = [self.encoder.encode(rows[index]) for index in range(len(rows))]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
         if not prompts:

@@ -99,7 +99,7 @@ class Collector:
         return self.scoring.apply(groups, scores)
 
     def set_baselines(self, groups: list[RolloutGroup]) -> None:
-        """Set the baseline of each group to the reward of one more, greedy, completion of its prompt (ReMax)."""
+        """Sample a greedy completion of each group's prompt, and set the group's baseline to its reward (ReMax)."""
         if not groups:
             return
         prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
@@ -129,7 +129,7 @@ class Collector:
         self.scoring.assign(places)
 
     def resample(self, places: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Replace groups without signal by freshly sampled ones; returns the new groups with signal left over."""
+        """Replace groups without signal by freshly sampled groups; return the fresh groups with signal left over."""
         rounds = 0
         surplus: list[RolloutGroup] = []
         while rounds < self.strategies.dynamic_sampling_rounds and (empty := self.empty(places)):
@@ -145,7 +145,7 @@ class Collector:
         return surplus
 
     def enough_for(self, missing: int) -> int:
-        """Return how many prompts to sample to get `missing` groups with signal, given this step's share of them."""
+        """Return how many prompts to sample for `missing` groups with signal, given the share with signal so far."""
         useful = len(self.sampled) - len(self.empty(self.sampled))
         return min(math.ceil(missing * len(self.sampled) / max(useful, 1)), self.draws.count)
 
@@ -160,7 +160,7 @@ class Collector:
             self.counts["sampling/replay_age"] = fmean(ages)
 
     def metrics(self, groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
-        """Return a step's metrics: `groups/` cover the groups it trains on, all others everything sampled."""
+        """Return a step's metrics: `groups/` cover the groups to train on, other metrics all sampled groups."""
         trained = {name: value for name, value in rollout_metrics(groups, []).items() if name.startswith("groups/")}
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {**rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
@@ -170,8 +170,8 @@ class Collector:
 
 
 class SharedCollector(Collector):
-    """A `Collector` for each of several ranks: all draw the same prompts, each samples and scores a share, and all get
-    all groups, so that everything after is the same on each rank."""
+    """A `Collector` for a run of several ranks. All ranks draw the same prompts, each rank samples and scores a share,
+    and then all ranks exchange their groups, so that they continue with the same groups."""
 
     def __init__(self, ranks: Any, *parts: Any) -> None:
         """`ranks` is from trainer/distributed.py; `parts` are the arguments of `Collector`."""
@@ -197,7 +197,7 @@ class SharedCollector(Collector):
 
 
 def merged(logs: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the logs of several rounds: sums of counts (names that end in COUNTS), means of all else."""
+    """Merge the logs of several rounds: sum counts (names that end in COUNTS), and average all other values."""
     names = sorted({name for log in logs for name in log})
     values = {name: [log[name] for log in logs if name in log] for name in names}
     return {name: sum(numbers) if name.endswith(COUNTS) else fmean(numbers) for name, numbers in values.items()}

@@ -35,21 +35,21 @@ logger = logging.getLogger(__name__)
 TRIES = 2  # attempts at an episode whose environment fails
 BESIDE = 1.5  # episodes in play per sequence that the engine decodes at a time
 CLOSING = 5.0  # seconds for environments to close when a batch is interrupted
-ALL_FAILED = 3  # consecutive batches in which all episodes fail that end a run; 1 until an episode has succeeded
+ALL_FAILED = 3  # a run ends after so many batches in a row whose episodes all fail; after 1 until an episode succeeds
 NAMED = 3  # failures per batch that are logged in full
 PACKAGE = str(Path(__file__).parents[1])
 Failure = tuple[str, BaseException]  # (message, error)
 
 
 class Episodes:
-    """The player of a run's episodes, batch by batch."""
+    """Plays a run's episodes, batch by batch."""
 
     def __init__(self, specs: EnvSpecs, bounds: EpisodeBounds, stopping: Callable[[], bool] = lambda: False) -> None:
         """`stopping` returns True if the run is about to end; a failed episode is then not played again."""
         self.specs, self.bounds, self.stopping = specs, bounds, stopping
         self.loop = BackgroundLoop("environments")  # one for the run: connections of async tools are tied to it
-        self.waited = 0.0  # seconds of the last batch in which there was nothing to decode
-        self.worked = False  # True once an episode has not failed
+        self.waited = 0.0  # seconds in the last batch in which the engine had nothing to decode
+        self.worked = False  # True once an episode has succeeded
         self.failed_batches = 0  # consecutive batches in which all episodes failed
         self.shown: set[str] = set()  # tracebacks already logged
         self.said_empty = False
@@ -57,8 +57,8 @@ class Episodes:
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """Play `params.n` episodes of each prompt's row. Sets each prompt's ids to those that the policy read.
-        EnvironmentFailedError if all episodes fail: of the first batch, or of three batches in a row."""
+        """Play `params.n` episodes of each prompt's row, and set each prompt's ids to the tokens that the policy read.
+        EnvironmentFailedError if all episodes of the first batch, or of three batches in a row, fail."""
         slots = getattr(engine, "slots", None)
         live = None if slots is None else math.ceil(BESIDE * slots)
         batch = EpisodeBatch(self, prompts, params, on_group, live, in_rounds=engine.name != "vllm")
@@ -149,7 +149,7 @@ class EpisodeBatch:
             converse(engine, self, params, tokenizer)
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """Return the turns that are ready (see `Conversation`); none when it is the base model's turn to speak."""
+        """Return the requests for turns that are ready (see `Conversation`); none if the base model should speak."""
         self.collect_all(not busy)
         while not busy and self.workers.running and not (self.ready or self.held):
             self.collect(wait=True)
@@ -164,7 +164,7 @@ class EpisodeBatch:
         return 2 * len(self.other.waiting) >= len(self.live) > 0
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """Add a sampled turn to its episode, and pass its tool calls or environment step to a worker, or end it."""
+        """Add a sampled turn to its episode; then let a worker run its tool calls or environment step, or finish."""
         episode = self.live[key]
         self.submit(key, episode.add_turn(rollout) or episode.finish)
 
@@ -199,7 +199,7 @@ class EpisodeBatch:
         self.workers.submit(key, work, self.owner.bounds.call_seconds)
 
     def collect_all(self, wait: bool) -> None:
-        """Take in the results of finished jobs. With `wait`, wait for all jobs if the engine decodes in rounds."""
+        """Process the results of finished jobs. With `wait`, wait for all jobs if the engine decodes in rounds."""
         self.collect(wait=False)
         while wait and self.in_rounds and self.workers.running:
             self.collect(wait=True)
@@ -266,8 +266,8 @@ class EpisodeBatch:
             self.end_episode(episode, None)
 
     def end_episode(self, episode: Episode, pay: float | None) -> None:
-        """End an episode, and report its group if that is complete. `pay`, from `get_reward`, is added to the last
-        turn's reward."""
+        """End an episode, and report its group if the group is complete. `pay`, the result of `get_reward`, is added to
+        the last turn's reward."""
         if pay is not None and episode.turns:
             episode.turns[-1].reward = (episode.turns[-1].reward or 0.0) + pay
         self.ended[episode.key] = self.live.pop(episode.key)

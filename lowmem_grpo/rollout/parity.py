@@ -1,6 +1,6 @@
-"""The parity gate recomputes the log-probabilities of some sampled tokens at the start and every few steps: if sampler
-and trainer differ, every importance ratio is wrong, and training fails silently. Later turns of episodes are judged
-separately, as a wrong token between two turns affects only the tokens after it."""
+"""The parity gate recomputes the log-probabilities of some sampled tokens at the start and every few steps, because
+training fails silently if sampler and trainer differ: every importance ratio is then wrong. Later turns of episodes are
+compared separately, because a wrong token between two turns affects only the tokens after it."""
 
 import logging
 from collections.abc import Iterator
@@ -46,18 +46,18 @@ class ParityError(RuntimeError):
 
 
 class ParityGate:
-    """The check that sampler and trainer agree, made on sampled groups before they are trained on."""
+    """Checks that sampler and trainer agree, on sampled groups before they are trained on."""
 
     def __init__(
         self, policy: Policy, params: SamplingParams, every: int, bound: float | None, *, state: TrainerState,
         stride: int = 1, memory: BatchLimit | None = None, mismatch: MismatchWatch | None = None,
         clock: Clock | None = None, cache_dtype: str = AUTO, correction: bool | None = None,
     ) -> None:
-        """`params` are the rollouts', `every` is the number of optimizer steps between checks (0: no checks), and
-        `stride` the number between two rollouts. `bound` None takes that of BOUNDS for the dtype, or of BOUNDS_8_BITS
-        for an 8-bit `cache_dtype`; then the first check also logs if and how the difference is corrected, given the
-        run's `correction` setting. Truncated sampling is measured, not judged. `memory` limits micro-batches, and
-        `mismatch` receives the measured k3."""
+        """`params` are the rollouts' sampling parameters, `every` is the number of optimizer steps between checks (0:
+        none), and `stride` the number of steps between two rollouts. `bound` None takes the dtype's bound in BOUNDS, or
+        in BOUNDS_8_BITS for an 8-bit `cache_dtype`. With such a cache, the first check also logs whether `correction`
+        corrects the difference. Truncated sampling is measured, but raises no error. `memory` limits micro-batches,
+        and `mismatch` receives the measured k3."""
         self.policy, self.temperature, self.every = policy, params.temperature, every
         self.truncates = params.truncates
         self.cache_dtype, self.correction, self.advised = cache_dtype, correction, not in_8_bits(cache_dtype)
@@ -70,8 +70,8 @@ class ParityGate:
         self.packer = Packer(policy.device, memory or RunMemory().train)
 
     def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Return the metrics of `check` if one is due. A resumed run's first rollout is also checked, but without
-        metrics, so that its records equal those of a run that was never stopped."""
+        """Run `check` if it is due, and return its metrics. The first rollouts of a resumed run are checked too, but
+        without metrics, so that its records equal the records of a run that was never stopped."""
         step = self.state.global_step
         due = self.every and (step == 0 or step // self.every > (step - self.stride) // self.every)
         if not due and (self.started or not self.every):
@@ -85,12 +85,12 @@ class ParityGate:
         return metrics
 
     def take_in(self, metrics: dict[str, float]) -> None:
-        """Pass the k3 of a check on to `mismatch`; called with this rank's metrics, or those that all ranks use."""
+        """Pass a check's k3 on to `mismatch`. `metrics` are this rank's, or the metrics that all ranks agreed on."""
         self.mismatch.last_k3 = metrics.get("sampling/parity/k3", self.mismatch.last_k3)
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return metrics over some groups; ParityError if the mean difference is above the bound. Tokens with NaN or
-        infinite log-probabilities are left out with a warning, as they do not show a difference of the sampler (see
+        infinite log-probabilities are left out with a warning, because they do not show a sampler mismatch (see
         trainer/nonfinite.py)."""
         sampled, recomputed, later = self.recompute(list(islice(groups, GROUPS)))
         finite = (sampled - recomputed).isfinite()
@@ -153,7 +153,7 @@ class ParityGate:
 
 
 def later_turns(batch: MicroBatch) -> Tensor:
-    """Return a mask (N,) on the host, True for trained tokens of other turns than the first of their episode."""
+    """Return a mask (N,) on the host, True for trained tokens after the first turn of their episode."""
     firsts = [len(r.turns[0].completion_ids) if r.turns else r.num_trained for r in batch.rollouts]
     flags = [rollout.with_context(torch.arange(rollout.num_trained) >= first)
              for rollout, first in zip(batch.rollouts, firsts, strict=True)]

@@ -1,4 +1,4 @@
-"""Replay: groups with signal are kept, and each can later replace a group without signal, once."""
+"""The replay buffer keeps groups with signal. Each kept group can later replace one group without signal."""
 
 import base64
 import logging
@@ -22,9 +22,9 @@ OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "t
 
 
 class ReplayBuffer:
-    """At most `size` groups as they were sampled and scored, oldest first. Groups with the largest spread of rewards
-    are kept, and taken first (the newest among equals), each once, with their `policy_version`, so that the objective
-    knows that they are stale. Fields that an update fills in, and `extras`, are dropped."""
+    """At most `size` groups as they were sampled and scored, oldest first. The buffer keeps, and returns first, groups
+    with the largest spread of rewards (the newest among equals), each once. A group keeps its `policy_version`, which
+    shows the objective that it is stale. Fields that an update fills in, and `extras`, are dropped."""
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
         self.size, self.max_age = size, max_age
@@ -34,7 +34,7 @@ class ReplayBuffer:
         return len(self.entries)
 
     def offer(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keep copies of freshly sampled groups if there is room, or if their rewards spread more than kept ones'."""
+        """Keep copies of fresh groups if there is room, or if their rewards spread more than those of a kept group."""
         kept = [*self.entries, *map(as_sampled, filter(usable, groups))]
         self.entries = tuple(kept[place] for place in sorted(by_spread(kept)[: self.size]))
 
@@ -47,7 +47,7 @@ class ReplayBuffer:
         return [replace(as_sampled(young[place]), replayed=True) for place in order[:count]]
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the state for `restore` as JSON values: 16 characters per token, the texts, and each row's index."""
+        """Return JSON values for `restore`: about 16 characters per token, the texts, and the index of each row."""
         return [pack_group(group) for group in self.entries]
 
     def restore(self, state: list[dict[str, Any]], dataset: Any, names: Sequence[str], num_generations: int) -> None:
@@ -116,7 +116,7 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
 
 
 def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
-    """Undo `pack_group`."""
+    """Return the group that `pack_group` saved."""
     prompt, rollouts = unpack(INTEGERS, packed["prompt"]), []
     for saved in packed["rollouts"]:
         rollout = Rollout(

@@ -1,12 +1,12 @@
 """Rollouts made by a user's function: TRL's `rollout_func(prompts, trainer) -> dict`, with the interface of TRL 1.16.
 
 The function gets every prompt of the dataset unchanged, repeated `num_generations` times in a row, and returns one
-entry for each in `prompt_ids`, `completion_ids` and `logprobs`. `env_mask` (1: the policy drew the token) is optional.
-Every other key goes to the reward functions as a column.
+entry for each repetition in `prompt_ids`, `completion_ids` and `logprobs`. `env_mask` (1: the policy drew the token) is
+optional. Every other key goes to the reward functions as a column.
 
 `rollout_of` makes a rollout of the turns that user code requested. A turn whose prompt begins with all tokens of an
-earlier sequence continues it, any other turn begins a new one; all sequences share the rollout's reward, and a turn
-that occurs in several histories is trained once.
+earlier sequence continues that sequence; any other turn begins a new sequence. All sequences share the rollout's
+reward, and a turn that occurs in several histories is trained once.
 """
 
 import copy
@@ -90,8 +90,8 @@ class RolloutFunction:
         return prompt_ids, rollouts
 
     def complete(self, prompts: list[Any], overrides: Mapping[str, Any], as_chat: bool | None) -> list[dict[str, Any]]:
-        """Return one completion of each prompt. Each call within a batch has another seed, so that repeated prompts get
-        new completions."""
+        """Return one completion of each prompt. Each call within a batch has a different seed, so that a repeated
+        prompt gets a new completion."""
         self.calls += 1
         usual = self.params or self.trainer.args.sampling(None)
         part = "" if usual.part is None else f"-{usual.part[0]}"
@@ -135,8 +135,8 @@ def generate_rollout_completions(
 
 
 def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
-    """Return every key's values, one per row: lists as they are, anything else repeated. RolloutFuncError for a missing
-    key or a list of another length."""
+    """Return the values of each key, one per row: a list as it is, any other value repeated. RolloutFuncError for a
+    missing key, or a list of the wrong length."""
     if not isinstance(returned, Mapping):
         raise RolloutFuncError(f"rollout_func returned a {type(returned).__name__}; it returns a dictionary with "
                                f"{', '.join(NEEDED)}, and may add env_mask and columns for the reward functions")
@@ -211,7 +211,7 @@ def same_length(name: str, row: int, values: Any, length: int) -> None:
 
 
 def finish_reason(ids: list[int], trained: list[bool], ends: set[int]) -> Any:
-    """Return "length" if the last token is drawn by the policy and is no end token, else "stop"."""
+    """Return "length" if the policy drew the last token and this is no end token, else "stop"."""
     last = max(place for place, drawn in enumerate(trained) if drawn)
     return "stop" if last < len(ids) - 1 or ids[last] in ends else "length"
 
@@ -242,7 +242,7 @@ def rollout_of(histories: Sequence[History], prompt: list[int] | None = None) ->
 
 
 def group_of(members: Sequence[Sequence[History]]) -> RolloutGroup:
-    """Return the group of one task's rollouts. Its prompt is the most common first prompt among them."""
+    """Return the group of one task's rollouts. Its prompt is the most common first prompt of these rollouts."""
     firsts = [tuple(next(iter(turns_of(histories))).prompt_ids) for histories in members]
     prompt = list(Counter(firsts).most_common(1)[0][0])
     return RolloutGroup({}, prompt, [rollout_of(histories, prompt) for histories in members])

@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class Player(Protocol):
-    """A player of episodes with an engine: `Episodes`, or `RolloutFunction` for a user's `rollout_func`."""
+    """The interface of what plays episodes: `Episodes`, or `RolloutFunction` for a user's `rollout_func`."""
 
-    waited: float  # seconds of the last batch in which there was nothing to decode
+    waited: float  # seconds in the last batch in which the engine had nothing to decode
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """Return `params.n` rollouts of each prompt. Sets each prompt's ids to those that the policy read."""
+        """Return `params.n` rollouts of each prompt, and set each prompt's ids to the tokens that the policy read."""
         ...
 
 
@@ -45,7 +45,7 @@ class Overlap(Protocol):
 
 
 class Sampler:
-    """The sampler of a run, with a user-supplied engine, or the model's, which it requests again before each call."""
+    """The sampler of a run. It uses a user-supplied engine, or requests the model's engine again before each call."""
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
@@ -76,7 +76,7 @@ class Sampler:
         soon as they are finished."""
         with self.clock.phase("generate"):
             self.renew()
-            self.pace()  # discard timings of other calls since the last, such as an evaluation's
+            self.pace()  # discard the timings of other calls, such as `fast_generate`, since the last sampling
             ids = [prompt.ids for prompt in prompts]
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)
@@ -93,8 +93,8 @@ class Sampler:
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
     def say_padding(self, completions: list[list[int]]) -> None:
-        """Warn once if sampled ids have no token, because they pad the vocabulary. They are still trained on, as
-        leaving them out would be off-policy."""
+        """Warn once if sampled ids have no token because they only pad the vocabulary. Such ids are trained on all the
+        same, because leaving them out would be off-policy."""
         known = len(self.tokenizer)
         if self.said_padding or all(max(ids, default=0) < known for ids in completions):
             return

@@ -29,13 +29,13 @@ class EnvironmentReward:
     """The reward function of one environment class, named like the class: the sum of the rewards of an episode's turns.
     None for an episode in an environment of another class, and if no turn had a reward."""
 
-    by_group = True  # judges each episode alone, so it may be called while other groups are sampled
+    by_group = True  # scores each episode alone, so it may be called while other groups are sampled
 
     def __init__(self, kind: type) -> None:
         self.kind, self.__name__ = kind, kind.__name__
 
     def __call__(self, *, turns: list[list[Turn]], environments: list[Any], **kwargs: Any) -> list[float | None]:
-        """Return the rewards (N,) of N episodes. TypeError for what is no number, ValueError for NaN and infinity."""
+        """Return the rewards (N,) of N episodes. TypeError if one is not a number, ValueError for NaN and infinity."""
         played = zip(turns, environments, strict=True)
         return [self.pay(each) if environment is None or type(environment) is self.kind else None
                 for each, environment in played]
@@ -62,8 +62,8 @@ class Scoring:
         self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None,
         credit: EpisodeSettings | None = None,
     ) -> None:
-        """`settings` are those of advantages, `credit` those of credit per turn (None: none). Reward functions get
-        `state`."""
+        """`settings` are the settings of advantages, `credit` the settings of credit per turn (None: no such credit).
+        Reward functions get `state`."""
         self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
         self.said_silent = False  # True once the log says that a completion got no reward from any function
@@ -73,7 +73,7 @@ class Scoring:
         return self.scorer.names
 
     def start_batch(self, prompts: Sequence[Prompt | RolloutGroup]) -> RewardBatch:
-        """Return the reward calls of a batch, created before it is sampled and settled when it is."""
+        """Return the reward calls of a batch. Create them before the batch is sampled, and settle them afterwards."""
         return RewardBatch(self.scorer, prompts, self.state, self.clock)
 
     def apply(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
@@ -88,7 +88,7 @@ class Scoring:
         return scores.metrics | unjudged | {f"rewards/{name}/invalid": float(n) for name, n in scores.invalid.items()}
 
     def apply_early(self, group: RolloutGroup, scores: Scores) -> None:
-        """Apply the first entries of `scores` to one group while others are sampled; `apply` warns later, once."""
+        """Apply the first entries of `scores` to one group while others are sampled; leave warnings to `apply`."""
         self.set_rewards([group], scores)
         self.mark_unjudged([group], scores)
         self.assign([group])
@@ -120,7 +120,7 @@ class Scoring:
 
     @property
     def weighted(self) -> AdvantageSettings:
-        """The settings with the weights of all functions, including environment rewards, which the user's lack."""
+        """The settings with the weights of all functions; the user's weights lack those of environment rewards."""
         own = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
         return AdvantageSettings(**own | {"reward_weights": self.scorer.weights})
 
@@ -220,7 +220,7 @@ def waiting_share(groups: list[RolloutGroup], seconds: float) -> dict[str, float
 
 
 def mean_and_std(mean_name: str, std_name: str, values: list[float | None]) -> dict[str, float]:
-    """Return mean and unbiased standard deviation of the values that are not None; empty if there are none."""
+    """Return mean and unbiased standard deviation of the values that are not None; {} if all values are None."""
     present = [value for value in values if value is not None]
     if not present:
         return {}

@@ -1,4 +1,4 @@
-"""Speakers in episodes other than the policy (the base model, a person), and an engine wrapper that reports the talk.
+"""Speakers in episodes besides the policy (the base model, a person), and an engine wrapper that reports all messages.
 
 Environments can ask the base model, which is decoded by the engine that samples the policy. The engine has one set of
 weights at a time, so questions are decoded together once half of the episodes in play wait for replies.
@@ -26,7 +26,7 @@ class BaseModelPlayer:
     """The questions of a batch's episodes to the base model, as a `Conversation` for the engine."""
 
     def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:
-        """`heard` receives each reply; `collect` takes in the results of workers (True: waits if in rounds)."""
+        """`heard` gets each reply; `collect` processes the results of workers (True: wait for them, if in rounds)."""
         self.heard, self.collect = heard, collect
         self.waiting: dict[int, tuple[Request, AskBase]] = {}  # questions by episode key
         self.open: dict[int, AskBase] = {}  # questions that the engine is decoding, by episode key
@@ -51,7 +51,7 @@ class BaseModelPlayer:
         self.heard(key, self.open.pop(key), rollout.text)
 
     def speak(self, engine: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Decode all waiting questions, and those asked meanwhile, one temperature after the other."""
+        """Decode all waiting questions, and questions asked meanwhile, one temperature after the other."""
         with base_model(engine):
             while self.waiting:
                 self.temperature = next(iter(self.waiting.values()))[1].temperature
@@ -61,7 +61,7 @@ class BaseModelPlayer:
 
 
 def base_model(engine: Any) -> AbstractContextManager[Any]:
-    """Inside, the engine samples the base model. TypeError if a user-supplied engine cannot."""
+    """Let the engine sample the base model in this context. TypeError if a user-supplied engine cannot do that."""
     owner: Any = engine if hasattr(engine, "base_model") else getattr(engine, "policy", None)
     if not hasattr(owner, "base_model"):
         raise TypeError(f"the environment asks the base model (AskBase), and the engine {getattr(engine, 'name', '?')} "
@@ -113,7 +113,7 @@ class Watched:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Inside, `converse` samples the base model."""
+        """Let `converse` sample the base model in this context."""
         engine = self.base()
         with base_model(engine):
             self.asked = engine

@@ -1,6 +1,6 @@
-"""`Ranks`: the processes of a run, each with the whole model and a card, over torch.distributed. Each samples, scores
-and trains a share of a step's groups; all hold the same state, and gradients are summed. The process groups are made
-here, because vLLM makes the default group for its own process alone, and destroys it."""
+"""`Ranks`: the processes of a run over torch.distributed. Each process has the whole model and a card, and samples,
+scores and trains a share of a step's groups. Gradients are summed, so all processes hold the same state. The process
+groups are made here because vLLM makes the default group for its own process alone, and destroys it."""
 
 import hashlib
 import json
@@ -35,19 +35,19 @@ from lowmem_grpo.utils import size_text
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CONNECT, FOREVER = timedelta(seconds=30), timedelta(days=365)  # limits; the heartbeat ends a transfer without a partner
-PAUSE, WIDTH, NAME = 0.001, 2048, 100  # seconds between two polls; bytes of a meeting's word, characters of its name
-SLOW, STEPS = 1.5, 3  # a rank is slow at SLOW times the others' median, for STEPS steps in a row
-PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # also compared, with lowmem_grpo and torch
-OWN = ("card", "card_bytes", "processor")  # may differ from machine to machine
+PAUSE, WIDTH, NAME = 0.001, 2048, 100  # seconds between two polls; bytes of `meet`'s message, characters of its name
+SLOW, STEPS = 1.5, 3  # a rank is slow if it takes SLOW times the other ranks' median, for STEPS steps in a row
+PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # their versions must be the same in all ranks
+OWN = ("card", "card_bytes", "processor")  # entries that may differ from rank to rank
 ROWS = 8  # rows that are compared, spread from the first to the last
 
 
 class Ranks:
-    """The collective operations of a run's processes. All of them must call the same operations in the same order; a
-    difference raises RankError. With a single process nothing is exchanged."""
+    """The collective operations of a run's processes. All processes must call the same operations in the same order,
+    or RankError is raised. With a single process nothing is exchanged."""
 
     def __init__(self, place: Place | None = None, store: Any = None, **pace: float) -> None:
-        """`store` is torch's store, which all processes can reach; `pace` is for the `Heartbeat`."""
+        """`store` is torch's store, which all processes can reach; `pace` has the arguments of `Heartbeat`."""
         self.place = place or Place()
         self.rank, self.count, self.leads, self.here = self.place.rank, self.place.count, self.place.leads, 1
         self.slow: dict[int, int] = {}  # steps in a row in which a rank was slow
@@ -65,12 +65,12 @@ class Ranks:
         return list(things) if self.count == 1 else balanced(things, cost, self.count)[self.rank]
 
     def gather(self, what: str, own: T) -> list[T]:
-        """Return the `own` of each process, pickled for the transfer, in rank order; `what` names it in messages."""
+        """Return the `own` of all processes in rank order (pickled for the transfer); errors call it `what`."""
         if self.count == 1:
             return [own]
         data = pickle.dumps(own)
         parts = self.exchange(what, data, max(self.meet(what, len(data))))
-        return [own if rank == self.rank else pickle.loads(part)  # noqa: S301 - our own; it ends before the padding
+        return [own if rank == self.rank else pickle.loads(part)  # noqa: S301 - our own pickle; it ignores the padding
                 for rank, part in enumerate(parts)]
 
     def first(self, what: str, make: Callable[[], T]) -> T:
@@ -78,7 +78,7 @@ class Ranks:
         return self.gather(what, make() if self.leads else None)[0]  # type: ignore[return-value] # it made one
 
     def meet(self, what: str, size: int = 0) -> list[int]:
-        """Wait until all processes have come to `what`; returns the `size` of each. Any of them may end afterwards."""
+        """Wait until all processes have reached `what`; return each one's `size`. A process may exit after this."""
         if self.count == 1:
             return [size]
         began, what = time.monotonic(), what[:NAME]
@@ -101,7 +101,7 @@ class Ranks:
         return [part.numpy().tobytes() for part in held]
 
     def finish(self, what: str, work: Any) -> None:
-        """Wait for a transfer; RankError if it breaks off."""
+        """Wait for a transfer; raise RankError if it breaks off."""
         began = time.monotonic()
         try:
             while not work.is_completed():
@@ -110,15 +110,15 @@ class Ranks:
             work.wait()
         except RuntimeError as error:
             for group in {self.group, self.card_group or self.group}:
-                group.abort()  # the process would wait for the transfer at its end
+                group.abort()  # else the process would wait for this transfer when it exits
             if isinstance(error, RankError):
                 raise
             self.heartbeat.explain(what, error)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace each gradient by the sum over all processes, in fp32, or in fp64 if any parameter is fp64. A
-        parameter with a gradient in one process has one in all of them afterwards."""
+        """Replace each gradient by its sum over all processes, computed in fp32, or in fp64 if any parameter is fp64.
+        A parameter that has a gradient in one process has a gradient in all processes afterwards."""
         if self.count == 1:
             return
         group, device = self.reducer(parameters)
@@ -128,7 +128,7 @@ class Ranks:
             raise RankError(f"the ranks train different numbers of parameters: {', '.join(map(str, totals))}; "
                             "give LoRA the same rank and the same modules in all of them")
         dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
-        flat = torch.zeros(totals[0] + len(sizes), dtype=dtype, device=device)  # at the end: who has a gradient
+        flat = torch.zeros(totals[0] + len(sizes), dtype=dtype, device=device)  # at the end: which have a gradient
         *views, counts = flat.split([*sizes, len(sizes)])
         for place, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
             if parameter.grad is not None:
@@ -153,7 +153,7 @@ class Ranks:
         return self.card_group, torch.device("cpu") if self.card_group is self.group else device
 
     def metrics(self, step_time: float, own: dict[str, float]) -> dict[str, float]:
-        """Return each process's `own` metrics of a step, with waiting and busy seconds, as ranks/RANK/NAME."""
+        """Return the step's `own` metrics of all ranks, and their waiting and busy seconds, named ranks/RANK/NAME."""
         if self.count == 1:
             return {}
         waited, self.waited = self.waited, 0.0
@@ -174,7 +174,7 @@ class Ranks:
                     "tokens; with cards of one kind none waits", rank, seconds / others)
 
     def seed(self, seed: int, step: int) -> None:
-        """Seed each process from seed, step and rank, so that checkpoints need not hold its random states."""
+        """Seed this process from seed, step and rank, so that checkpoints need not store every rank's random state."""
         if self.count > 1:
             own = random.Random(f"{seed}-{step}-{self.rank}").getrandbits(31)
             random.seed(own)
@@ -183,7 +183,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Tell the other processes of an error inside, so that the run ends in all of them."""
+        """Report an error raised in this context to the other processes, so that the run ends in all of them."""
         try:
             yield
         except BaseException as error:
@@ -198,7 +198,7 @@ def card_of(device: torch.device) -> str | None:
 
 
 def ranks() -> Ranks:
-    """Return the processes of this run. The first call joins them; ValueError or RankError if that fails."""
+    """Return the ranks of this run. The first call joins them, and raises ValueError or RankError if that fails."""
     return joined(this_place())
 
 
@@ -219,7 +219,7 @@ def check_settings(config: Any, count: int, samples: bool = True) -> None:
 
 
 def check_ranks_agree(trainer: Any) -> None:
-    """Raise ValueError if the processes differ in settings, data or versions, or share a GPU that each needs alone."""
+    """Raise ValueError if the processes differ in settings, data or versions, or if two local ranks share a GPU."""
     if trainer.ranks.count == 1:
         return
     told = trainer.ranks.gather("what the ranks are", described(trainer))
@@ -246,7 +246,7 @@ def check_ranks_agree(trainer: Any) -> None:
 
 
 def described(trainer: Any) -> dict[str, Any]:
-    """Return what must be the same in all processes, in plain values."""
+    """Return, as plain values, the properties of a run that must be the same in all processes."""
     model, rows = trainer.model, trainer.source.dataset
     known = describe_machine(model, trainer.policy.device)
     return {
@@ -276,8 +276,8 @@ def digest(*parts: bytes) -> str:
 
 
 def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
-    """Return a PEFT model's numbers of parameters, the card (or the processor), its bytes, and the versions."""
-    trainable, whole = model.get_nb_trainable_parameters()  # peft counts the elements that packed 4-bit weights hold
+    """Return a PEFT model's numbers of parameters, the GPU and its bytes, the processor, and the versions."""
+    trainable, whole = model.get_nb_trainable_parameters()  # peft counts each weight in packed 4-bit tensors
     on_card, base = device.type == "cuda", model.get_base_model()
     dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return {"parameters": whole - trainable, "trainable_parameters": trainable,

@@ -12,7 +12,7 @@ from lowmem_grpo.losses.loss_metrics import FIRST_WORDS
 from lowmem_grpo.runs.state import speed
 
 LONGEST = 100_000  # the most rows of a stream to evaluate on
-OF_ALL = frozenset(name.removeprefix("_") for name in ("num_tokens", *speed("", 1.0, 1, 1)))  # in every one
+OF_ALL = frozenset(name.removeprefix("_") for name in ("num_tokens", *speed("", 1.0, 1, 1)))  # in every evaluation
 OF_LOSS = ("loss", "policy_loss", "kl", "entropy", *FIRST_WORDS, "sampling",
            "mean_token_accuracy")  # the learner's metrics that evaluations have, as in TRL
 
@@ -29,8 +29,8 @@ def indexed_rows(dataset: Any, parameter: str) -> Any:
 
 
 def evaluation_sets(dataset: Any, args: TrainSettings, read: Callable[[Any, str], Any]) -> Any:
-    """Return the evaluation rows as `read` returns them, or a dict of them by name; ValueError if settings need them
-    and None is given."""
+    """Return the rows that `read` makes of one dataset, or a dict of such rows by name for several datasets. Raise
+    ValueError if the settings ask for evaluations and `dataset` is None."""
     if dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
         asked = f'eval_strategy is "{args.eval_strategy}"' if args.eval_strategy != "no" else "eval_on_start is True"
         raise ValueError(f"{asked}, which needs an eval_dataset; pass one")
@@ -57,8 +57,8 @@ def evaluate_rows(trainer: Any, rows: Any, prefix: str) -> dict[str, float]:
 def check_best_metric(
     wanted: str | None, sets: Any, names: Collection[str], may_measure: Callable[[str], bool]
 ) -> None:
-    """Raise ValueError if metric_for_best_model names a metric that no evaluation of these sets can have; `names` are
-    those that each has."""
+    """Raise ValueError if metric_for_best_model names a metric that no evaluation of these sets can have. `names` are
+    the metrics that every evaluation has."""
     several = isinstance(sets, dict)
     prefixes = [f"eval_{name}_" for name in sets] if several else ["eval_"]
     if wanted is None or any(wanted.startswith(prefix) and may_measure(wanted.removeprefix(prefix))

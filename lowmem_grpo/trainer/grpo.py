@@ -51,9 +51,9 @@ class GRPOTrainer(Trainer):
         environment_factory: Any = None, engine: Engine | None = None, tokenizer: Any = None, parse: Any = None,
         **others: Any,
     ) -> None:
-        """The parameters are TRL's, in its order; `engine`, an engine of the caller's; and `parse`, which reads tool
-        calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name of `processing_class`;
-        `others` may be settings, and are refused otherwise."""
+        """The parameters are TRL's, in its order, and two more: `engine`, the caller's own engine, and `parse`, which
+        reads tool calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name of
+        `processing_class`; `others` may be settings, and any other name is refused."""
         check_model(model, type(self))
         config = taken_in(others, settings_of(args, self.settings), type(self))
         players = self.players = EpisodeSetup(config, tools, environment_factory, rollout_func, parse)
@@ -101,7 +101,7 @@ class GRPOTrainer(Trainer):
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[RolloutGroup]:
-        """Return `params.n` unscored rollouts of each prompt; `on_group` gets each prompt's once all are complete."""
+        """Return `params.n` unscored rollouts of each prompt; call `on_group` for a prompt once its n are complete."""
         return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
@@ -113,16 +113,16 @@ class GRPOTrainer(Trainer):
         return self.scoring.start_batch(prompts)
 
     def score(self, groups: list[RolloutGroup], scoring: RewardBatch | None = None) -> dict[str, float]:
-        """Set the rewards, their weighted sum and the advantage of every rollout; returns what the functions logged."""
+        """Set the rewards, their weighted sum and the advantage of every rollout; return the functions' metrics."""
         return self.collector.score(groups, scoring or self.scoring.start_batch(groups))
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
-        """Return the rewards of each function for each completion, (N, R) in float32, NaN for None. Name and arguments
-        are TRL's (`inputs` are the rows, one per completion): if a subclass overrides this method, it is called in
-        place of the functions, once for all completions of a step."""
+        """Return the reward of each of R functions for each of N completions, (N, R) in float32, NaN for None. Name and
+        arguments are TRL's (`inputs` are the rows, one per completion). If a subclass overrides this method, the
+        override is called once for all completions of a step, in place of the functions."""
         paid = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
         columns = [[math.nan if reward is None else reward for reward in column] for column in paid]
         return torch.tensor(columns, dtype=torch.float32, device=self.policy.device).T
@@ -168,7 +168,7 @@ class GRPOTrainer(Trainer):
         return rows
 
     def measure_evaluation(self, rows: Any) -> dict[str, float]:
-        """Return mean rewards of completions sampled as in training, and the loss of one step on all of them."""
+        """Sample completions as in training; return their mean rewards, and the loss of one step on all of them."""
         return self.evaluation.run(rows, self.measure_loss)
 
     def measure_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
@@ -182,7 +182,7 @@ class GRPOTrainer(Trainer):
         return super().evaluation_names() | sure | ({"kl"} if self.args.beta else set())
 
     def may_measure(self, name: str) -> bool:
-        """Return whether an evaluation may have this metric; some losses, environments and functions add metrics."""
+        """Return whether an evaluation may have this metric; losses, environments and reward functions can add some."""
         return (super().may_measure(name) or name.partition("/")[0] in {*OF_LOSS, *OF_EPISODES} - {"kl"}
                 or any(logs(function) for function in self.scorer.funcs))
 
@@ -214,13 +214,13 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def logs(function: Any) -> bool:
-    """Return whether a reward function takes `log_metric` or `log_extra`, or is a callable object, which may."""
+    """Return whether a reward function takes `log_metric` or `log_extra`; True for callable objects, which may."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named
 
 
 def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> PromptSource:
-    """Return the source of a run's prompts; ValueError for a replay buffer on a stream, which is read once."""
+    """Return the source of a run's prompts; ValueError for a replay buffer on a stream, whose rows are read once."""
     if config.replay_buffer_size and isinstance(rows, Stream):
         raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                          "found again after a resume; leave it out, or pass a datasets.Dataset")

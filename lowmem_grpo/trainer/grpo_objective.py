@@ -35,8 +35,8 @@ class GRPOObjective(Objective):
                                config.entropy_coef_max, config.entropy_coef_delta, config.entropy_target)
         self.entropy = bonus if bonus.enabled else None
         self.mismatch = MismatchWatch()
-        self.correct_mismatch = self.stale = False  # in the update in progress
-        self.told: set[bool] = set()  # the values of `stale` for which the correction was logged
+        self.correct_mismatch = self.stale = False  # for the update in progress
+        self.told: set[bool] = set()  # the values of `stale` for which a warning was logged
 
     @property
     def temperature(self) -> float:
@@ -62,7 +62,7 @@ class GRPOObjective(Objective):
         return tuple(name for name, needed in wanted.items() if needed)
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """Decide on the importance correction: for stale rollouts, and if sampler and trainer were seen to differ."""
+        """Turn the importance correction on for stale rollouts, or if earlier steps showed a sampler mismatch."""
         chosen = self.config.vllm_importance_sampling_correction
         self.stale = any(rollout.policy_version < policy_version or not all(turn.exact for turn in rollout.turns)
                          for rollout in rollouts)
@@ -101,7 +101,7 @@ class GRPOObjective(Objective):
                 if not (rollout.failed or (masked and rollout.finish_reason == "length"))]
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the counted rollouts with an advantage; with a KL term or an entropy bonus, all counted ones."""
+        """Return the counted rollouts whose advantage is not 0, or all of them with a KL term or an entropy bonus."""
         everything = self.config.beta or self.entropy is not None
         return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 

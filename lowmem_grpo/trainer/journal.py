@@ -1,5 +1,5 @@
-"""`Journal`: records a step's completions, checks the alarms, and collects metrics for the log; `FirstSteps`: findings
-about the rewards after the first step, and the time left at the pace of the second."""
+"""`Journal` records a step's completions, checks the alarms, and collects metrics for the log. `FirstSteps` warns about
+the rewards after the first step, and tells the time left after the second, at that step's pace."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,12 +25,12 @@ LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skippe
 
 
 class Journal:
-    """The journal of a run: one line to log every `logging_steps` and at the last step; completions at each step."""
+    """Record the completions of every step; return a line to log every `logging_steps` and at the last step."""
 
     def __init__(
         self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True
     ) -> None:
-        """`settings` are the run's; `prints` is False in a process without output."""
+        """`settings` are the settings of the run; `prints` is False in a process that prints nothing."""
         self.state, self.records, self.settings, self.alarms = state, records, settings, alarms
         self.show_samples = prints and getattr(settings, "log_completions", False)
 

@@ -1,4 +1,4 @@
-"""One optimizer step on rollouts: the verbs `forward_backward` and `optim_step`, and the fields that they need."""
+"""One optimizer step on rollouts: `forward_backward`, `optim_step`, and the rollouts' fields that both read."""
 
 import math
 import warnings
@@ -31,9 +31,9 @@ ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
 
 
 class Learner:
-    """Owns the optimizer and the schedule; turns groups with advantages into gradients, and gradients into a step. If
-    memory runs out, the work is undone and repeated in smaller micro-batches, with the same result. With several ranks
-    each trains its share of the groups; the gradients are summed before they are clipped."""
+    """Owns the optimizer and the schedule; computes gradients from groups with advantages, and applies them. If memory
+    runs out, the work is undone and repeated in smaller micro-batches, with the same result. With several ranks each
+    rank trains its share of the groups, and the gradients are summed before they are clipped."""
 
     def __init__(
         self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
@@ -52,12 +52,12 @@ class Learner:
         self.packer = Packer(policy.device, self.bound)
         self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
         self.ranks = ranks or Ranks()
-        self.flags = Flags()  # values that are not finite, of the pass in progress
+        self.flags = Flags()  # the rollouts of the pass in progress that met NaN or infinity
         self.prepare_again: Callable[[], None] | None = None  # None once a pass or step has followed `prepare`
 
     @property
     def limits(self) -> Limits:
-        """The limits of a micro-batch: with a memory plan only tokens, without one also sequences."""
+        """The limits of a micro-batch: tokens, and without a memory plan also sequences."""
         tokens = self.config.max_tokens_per_micro_batch
         if self.bound.spread is None:
             return Limits(tokens, self.config.per_device_train_batch_size)
@@ -65,11 +65,11 @@ class Learner:
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that are trained now, by name; some of the optimizer's may be frozen for a while."""
+        """The parameters that are trained now, by name. Some of the optimizer's parameters may be frozen for a time."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
-        """Set these fields of this rank's rollouts from the current policy; `tell_fields` adds those of other ranks."""
+        """Set these fields of this rank's rollouts from the current policy; `tell_fields` fetches the other ranks'."""
         random = RandomStates(self.policy.device)
         what = f"recomputing {' and '.join(fields)}"
         for rollout, *values in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
@@ -121,7 +121,7 @@ class Learner:
                 with self.policy.reference():
                     self.fill_logprobs(rollouts, "ref_logprobs")
             if self.bound.lowered != limit:
-                fill()  # all of it in micro-batches of one size, as in a run that began with this bound
+                fill()  # memory ran out: repeat all in the smaller size, as in a run that began with this bound
 
         def again() -> None:
             fill()
@@ -131,11 +131,11 @@ class Learner:
             fill()
         self.tell_fields(rollouts, fields)
         self.objective.prepared(members(rollouts), groups)
-        # decisions that all ranks made together stay when one of them repeats its own share
+        # `objective.prepared` decides for all ranks, so one rank that repeats its share must not call it again
         self.prepare_again = None if not fields else again if self.ranks.count == 1 else fill
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with only the rollouts that can move the policy; an unjudged group keeps none."""
+        """Return the groups with only the rollouts that have a gradient; an unjudged group keeps none."""
         return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
                 for group in groups]
 
@@ -143,7 +143,7 @@ class Learner:
         return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
 
     def num_tokens(self, groups: list[RolloutGroup]) -> int:
-        """Return the number of sampled tokens that count in the loss; masked, truncated completions do not."""
+        """Return the number of sampled tokens that count in the loss. Truncated completions do not, if masked."""
         return sum(rollout.num_trained for rollout in members(self.counted_groups(groups)))
 
     def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
@@ -154,9 +154,9 @@ class Learner:
     def forward_backward(
         self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: PartialGradient | None = None
     ) -> dict[str, float]:
-        """Add the gradient of the step's loss to the adapter; returns loss metrics over the trained tokens. Tokens
-        (unless their number is given) and sequences are counted over all `groups`, so the gradient depends neither on
-        the split into micro-batches nor on rollouts left out. Groups in `begun` are part of it already."""
+        """Add the gradient of the step's loss to the adapter; return loss metrics over the trained tokens. Tokens
+        (unless `num_tokens` is given) and sequences are counted over all `groups`, so the gradient depends neither on
+        the split into micro-batches nor on rollouts left out. Groups in `begun` are trained already, and skipped."""
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
         totals, left = self.totals(groups, num_tokens), self.mine(trained)
         if begun is not None:
@@ -180,7 +180,7 @@ class Learner:
         sums = sums.of_all_ranks(self.ranks, members(trained))
         metrics = sums.metrics(self.objective) | self.policy.differing_routes()
         if self.guard.passed(trained, sums.flags):
-            self.objective.restore(before)  # the measured values are meaningless
+            self.objective.restore(before)  # the values measured in this pass are meaningless
         self.prepare_again = None
         kept, total = (sum(len(group.rollouts) for group in some) for some in (trained, groups))
         share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
@@ -189,7 +189,7 @@ class Learner:
     def accumulate(
         self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
     ) -> StepAccumulator:
-        """Add the gradient of each micro-batch to the one begun; returns the sums over the micro-batches."""
+        """Add each micro-batch's gradient to the adapter; return the sums over micro-batches, starting at `begun`."""
         set_mode(self.policy.model, True)
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
@@ -216,14 +216,14 @@ class Learner:
         return out
 
     def at_head(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities and entropies at the trained tokens, and log p of the likeliest token, each (N,)."""
+        """Return log-probabilities and entropies at the trained tokens, and the largest log-probability, each (N,)."""
         policy, objective = self.policy, self.objective
         return policy.at_head(*policy.at_trained(batch), objective.temperature, objective.entropy_grad)
 
     def objective_loss(
         self, batch: MicroBatch, totals: StepTotals, logprobs: Tensor, entropy: Tensor, best: Tensor
     ) -> LossOutput:
-        """Return the objective's loss, with the share of likeliest tokens (the accuracy) if it asks for that."""
+        """Return the objective's loss, with the token accuracy in its metrics if the objective asks for it."""
         out = self.objective.loss(batch, logprobs, entropy, totals)
         if self.objective.counts_hits:
             out.metrics["mean_token_accuracy"] = (logprobs.detach() >= best - ROUNDING).to(best.dtype).mean()
@@ -253,8 +253,8 @@ class Learner:
             self.prepare_again = None
 
     def optim_step(self) -> dict[str, float]:
-        """Sum, clip, apply and clear the gradients. A step without gradient, or with NaN or infinity, is skipped;
-        NonFiniteError, before the schedule goes on, if `nonfinite_steps` steps in a row met such values."""
+        """Sum, clip, apply and clear the gradients. A step without gradients, or with NaN or infinity, is skipped.
+        Raise NonFiniteError, before the schedule advances, if `nonfinite_steps` steps in a row met such values."""
         if self.ranks.count > 1:
             self.ranks.sum_gradients([*self.trained.values()])
         parameters = {name: p for name, p in self.trained.items() if p.grad is not None}
@@ -276,15 +276,15 @@ class Learner:
         self.prepare_again = None
         metrics |= self.guard.judge(broken, bool(broken) and self.scaler.is_enabled() and self.scaler.get_scale() > 1)
         with warnings.catch_warnings():
-            # any step may be skipped, even the first; the schedule goes on, so that the run keeps its length
+            # torch warns if the first step is skipped; the schedule advances all the same, so the run keeps its length
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
         return metrics
 
     def apply(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Run the optimizer's step. If memory runs out, it is undone and repeated once with all caches empty; the
-        second time raises MemoryExhaustedError, with parameters, state and gradients as they were. A step that
-        allocates nothing cannot run out of memory, so it needs no copy."""
+        """Run the optimizer's step. If memory runs out, undo the step and repeat it once with all caches empty. If that
+        fails too, raise MemoryExhaustedError with parameters, state and gradients as they were. A step that allocates
+        nothing cannot run out of memory, so its state is not copied."""
         what, step = "the optimizer step", partial(self.scaler.step, self.optimizer)
         if not self.before.copy_state(parameters):
             step()

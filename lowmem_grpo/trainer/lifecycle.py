@@ -25,7 +25,7 @@ TRAINED = (". The adapter is as earlier training left it: to begin with a fresh 
 
 @contextmanager
 def running(trainer: TrlApi, resume: bool | str | None) -> Iterator[None]:
-    """Own the run's folder, and begin or resume the run; on exit, end it. The summary and the report say how."""
+    """Own the run's folder, and begin or resume the run; end it on exit. Summary and report say how the run ended."""
     with owned(trainer.run_dir) if trainer.records.writes else nullcontext():
         start_run(trainer, resume)
         with failure_recorded(trainer):
@@ -68,7 +68,7 @@ def start_run(trainer: TrlApi, resume: bool | str | None) -> None:
 
 
 def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
-    """Load a checkpoint that the first process finds, in all ranks; returns False if there is none."""
+    """Find a checkpoint in the first process and load it in all ranks; return False if there is none."""
     folder = trainer.ranks.first("the checkpoint", lambda: trainer.saver.resume(wanted))
     if folder is not None and not trainer.records.writes:
         trainer.saver.load(folder)
@@ -76,14 +76,14 @@ def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
 
 
 def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
-    """Return the folder's summary, and whether it is this trainer's own run, stopped early and resumable."""
+    """Return the summary in the folder, and whether that run is this trainer's own, stopped early and resumable."""
     known, state = trainer.records.known(), trainer.state
     mine = bool(trainer.began) and known.get("began") == trainer.began
     return known, mine and state.global_step < state.max_steps and bool(list_checkpoints(trainer.run_dir))
 
 
 def move_earlier_run(trainer: TrlApi) -> None:
-    """Move an earlier run out of the folder, and log its new place."""
+    """Move an earlier run out of the run's folder, and log its new path."""
     if earlier := trainer.records.start_run():
         logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
                        "begins%s", trainer.run_dir, earlier, TRAINED if trainer.policy.is_trained() else "")
@@ -103,7 +103,7 @@ def end_run(trainer: TrlApi, status: str) -> None:
         if status == "interrupted":
             logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
                            trainer.state.global_step, folder)
-    trainer.ranks.meet("the last checkpoint")  # it is written; another rank may read it
+    trainer.ranks.meet("the last checkpoint")  # other ranks may read it once it is written
     if trainer.args.load_best_model_at_end and trainer.saver.load_best():
         trainer.weights_changed()
     if trainer.records.writes:
@@ -137,7 +137,7 @@ def describe_run(trainer: TrlApi, status: str) -> dict[str, Any]:
 
 @contextmanager
 def failure_recorded(trainer: TrlApi) -> Iterator[None]:
-    """Write an error inside to the run's summary and report, and raise it."""
+    """Write an error raised in this context to the run's summary and report, and raise it again."""
     try:
         yield
     except BaseException as error:

@@ -1,5 +1,5 @@
-"""The training loop that all trainers share: steps, records, checkpoints and listeners. `next_groups` returns the
-groups of an update, unless the caller passes them, and `measured` the metrics to log for it."""
+"""The training loop that all trainers share: steps, records, checkpoints and listeners. A trainer defines
+`next_groups`, which returns the groups of an update, and `measured`, which returns the metrics to log for it."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer(TrlApi):
-    """The base of all trainers of an adapter: each step gets groups, updates on them, and records a line of metrics."""
+    """The base of all trainers of an adapter. Each step gets groups, trains on them, and records a line of metrics."""
 
     view_class: type[LiveView] = LiveView
     method: str | None = None  # the kind of training, in the summary
@@ -52,13 +52,13 @@ class Trainer(TrlApi):
         self.rewards = dict(rewards or {})
         self.control, self.interrupt = TrainerControl(), Interrupt()
         self.told: dict[str, Any] = {}  # the caller's entries for the summary, written however the run ends
-        self.began, self.began_at = "", time.time()  # this trainer's run, as its summary has it; this `train` call
+        self.began, self.began_at = "", time.time()  # start of the run, as in the summary; start of this `train` call
         self.losses: list[float] = []  # one for each step of the current `train` call
-        self.samples_seen = 0  # in these steps
+        self.samples_seen = 0  # rollouts trained on in the current `train` call
         self.summary: dict[str, Any] = {}  # the last line of the log
         self.stops = False  # True if all ranks have agreed to stop
         self.epoch_before = 0  # the epoch in which the step in progress began
-        self.said_unrouted = False  # the warning that the sampler records no routes was logged
+        self.said_unrouted = False  # True: the warning that the sampler records no routes was logged
         # as `evaluation_rows` returns them; a dict by name for several datasets
         self.eval_sets: Any = evaluation_sets(eval_dataset, self.args, self.evaluation_rows)
         leads = self.ranks.leads
@@ -92,8 +92,8 @@ class Trainer(TrlApi):
         return []
 
     def weights_changed(self) -> None:
-        """Called after an optimizer step or a checkpoint has changed the adapter's weights: trainers that sample tell
-        their engine."""
+        """Tell the engine, in trainers that sample, that an optimizer step or a checkpoint has changed the adapter's
+        weights."""
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Return the rows of one evaluation dataset, as `measure_evaluation` takes them."""
@@ -153,8 +153,8 @@ class Trainer(TrlApi):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the metrics of `eval_dataset`, by default the trainer's own, with the prefix before their names: that
-        of transformers, as in `eval_loss`, or `eval_NAME_loss` for several datasets."""
+        """Return the metrics of `eval_dataset`, by default the trainer's own. Their names begin with the prefix, as in
+        transformers: `eval_loss`, or `eval_NAME_loss` for several datasets."""
         own = eval_dataset is None
         rows = self.eval_sets if own else evaluation_sets(eval_dataset, self.args, self.evaluation_rows)
         if rows is None:
@@ -187,8 +187,8 @@ class Trainer(TrlApi):
         `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
         Without it a new run begins, and an earlier run in `output_dir` moves to `output_dir/earlier`; but if this
         trainer's own run stopped before its end, that run continues. On SIGTERM or SIGHUP the run saves, and then the
-        process ends by that signal. RunInUseError if another process is training into `output_dir`. With several ranks
-        each calls this; RankError if another one has failed.
+        process ends by that signal. RunInUseError if another process is training into `output_dir`. With several
+        ranks, every rank calls `train`; RankError if another rank has failed.
         """
         with self.ranks.together():
             self.check_before()
@@ -263,7 +263,7 @@ class Trainer(TrlApi):
             self.notify("on_epoch_begin")
 
     def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
-        """Return whether the steps just made end an epoch or the run, or for "steps" pass a multiple of `every`."""
+        """Return whether the steps just made end an epoch or the run ("epoch"), or pass a multiple of `every`."""
         if strategy == "epoch":
             return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every
@@ -286,7 +286,7 @@ class Trainer(TrlApi):
         self.log_line(self.journal.write(before, line, groups if self.samples else []))
 
     def log_line(self, line: dict[str, Any] | None) -> None:
-        """Log and record a line of metrics; None, if no line is due, is ignored."""
+        """Log and record a line of metrics; do nothing for None, which means that no line is due."""
         if line is None:
             return
         try:

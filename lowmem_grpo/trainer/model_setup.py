@@ -1,5 +1,5 @@
-"""The models that a trainer accepts: ours, one of transformers or PEFT, or a name. Each is prepared as our loader and
-`get_peft_model` do it, or refused with the line that loads it."""
+"""The models that a trainer accepts: our own, a model of transformers or PEFT, or a name. A model is prepared as our
+loader and `get_peft_model` would prepare it, or refused with the line of code that loads it."""
 
 import copy
 import logging
@@ -40,14 +40,14 @@ STANDARD = ("no peft_config: training a LoRA of rank %d on %s; merged weights by
 
 @dataclass(frozen=True)
 class Brought:
-    """The model and the arguments of a trainer that say how it is loaded and trained."""
+    """The model that a trainer was given, and the trainer's arguments that say how to load and train this model."""
 
     model: Any
     tokenizer: Any  # None: the model's own
     peft_config: Any
     quantization_config: Any
     settings: TrainSettings
-    tokens: int  # that the run's settings need for prompt and completion
+    tokens: int  # the context that the run's settings need for prompt and completion
 
     def trainable(self) -> FastPeftModel:
         """Return the model with LoRA; TypeError or ValueError, with the remedy, if it cannot be trained here."""
@@ -65,7 +65,7 @@ class Brought:
         return self.of_earlier_trainer() or self.with_new_lora(self.loaded())
 
     def with_new_lora(self, model: BareModel) -> FastPeftModel:
-        """Return the model with a new LoRA, that of peft_config or the default one."""
+        """Return the model with a new LoRA, as peft_config describes it, or else the default LoRA."""
         if self.peft_config is None:
             trained = FastLanguageModel.get_peft_model(
                 model, random_state=self.settings.seed, use_gradient_checkpointing=self.checkpointing)
@@ -77,8 +77,8 @@ class Brought:
         return trained
 
     def of_earlier_trainer(self) -> FastPeftModel | None:
-        """Return the model with the LoRA of an earlier trainer (a notebook cell run twice), or None; ValueError if that
-        had another peft_config."""
+        """Return the model with the LoRA of an earlier trainer (a notebook cell run twice), or None without one. Raise
+        ValueError if the earlier trainer had another peft_config."""
         base = self.model.inner if isinstance(self.model, BareModel) else self.model
         trained, config = getattr(base, "__dict__", {}).get(TRAINED, (None, None))
         if trained is not None and config != self.peft_config:
@@ -95,13 +95,13 @@ class Brought:
         return False if self.settings.gradient_checkpointing is False else "auto"
 
     def check_settings(self) -> None:
-        """Raise ValueError for loading options, as the model is loaded already."""
+        """Raise ValueError if loading options are given, because the model is loaded already."""
         for name in ("model_init_kwargs", "quantization_config"):
             if getattr(self.settings, name, None) or getattr(self, name, None):
                 raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
 
     def moved(self, model: PeftModel) -> FastPeftModel:
-        """Return a PEFT model with its LoRA in our layers; the caller's model, on the same base, uses them too."""
+        """Return a PEFT model with its LoRA in our layers. The caller's model shares the base, so it gets them too."""
         config, factors = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
@@ -138,7 +138,7 @@ class Brought:
         return int(min(longest, wanted))
 
     def wrapped(self, model: Any) -> BareModel:
-        """Return a plain model of transformers, frozen and wrapped as by our loader."""
+        """Freeze a plain transformers model and wrap it as our loader does."""
         use_card(str(model.device))
         name = str(model.config._name_or_path)
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -153,7 +153,7 @@ class Brought:
 
 
 def check_base(model: Any) -> None:
-    """Raise TypeError if this is no model of transformers, and ValueError if it cannot be trained as it is."""
+    """Raise TypeError if this is not a transformers model, and ValueError if it cannot be trained as it is."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; {ADVICE}")
     check_images(model.config, str(model.config._name_or_path))
@@ -231,7 +231,7 @@ def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantization(config: Any) -> dict[str, Any]:
-    """Return our loader's options for a BitsAndBytesConfig; None is 16 or 32 bits. ValueError unless it is NF4."""
+    """Return our loader's options for a BitsAndBytesConfig (None: 16 or 32 bits). ValueError if it is not NF4."""
     if config is None:
         return {"load_in_4bit": False}
     if not isinstance(config, BitsAndBytesConfig) or not config.load_in_4bit or config.bnb_4bit_quant_type != "nf4":

@@ -1,5 +1,5 @@
-"""The guard against NaN and infinity in rewards, log-probabilities and gradients: a step that meets one is skipped
-(adapter and optimizer stay, bit for bit), counted, and written to `nonfinite.jsonl`; the run stops after
+"""The guard against NaN and infinity in rewards, log-probabilities and gradients. A step that meets such a value is
+skipped (adapter and optimizer stay, bit for bit), counted, and written to `nonfinite.jsonl`. The run stops after
 `nonfinite_steps` such steps in a row."""
 
 import logging
@@ -77,8 +77,8 @@ class Flags:
 
 
 class Guard:
-    """Collects the bad rollouts of a step; when the step ends, counts and writes them, or stops the run. With fp16,
-    while the loss scale is above 1, a step that is skipped only for its gradients is normal: neither counted nor
+    """Collects the bad rollouts of a step; when the step ends, counts and writes them, or stops the run. With fp16 and
+    a loss scale above 1, it is normal to skip a step for its gradients alone, so such a step is neither counted nor
     written (`optimizer/skipped` shows it). A resumed run may write a step twice."""
 
     def __init__(self, limit: int, state: TrainerState, records: RunRecords | None = None) -> None:
@@ -104,9 +104,9 @@ class Guard:
         return bool(bad)
 
     def judge(self, parameters: list[str], handled: bool = False) -> dict[str, float]:
-        """Judge a finished step; `parameters` names those whose gradients were not finite. Returns its metrics.
-        `handled` is True if the loss scale was lowered for it. NonFiniteError if too many steps in a row are skipped.
-        """
+        """Count a finished step, and return its metrics. `parameters` are the names of the parameters whose gradients
+        were not finite; `handled` is True if the loss scale was lowered because of them. NonFiniteError if too many
+        steps in a row are skipped."""
         bad, groups = self.bad, self.groups
         self.bad, self.groups = [], []
         causes = sorted({what for entry in bad for what in entry.what})
@@ -140,7 +140,7 @@ class Guard:
         )
 
     def write(self, bad: list[BadRollout], parameters: list[str]) -> str:
-        """Append the rollouts to the file; returns in words where they are. A failure to write does not end the run."""
+        """Append the rollouts to the file; return a phrase that says where they are, or why writing failed."""
         if self.records is None:
             return "they are not written anywhere"
         path = self.records.run_dir / FILE
@@ -174,6 +174,6 @@ def spelled(value: float | None) -> float | str | None:
 
 
 def broken_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
-    """Return the parameters whose gradient holds NaN or infinity, by name; all names if only the norm overflowed."""
+    """Return the names of parameters whose gradient has NaN or infinity; all names if only the norm overflowed."""
     broken = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     return broken or list(parameters)

@@ -64,7 +64,7 @@ def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, total_steps: int) -> LRScheduler:
-    """Return the schedule, with warm-up: a share of the steps rounds up, as in transformers. ValueError if unusable."""
+    """Return the schedule; a warm-up given as a share rounds up, as in transformers. ValueError if it is unusable."""
     share = config.warmup_steps or config.warmup_ratio
     warmup = int(share) if config.warmup_steps >= 1 else math.ceil(total_steps * share)
     if config.lr_scheduler_type == "constant" and warmup:
@@ -81,8 +81,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
 
 
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
-    """Return the norm of all gradients, on their device, and for the log that norm and one of each group. A group is
-    one adapted projection in all layers (`grad_norm/q_proj`); all norms are read from the device at once."""
+    """Return the norm of all gradients, on their device, and the norms to log: this norm, and the norm of each group. A
+    group is one adapted projection in all layers (`grad_norm/q_proj`). All norms are read from the device at once."""
     groups: dict[str, list[Tensor]] = {"other": []}
     for name, parameter in parameters.items():
         match = PROJECTION.search(name)

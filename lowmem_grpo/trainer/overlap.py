@@ -1,7 +1,7 @@
-"""Training on complete groups while the last sequences of the step are still sampled. The weights do not change before
-the optimizer step, so nothing is off-policy: the gradient is a sum over groups, divided by a count that may be known
-only at the end, so it can be rescaled then. If anything that it depends on changes, or fails, the gradient is dropped,
-and the step is made as without overlap."""
+"""Training on complete groups while the last sequences of the step are still sampled. Nothing is off-policy, because
+the weights do not change before the optimizer step. The gradient is a sum over groups divided by a count; if the count
+is known only at the end, the gradient is rescaled then. If an input of the gradient changes, or the work fails, the
+gradient is dropped, and the step is made as without overlap."""
 
 import logging
 import time
@@ -48,22 +48,22 @@ class OverlappedTraining:
         self.partial: PartialGradient | None = None
         self.batches: deque[MicroBatch] = deque()  # not trained yet
         self.jobs: list[tuple[MicroBatch, Future[None]]] = []  # submitted to the worker
-        self.dropped = self.said_full = False  # this step's gradient was dropped; the lack of room was logged
+        self.dropped = self.said_full = False  # True: this step's gradient was dropped; the lack of room was logged
 
     def start_step(self, prompts: list[Prompt], calls: RewardBatch) -> None:
-        """Called when the sampling of these prompts begins; `calls` scores them."""
+        """Start a step whose prompts are about to be sampled; `calls` scores their groups."""
         self.drop()
         self.prompts, self.calls, self.waiting = prompts, calls, dict[int, RolloutGroup]()
         self.widest = self.steps = 0
         self.dropped = False
 
     def on_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """Called when all rollouts of a prompt are complete: start to score them."""
+        """Start to score the rollouts of a prompt, all of which are complete."""
         self.calls.add_group(index, rollouts)
         self.waiting[index] = as_group(self.prompts[index], rollouts)
 
     def meanwhile(self, running: int) -> None:
-        """Called between two decode steps, with the number of running sequences: train a micro-batch, or submit it."""
+        """Train or submit a micro-batch between two decode steps; `running` is the number of running sequences."""
         self.widest = max(self.widest, running)
         if self.dropped or not (self.worker or running <= TAIL * self.widest):
             return
@@ -85,7 +85,7 @@ class OverlappedTraining:
         self.join_worker()
 
     def join_worker(self) -> None:
-        """Wait for the worker's current micro-batch; those that it has not begun are left to the update."""
+        """Wait for the worker's current micro-batch; leave the micro-batches that it has not begun to the update."""
         with self.dropping_on_error():
             self.batches.extendleft([batch for batch, job in reversed(self.jobs) if job.cancel()])
             self.collect_jobs(wait=True)
@@ -199,8 +199,8 @@ class OverlappedTraining:
 
     @contextmanager
     def gradient(self, groups: list[RolloutGroup]) -> Iterator[PartialGradient | None]:
-        """Yield the gradient that the update continues from; None if nothing was trained while sampling, or if that is
-        no longer valid. An error inside leaves no gradient behind."""
+        """Yield the gradient that the update continues from; None if nothing was trained while sampling, or if the
+        gradient is no longer valid. On exit no gradient is left, even after an error."""
         try:
             self.finish(groups)
             yield self.partial
@@ -210,7 +210,7 @@ class OverlappedTraining:
                 self.partial = None
 
     def finish(self, groups: list[RolloutGroup]) -> None:
-        """Train the remaining micro-batches and rescale to the step's totals; drop a gradient that is not valid now."""
+        """Train the remaining micro-batches and rescale to the step's totals; drop an invalid gradient."""
         if self.partial is None:
             return
         objective = self.learner.objective

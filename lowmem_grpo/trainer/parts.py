@@ -1,5 +1,5 @@
-"""The parts of a trainer, built before the trainer itself: the model, the learner with its objective and records, and
-for sampled groups (by the trainer or its caller) the engine and the parity check."""
+"""The parts of a trainer, built before the trainer itself: the model, the learner with its objective, and the records.
+If groups are sampled, by the trainer or its caller, the parity check is a part too."""
 
 import logging
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def bring_model(
     check_vocabulary(model)
     stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)
     tokenizer = tokenizer or model.loaded.tokenizer
-    model.loaded.tokenizer, model.loaded.stop_ids = tokenizer, tuple(stops or ())  # both are saved with it
+    model.loaded.tokenizer, model.loaded.stop_ids = tokenizer, tuple(stops or ())  # both are saved with the adapter
     policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
     if args.gradient_checkpointing is not None:
         enable_checkpointing(policy.base, args.gradient_checkpointing)
@@ -109,7 +109,7 @@ def make_parts(
     policy, processes = trained.policy, trained.ranks
     rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
     state = TrainerState(max_steps=args.total_steps(rows))
-    if not processes.leads:  # the leading rank sets none: its attributes are saved, and all ranks load them
+    if not processes.leads:  # the leading rank sets neither attribute, because its state is saved for all ranks
         state.is_world_process_zero, state.is_local_process_zero = False, not processes.place.local
     run_dir = Path(args.output_dir)
     records = RunRecords(run_dir) if processes.leads else NoRecords(run_dir)
@@ -134,7 +134,7 @@ class PolicyParts(TrainerParts):
     def metrics(
         self, engine: Engine, sampled: Sequence[RolloutGroup], groups: Sequence[RolloutGroup], updates: int
     ) -> dict[str, float]:
-        """Return the planned seconds of `updates` optimizer steps on `groups`, part of `sampled`; and its memory."""
+        """Return planned seconds of `updates` optimizer steps on `groups` (part of `sampled`), and memory metrics."""
         planned = {} if self.planned_time is None else self.planned_time.metrics(
             sampled, groups, updates, self.args.num_iterations, self.objective.needed_before(updates))
         return {**planned, "memory/kv_bytes": engine.kv_bytes, **self.memory.metrics(),
@@ -146,8 +146,8 @@ def make_policy_parts(
     optimizers: Any = (None, None), reward_models: Sequence[RewardModel] = (), keeps_reference: bool = False,
     objective_class: type[GRPOObjective] = GRPOObjective,
 ) -> PolicyParts:
-    """Return the parts of a trainer on groups that `engine` samples, in sequences of at most `context` tokens. With
-    `keeps_reference` a KL reference is kept even if beta is 0, because single steps may set another beta."""
+    """Return the parts of a trainer whose groups `engine` samples, in sequences of at most `context` tokens. With
+    `keeps_reference` the policy keeps a KL reference even if beta is 0, because a single step may set another beta."""
     policy = trained.policy
     if config.kl_reference == "start" and (config.beta or keeps_reference):
         policy.keep_reference(config.sync_ref_model)

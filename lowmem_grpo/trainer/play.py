@@ -1,5 +1,5 @@
-"""Episodes of several turns. `EpisodeSetup` makes what a trainer needs for them out of its tools, its environments or a
-function that makes the rollouts itself; `Play` plays them without training: to evaluate, and for `lowmem-grpo eval`."""
+"""Episodes of several turns. `EpisodeSetup` makes a trainer's encoder, rewards and player from its tools, environments
+or rollout function. `Play` plays episodes without training, for evaluations and for `lowmem-grpo eval`."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a tool call as a person types it
 
 
 class EpisodeSetup:
-    """Checks these parameters before anything is loaded, and makes the encoder, rewards and player from them."""
+    """Checks episode parameters before anything is loaded, and makes the encoder, rewards and player of them."""
 
     def __init__(
         self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any, parse: Any = None
@@ -58,7 +58,7 @@ class EpisodeSetup:
         return [*self.tools, *(tool for sample in samples for tool in tools_of(sample))]
 
     def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
-        """Return the reward functions and their weights, those of environments (weight 1, as in TRL) included."""
+        """Return the reward functions and their weights, including environments' rewards (weight 1, as in TRL)."""
         if reward_funcs is None and self.factories is None:
             raise ValueError("No reward source provided: GRPOTrainer needs reward_funcs, which is a function, a reward "
                              "model, or a list of these")
@@ -178,7 +178,7 @@ class Play:
         self, model: Any, row: dict[str, Any], right: Right, params: SamplingParams, tell: Tell, adapter: Any = None,
         ask: Callable[[], str] | None = None, settings: Mapping[str, Any] | None = None,
     ) -> tuple[Rollout, bool | None]:
-        """Play one episode and return it with its verdict; `tell` gets each turn, and with `ask` a person plays."""
+        """Play one episode; return it with its verdict. `tell` is called with each turn; with `ask` a person plays."""
         player = self.player(model, params, settings or {}, typed_calls if ask else None)
         engine = Watched(HumanEngine(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
             else Watched(model.engine(), tell, "model")

@@ -1,5 +1,5 @@
-"""The rendezvous of a run's ranks, and `Heartbeat`, which finds ranks that are lost. torch cannot tell a rank that is
-sampling for ten minutes from one that is stopped."""
+"""The rendezvous of a run's ranks, and `Heartbeat`, which finds lost ranks. torch alone cannot tell a rank that samples
+for ten minutes from a rank that was stopped."""
 
 import atexit
 import json
@@ -16,19 +16,19 @@ from lowmem_grpo.config.launcher import Place
 
 BEAT, PATIENCE = 1.0, 30.0  # seconds between two beats of a rank; seconds without one after which it is lost
 START, PAUSE = timedelta(minutes=10), 0.02  # limit for all ranks to join; seconds between two checks
-LAST = 5.0  # seconds that the first rank stays at its end for the others, who may still read why the run fails
+LAST = 5.0  # the most seconds that the first rank waits at its exit, so that other ranks can read why the run failed
 LONGEST = 500  # the most characters of an error
 GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
 class RankError(RuntimeError):
-    """Another process of the run has failed, is lost, or has come to another meeting; the message says which."""
+    """Another process of the run failed, is lost, or called another collective operation; the message says which."""
 
 
 class Heartbeat:
-    """Writes a beat to the store every second, in a thread, and reads those of the other ranks. So the ranks wait for a
-    slow one, however long it takes, and an error names one that was killed, was stopped or cannot be reached. Only the
-    thread uses the store: a call to one whose process (the first rank's, or a launcher's) is stopped never returns."""
+    """Writes a beat to the store every second, in a thread, and reads the other ranks' beats. So the ranks wait for a
+    slow rank however long it takes, but an error names a rank that was killed, was stopped or cannot be reached. Only
+    the thread uses the store: if the store's process (first rank or launcher) is stopped, a call never returns."""
 
     def __init__(self, store: Any, place: Place, beat: float = BEAT, patience: float = PATIENCE) -> None:
         self.store, self.rank, self.count, self.beat, self.patience = store, place.rank, place.count, beat, patience
@@ -58,7 +58,7 @@ class Heartbeat:
                 left = self.store.add("left", 0)
 
     def exchange(self) -> None:
-        """Write this rank's beat, and read those of all ranks, and why the run is broken, if it is."""
+        """Write this rank's beat, and read the beats of all ranks and, if the run is broken, the reason."""
         self.store.add(f"beat/{self.rank}", 1)
         beats, now = [self.store.add(f"beat/{rank}", 0) for rank in range(self.count)], time.monotonic()
         self.seen |= {rank: (beat, now) for rank, beat in enumerate(beats) if beat != self.seen[rank][0]}
@@ -73,7 +73,7 @@ class Heartbeat:
                 f"Its process was killed or hangs, or its machine cannot be reached. {GOOD}")
 
     def check(self, began: float) -> None:
-        """Raise RankError if a rank has failed or is lost; of a wait that `began` then, also if the store is silent."""
+        """Raise RankError if a rank failed or is lost, or if the store was silent for too long since `began`."""
         if not self.broken and time.monotonic() - max(began, self.answered) > self.patience + self.beat:
             self.broken = self.missing(0)
         if self.broken or self.ended.is_set():
@@ -108,10 +108,10 @@ def find_others(place: Place) -> Any:
 
 
 def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
-    """Return a part of the store that only the processes of this launch use: a launcher that restarts them may keep its
-    store, with the former processes' keys. Each process takes a new name, and all agree on the list of names, the
-    prefix: torchrun's counts of restarts differ from machine to machine. TimeoutError, with the missing ranks, if they
-    do not all join in time."""
+    """Return a part of the store that only this launch uses, because a launcher that restarts the processes may keep
+    its store with the former processes' keys. Each process takes a new name, and all agree on the list of names as the
+    prefix, since torchrun's counts of restarts differ from machine to machine. TimeoutError, with the missing ranks, if
+    they do not all join in time."""
     keys, end = [f"name/{each}" for each in range(count)], time.monotonic() + timeout.total_seconds()
     store.set(keys[rank], uuid4().hex)
     while True:

@@ -46,7 +46,7 @@ def train_on_responses_only(
 
 @dataclass
 class ResponsesOnly:
-    """An encoder that lets only the answers be trained. All other attributes are those of the `inner` encoder."""
+    """An encoder that trains only the answers. Other attributes are read from the `inner` encoder."""
 
     inner: Any
     instruction: str
@@ -90,7 +90,7 @@ class ResponsesOnly:
         for span in self.spans(text):
             first, last = (bisect_left(starts, at) for at in span)
             if not {*ids[first:last]} & {*self.inner.end_ids}:
-                last = self.inner.through_end(ids, last)  # the next part may begin with the end token, as GLM's
+                last = self.inner.through_end(ids, last)  # in GLM's template the next part begins with the end token
             trained[first:last] = [True] * (last - first)
         return trained
 

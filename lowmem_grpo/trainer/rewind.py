@@ -1,4 +1,4 @@
-"""Copies of random states, gradients and an optimizer, to restore them before an attempt is repeated."""
+"""Copies of random states, gradients and optimizer state, which are restored before work is repeated."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -29,7 +29,7 @@ class RandomStates:
 
 class Gradients:
     """The parameters' gradients, captured at construction. Existing gradients are copied to the host, because backward
-    adds to them in place. At the start of a step there are none, and nothing is copied."""
+    adds to them in place. At the start of a step no gradients exist, so nothing is copied."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.held = [(p, p.grad, None if p.grad is None else p.grad.to("cpu", copy=True)) for p in parameters]
@@ -43,11 +43,11 @@ class Gradients:
 
 
 class OptimizerCopy:
-    """Host copies of the parameters and their optimizer state, taken before each step of one optimizer: a step that
-    breaks off may have updated some of them. All steps use the same buffer."""
+    """Host copies of the parameters and their optimizer state, taken before each optimizer step, because a step that
+    breaks off may have updated only some parameters. All steps use the same buffer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, each_step: bool) -> None:
-        """`each_step` is True if every step of the optimizer can run out of memory, not only one that makes states."""
+        """`each_step` is True if every step can run out of memory, not only the first, which allocates the states."""
         self.optimizer, self.each_step = optimizer, each_step
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.copied: list[tuple[Tensor, Tensor]] = []  # each tensor, and its view of the buffer
@@ -92,7 +92,7 @@ class OptimizerCopy:
 
 
 def wait_for_paged(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Wait for kernels that use paged states before the host does: WSL ends a process that does not wait."""
+    """Wait for kernels that use paged states before the host reads them, or WSL would end the process."""
     if any(getattr(tensor, "is_paged", False) for tensor in tensors):
         for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
             torch.cuda.synchronize(device)

@@ -1,5 +1,5 @@
-"""The memory plan of a run on its GPU, and the settings to change if memory runs out; and the time under the plan, from
-the card's data sheet: of the run before its first step, and of each step as metrics."""
+"""The memory plan of a run on its GPU, and the settings to change if memory runs out. Also the planned time of the run
+(before its first step) and of each step (as metrics), from the card's data sheet."""
 
 import logging
 from collections.abc import Sequence
@@ -58,14 +58,14 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
 
 
 def may_keep(model: FastPeftModel, config: TrainSettings) -> str:
-    """Return "auto" if the plan may let layers keep what they compute, else "": the user left checkpointing to it, and
-    nothing is trained beside the sampler, which needs its memory."""
+    """Return "auto" if the plan may exempt layers from checkpointing, else "". It may if the user left checkpointing to
+    the plan, and nothing is trained while sampling, because the sampler needs that memory."""
     beside = getattr(config, "train_while_sampling", False)
     return "auto" if model.loaded.auto and config.gradient_checkpointing is None and not beside else ""
 
 
 def checkpoint_again(model: FastPeftModel) -> None:
-    """Checkpoint the layers that the plan of an earlier trainer let keep everything, with their MLPs in tiles."""
+    """Checkpoint again the layers that an earlier trainer's plan had exempted, and tile their MLPs again."""
     if not model.loaded.kept_layers:
         return
     enable_checkpointing(model.get_base_model(), "auto")
@@ -76,8 +76,8 @@ def checkpoint_again(model: FastPeftModel) -> None:
 
 
 def keep_layers(base: Any, count: int) -> None:
-    """Let the last `count` layers keep all that they compute, with their MLPs in one piece; with all layers kept, no
-    layer is checkpointed."""
+    """Exempt the last `count` layers from checkpointing, with their MLPs in one piece; if these are all the layers,
+    turn checkpointing off."""
     kept = keep_last(base, count)
     for layer in kept:
         for mlp in tiled_mlps(layer):
@@ -100,9 +100,9 @@ def plan_memory(
     model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
     engine: Engine | None = None, reward_models: Sequence[RewardModel] = (),
 ) -> tuple[RunMemory, PhasePeaks]:
-    """Return a run's memory bounds, with advice if memory runs out, and its phases' peaks. On a GPU the plan bounds
-    micro-batches. MemoryError if the host has no room for offloaded layer inputs. `length` names the setting that makes
-    sequences shorter, `engine` is None for a trainer that does not sample, and `reward_models` are loaded already."""
+    """Return a run's memory bounds, with advice if memory runs out, and the peaks of its phases. On a GPU the plan
+    bounds micro-batches. MemoryError if the host has no room for offloaded layer inputs. `length` names the setting
+    that bounds sequences, `engine` is None for a trainer that does not sample, `reward_models` are loaded already."""
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
@@ -130,7 +130,7 @@ def plan_memory(
 
 
 def follow_plan(engine: TransformersEngine, memory: RunMemory, run_plan: MemoryPlan) -> None:
-    """Let our own engine keep what the plan has room for while training, and give it back if memory runs out."""
+    """Let our own engine keep its buffers and weights during training if the plan has room, until memory runs out."""
     engine.sleeps, memory.train.spare = run_plan.settings.sleeps, engine.give_back
     engine.use_weights(run_plan.settings.sampling_weights)
 
@@ -139,8 +139,8 @@ def plan_training(
     memory: RunMemory, model: FastPeftModel, config: TrainSettings, policy: Policy, engine: str, context: int,
     **own: Any,
 ) -> MemoryPlan | None:
-    """Plan a run on its GPU and bound its micro-batches; None without a plan. `own` overrides RunSettings. MemoryError
-    if the host has no room for what is offloaded to it."""
+    """Plan a run on its GPU and bound its micro-batches; return None without a plan. `own` overrides RunSettings.
+    MemoryError if the host has no room for the offloaded layer inputs."""
     own["keeps_reference"] = bool(policy.reference_adapter)
     if config.gradient_checkpointing is not False:
         checkpoint_again(model)
@@ -166,7 +166,7 @@ def plan_training(
 
 
 def bind(bound: BatchLimit, run_plan: MemoryPlan, config: TrainSettings) -> None:
-    """Let only the plan bound micro-batches, and warn if `per_device_train_batch_size` would make them smaller."""
+    """Let only the plan bound micro-batches; warn if the user may expect `per_device_train_batch_size` to do so."""
     bound.planned, bound.spread = run_plan.settings.max_tokens, run_plan.limits.spread
     size = config.per_device_train_batch_size
     if size < config.completions_per_step:
@@ -198,7 +198,7 @@ def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> Mem
 
 
 def helpful_settings(shorter: str, optim: str, loaded: Any, four_bit: bool, engine: str) -> dict[str, list[str]]:
-    """Return, for each phase, settings not yet in use that save memory, the best first. `loaded` is the model's."""
+    """Return, for each phase, settings not yet in use that save memory, best first. `loaded` is `model.loaded`."""
     shorter = f"{shorter} or max_seq_length (now {loaded.max_seq_length})"
     weights = [] if four_bit else ["load_in_4bit=True"]
     offload = [] if loaded.offload else ['use_gradient_checkpointing="offload"']
@@ -220,7 +220,7 @@ class PlannedTime:
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,
         fields: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Return planned seconds: sampling, training, both; `fields` are log-probabilities computed before training."""
+        """Return the planned seconds of sampling, training and the step; `fields` are filled in before training."""
         passes = len({field == "ref_logprobs" for field in fields})  # one pass for the reference, one for the policy
         generated = self.plan_step(workload_of(sampled))
         learned = self.plan_step(workload_of(trained, updates, iterations, passes))

@@ -30,7 +30,7 @@ class Saver:
         self.records, self.run_dir = parts.records, parts.records.run_dir
         self.config, self.model = parts.args, parts.model
         self.learner, self.source, self.state, self.memory = parts.learner, parts.source, parts.state, parts.memory
-        self.settings = self.config.to_dict()  # the run's; a single step may have others
+        self.settings = self.config.to_dict()  # the run's settings; a single step may change some
         self.replay, self.reward_names = ReplayBuffer(0) if replay is None else replay, reward_names
         self.random, self.saved = RandomStates(parts.policy.device), 0  # the step of the last checkpoint
         self.mark()
@@ -146,7 +146,7 @@ class Saver:
 
     @contextmanager
     def saved_before(self, save: Callable[[], Path], *kinds: type[Exception]) -> Iterator[None]:
-        """On such an error, `save` the state from before this step, so that the run can be resumed."""
+        """On an error of these kinds, `save` the state from before this step, so that the run can be resumed."""
         try:
             yield
         except kinds as error:

@@ -62,8 +62,8 @@ def token_losses(logprobs: Tensor, loss_type: str) -> Tensor:
 
 
 def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
-    """Set the tokenizer's chat template and end token from the settings, as TRL does; ValueError for a token that it
-    lacks."""
+    """Set the tokenizer's chat template and end token from the settings, as TRL does. Raise ValueError for an end token
+    that the tokenizer lacks."""
     if settings.chat_template_path is not None:
         tokenizer.chat_template = Path(settings.chat_template_path).read_text(encoding="utf-8")
     if settings.eos_token is None:
@@ -224,9 +224,9 @@ def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[Rollo
 
 @dataclass(frozen=True)
 class Predictions:
-    """The user's two functions: `compute(EvalPrediction)` returns metrics from the logits of all evaluation rows, the
-    only full logits that a trainer holds ((T, V) of a row on the device, all rows on the host), and
-    `preprocess(logits, labels)`, or None, reduces the logits of a row first."""
+    """The user's functions `compute(EvalPrediction)`, which returns metrics from the logits of all evaluation rows, and
+    `preprocess(logits, labels)` (or None), which reduces a row's logits first. These are the only full logits that a
+    trainer holds: (T, V) of one row on the device, those of all rows on the host."""
 
     compute: Callable[[EvalPrediction], Mapping[str, float]]
     preprocess: Callable[[Tensor, Tensor], Any] | None = None
@@ -257,7 +257,7 @@ class Predictions:
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
-    """Return compute_metrics's result as floats; TypeError, which shows it, for anything but numbers by name."""
+    """Return the result of compute_metrics as floats by name; TypeError, which shows it, if it is anything else."""
     wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
     if not isinstance(metrics, Mapping):
         raise TypeError(f"{wanted}; it returned {metrics!r:.80}")

@@ -1,4 +1,4 @@
-"""The sums over an optimizer step's micro-batches, beside the gradient; and the gradient begun while sampling."""
+"""The sums over an optimizer step's micro-batches (except the gradient), and the gradient begun while sampling."""
 
 import copy
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class StepAccumulator:
         self.count += 1
 
     def copied(self) -> "StepAccumulator":
-        """Return a copy that can grow without a change of this one. Tensors are never changed in place."""
+        """Return a copy; additions to the copy leave this object as it is. Tensors are never changed in place."""
         copied = copy.copy(self)
         copied.totals, copied.flags, copied.reducer = dict(self.totals), Flags(), Reducer()
         copied.flags.rollouts, copied.flags.tables = list(self.flags.rollouts), list(self.flags.tables)
@@ -40,8 +40,8 @@ class StepAccumulator:
         return copied
 
     def of_all_ranks(self, ranks: Ranks, rollouts: list[Rollout]) -> "StepAccumulator":
-        """Return the sums over all ranks, the same in each of them; `rollouts` are those of all ranks. Sums travel on
-        the host, and bad rollouts as indices into `rollouts`."""
+        """Return the sums over all ranks, the same in every rank. `rollouts` are the rollouts of all ranks. Sums are
+        exchanged on the host, and bad rollouts as indices into `rollouts`."""
         if ranks.count == 1:
             return self
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
@@ -66,7 +66,7 @@ class StepAccumulator:
 @dataclass
 class PartialGradient:
     """The gradient of the groups that were trained while others were sampled, and the conditions for its use. The loss
-    was divided by `totals`, partly a guess: the tokens of a step are known only when all groups are sampled."""
+    was divided by `totals`, which are partly guessed: a step's tokens are known only once all groups are sampled."""
 
     totals: StepTotals
     sums: StepAccumulator
@@ -82,13 +82,13 @@ class PartialGradient:
         return any(id(rollout) in self.rollouts for rollout in group.rollouts)
 
     def agrees(self, groups: list[RolloutGroup], conditions: tuple[Any, ...]) -> bool:
-        """Return whether the groups' facts and the conditions, once all groups are sampled, are those trained with."""
+        """Return whether the final groups and conditions are the same as when the gradient was computed."""
         now = {id(group.rollouts[0]): facts_of(group) for group in groups}
         return conditions == self.conditions and all(now.get(key) == facts for key, facts in self.groups.items())
 
     @torch.no_grad()
     def divide_by(self, totals: StepTotals, objective: Objective, parameters: Iterable[nn.Parameter]) -> None:
-        """Rescale the loss and the gradient from the guessed totals to the whole step's; both scale by one factor."""
+        """Rescale the loss and the gradient, by the same factor, from the guessed totals to the step's `totals`."""
         factor = objective.rescaled(self.totals, totals) if self.sums.count else 1.0
         if factor != 1.0:
             self.sums.totals = {name: total * factor for name, total in self.sums.totals.items()}
@@ -97,7 +97,7 @@ class PartialGradient:
 
 
 def facts_of(group: RolloutGroup) -> list[Any]:
-    """Return for each rollout its id, then all that its gradient depends on besides its tokens."""
+    """Return for each rollout its id and every value that its gradient depends on besides its tokens."""
     return [(id(rollout), group.unjudged, rollout.advantage, tuple(rollout.invalid_rewards))
             for rollout in group.rollouts]
 

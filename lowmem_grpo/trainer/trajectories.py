@@ -1,4 +1,4 @@
-"""Training on groups that the caller sampled: agents in plain Python make them, and each `step` call is one update.
+"""Training on groups that the caller sampled, for example with agents in plain Python. Each `step` call is one update.
 
     with trainer.running():
         while ...:
@@ -38,7 +38,7 @@ from lowmem_grpo.trainer.step_accumulator import members
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.utils import check_ranges
 
-REWARD = "reward"  # the name of the caller's reward among those of a rollout
+REWARD = "reward"  # the name of the caller's reward in `Rollout.rewards`
 PER_STEP = (  # settings that may differ from step to step
     "learning_rate", "num_iterations", "max_grad_norm", "mask_truncated_completions", "save_strategy", "scale_rewards",
     "advantage_estimator", "pass_at_k", "turn_discount", "loss_type", *OF_TYPES, "beta", "kl_estimator",
@@ -58,7 +58,7 @@ REFUSED = {  # settings of a trainer that samples, and what to do
 class TrajectoryTrainer(Trainer):
     """GRPO on groups that the caller passes. `max_steps` -1 is an open-ended run; its schedule must be constant.
 
-    With several ranks each passes the groups that it has sampled, perhaps none, and a step trains on all of them.
+    With several ranks each rank passes the groups that it sampled (perhaps none), and a step trains on all groups.
     """
 
     args: GRPOConfig
@@ -90,9 +90,9 @@ class TrajectoryTrainer(Trainer):
 
     @contextmanager
     def running(self, resume: bool | str | None = None) -> Iterator[None]:
-        """Start a run, inside which `step` can be called. `resume=None` continues from the newest checkpoint in
-        output_dir, if there is one; a new run begins with a checkpoint of step 0. Afterwards the run is `finished`, or
-        `failed` after an error."""
+        """Start a run, in which `step` can be called. `resume=None` continues from the newest checkpoint in output_dir,
+        if there is one. A new run begins with a checkpoint of step 0. On exit the status of the run is `finished`,
+        `interrupted`, or `failed` after an error."""
         with self.ranks.together():
             self.check_before()
             kept = self.ranks.first("the checkpoints", lambda: bool(list_checkpoints(self.run_dir)))
@@ -169,7 +169,7 @@ class TrajectoryTrainer(Trainer):
         self.engine.on_policy_update(self.state.policy_version)
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return the step's metrics, with the age of the policy that drew the rollouts, and the caller's metrics."""
+        """Return the step's metrics, the age of the policy that sampled the rollouts, and the caller's metrics."""
         updates = self.state.global_step - before
         ages = [self.state.policy_version - updates - rollout.policy_version for rollout in members(groups)]
         return {**self.taken, **timing, **self.parts.metrics(self.engine, groups, groups, updates),
@@ -177,7 +177,7 @@ class TrajectoryTrainer(Trainer):
 
 
 def pay(rollout: Rollout) -> None:
-    """Store the caller's reward as that of a reward function. A step with NaN or infinity is skipped, as in GRPO."""
+    """Store the caller's reward as if a reward function had returned it. NaN or infinity skips the step, as in GRPO."""
     value = rollout.reward
     finite = value is not None and math.isfinite(value)
     rollout.rewards = {REWARD: value if finite else None}
@@ -185,7 +185,7 @@ def pay(rollout: Rollout) -> None:
 
 
 class NoPrompts:
-    """The source of prompts of a run whose groups are given: there are none."""
+    """The prompt source of a run whose groups the caller samples. It has no prompts."""
 
     epoch = 0.0
 
@@ -231,14 +231,14 @@ class StepSettings:
 
 
 def options_of_another_loss(changes: Mapping[str, Any]) -> dict[str, None]:
-    """Return None for each loss option that the step's loss type does not have, to unset the run's."""
+    """Return None for each loss option that the step's loss type lacks, so that the run's value is unset."""
     of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
     return {} if of_step is None else {
         name: None for name in OF_TYPES if name not in of_step.options and name not in changes}
 
 
 def check_given(config: GRPOConfig) -> None:
-    """Raise ValueError, with its name, for a setting that has no meaning if the caller samples."""
+    """Raise ValueError, which names the setting, for a setting that has no meaning if the caller samples."""
     check_weights(config.reward_weights, [REWARD])
     if config.reward_weights == [0]:
         raise ValueError("reward_weights is [0]: nothing pays; leave it out")

@@ -1,5 +1,5 @@
-"""The attributes and methods of TRL's and transformers' trainers, beside `train`. `NOT_HERE` lists those that ours
-lack, with what to use instead; a subclass that defines a method of `NEVER_CALLED` is refused."""
+"""The attributes and methods of TRL's and transformers' trainers, except `train`. `NOT_HERE` lists the names that our
+trainers lack, with what to use instead. A subclass that defines a method of `NEVER_CALLED` is refused."""
 
 import json
 import logging
@@ -104,7 +104,7 @@ class Processes:
 
 
 class TrlApi:
-    """The names of TRL's and transformers' trainers. `Trainer` in loop.py defines the rest, `notify` among it."""
+    """The names of TRL's and transformers' trainers. `Trainer` in loop.py defines the rest, `notify` included."""
 
     model: FastPeftModel
     args: TrainSettings

@@ -48,13 +48,13 @@ class VLLMEngine:
                  block_size: int | None = None, kv_cache_dtype: str = AUTO) -> None:
         """`kv_cache_bytes` is the size of the KV cache; None takes what is free of the card's `gpu_memory_utilization`
         share. `max_num_seqs` sequences are decoded together; None takes the `sampled` sequences of a call, as far as
-        the cache has room. A call may ask for more: the rest waits. `block_size` is the cache's block size in tokens;
+        the cache has room. If a call has more, the others wait. `block_size` is the cache's block size in tokens;
         None takes vLLM's default, or 32 on the CPU for contexts of at most 2,048 tokens. `kv_cache_dtype` is "auto" for
         the model's dtype, or "fp8", "fp8_e4m3" or "fp8_e5m2" for an 8-bit cache.
 
         `enforce_eager=None` decodes with CUDA graphs on a card, and without them elsewhere. `sampling_weights="16bit"`
         dequantizes 4-bit weights once per sampling phase, "4bit" never does; None does it on a card if that is expected
-        to be faster and memory has room. `bound` holds the sizes that memory had room for before.
+        to be faster and memory has room. `bound` has the sizes for which memory had room before.
 
         Raises EngineUnavailableError if vLLM cannot be used, BorrowError if the model does not map onto vLLM's,
         ValueError if the cache is too small for one sequence, and MemoryExhaustedError if memory has no room even for
@@ -87,7 +87,7 @@ class VLLMEngine:
 
     @property
     def bound(self) -> RolloutLimit:
-        """The sizes that memory had room for; a run replaces it with its own."""
+        """The sizes for which memory had room; a run replaces this object with its own."""
         return self.capacity.bound
 
     @bound.setter
@@ -196,7 +196,7 @@ class VLLMEngine:
                 self.capacity.lower(shortage, sampling=self.llm is not None and not self.asleep)
 
     def fall_back_to_4bit(self, shortage: OutOfMemory) -> bool:
-        """Give up dequantized weights for the rest of the run, and close vLLM; returns False if there were none."""
+        """Stop using dequantized weights for the rest of the run, and close vLLM; return False if there were none."""
         if self.sampling_weights == FOUR:
             return False
         self.bound.note("sampling with weights in 16 bits", shortage,
@@ -206,7 +206,7 @@ class VLLMEngine:
         return True
 
     def expect(self, sampled: int) -> None:
-        """Prepare for a run that samples this many completions per call: an engine sized for fewer restarts."""
+        """Prepare for a run that samples this many completions per call; restart an engine that is sized for fewer."""
         if sampled > self.seqs:
             self.capacity.sampled = sampled
 
@@ -219,7 +219,7 @@ class VLLMEngine:
     def run_with_restart(self, call: Prompts | OpenTurns) -> None:
         """Run a call, restarting vLLM first if it is outdated, and once more if it dies."""
         if self.outdated:
-            self.restart()  # an interrupted call's sequences would otherwise go on in this one
+            self.restart()  # else the sequences of an interrupted call would continue in this call
         try:
             return self.run(call)
         except Exception as error:
@@ -251,7 +251,7 @@ class VLLMEngine:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Inside, completions come from the base model: the adapter's copy in the engine is set to zero."""
+        """Sample the base model in this context, by setting the engine's copy of the adapter to zero."""
         self.check_open()
         before, self.base = self.base, True
         try:
@@ -260,7 +260,7 @@ class VLLMEngine:
             self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """Note the new version. The next call copies the current adapter, and drops prefixes cached with the old."""
+        """Store the new version. The next call copies the current adapter, and drops prefixes of the old adapter."""
         self.policy_version = policy_version
 
     def sleep(self) -> None:

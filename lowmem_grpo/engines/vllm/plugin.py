@@ -49,7 +49,7 @@ LENT: list[WeightSharing] = []  # the last entry serves vLLM's registries, which
 
 @contextmanager
 def lending(loan: WeightSharing) -> Iterator[None]:
-    """Inside, vLLM's registries take the trainer's tensors from this object."""
+    """Let vLLM's registries take the trainer's tensors from this object in this context."""
     LENT.append(loan)
     try:
         yield

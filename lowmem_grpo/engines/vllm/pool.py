@@ -1,18 +1,18 @@
-"""vLLM's memory pool, which sleep unmaps and waking maps again at the same addresses: recovery when memory runs out,
-and a buffer of our own in the pool.
+"""Recovery of vLLM's memory pool when memory runs out, and a buffer of our own in the pool. Sleeping unmaps the pool,
+and waking maps it again at the same addresses.
 
 The pool (`csrc/cumem_allocator.cpp`) keeps the driver's last error in a variable. Unmapping an unmapped segment sets
-it, and later allocations then return nothing or leak. So after a shortage we leave the pool either wholly mapped or
-wholly unmapped, and clear the error. If mapping a segment fails, its record remains and looks in use: we drop such
-records. `sleep(level=1)` copies segments tagged "weights" to the host and drops the rest, so a buffer under our own tag
-costs no host memory.
+that error, and later allocations then return nothing or leak. So after a shortage we leave the pool either wholly
+mapped or wholly unmapped, and clear the error. If mapping a segment fails, its record remains and looks in use, so we
+drop such records. `sleep(level=1)` copies segments tagged "weights" to the host and drops the rest, so a buffer under
+our own tag costs no host memory.
 
 torch keeps a cuBLAS workspace per stream. The workspace of a stream on which graphs were recorded lies in the graphs'
 pool and outlives them, and torch then refuses to record another engine's graphs there ("use_count > 0 INTERNAL ASSERT
 FAILED"). So an engine that ends drops the workspaces.
 
-None of this is public, so only this file uses it. It was read in the source of vLLM 0.26 to 0.33, and run on an H100
-(vLLM 0.26, torch 2.11). tests/engines/vllm/test_pool.py fails if it changes.
+None of this is public, so only this file relies on it. We read the source of vLLM 0.26 to 0.33, and ran this file on an
+H100 (vLLM 0.26, torch 2.11). tests/engines/vllm/test_pool.py fails if the pool changes.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""Process-wide state around vLLM: undoing its changes to the process, the one engine that a process can have, and
-errors of its start.
+"""Process-wide state around vLLM: how its changes to the process are undone, the one engine that a process can have,
+and errors when vLLM starts.
 
 When it starts, vLLM seeds every random generator, replaces sys.excepthook (through torch.distributed), and freezes all
 objects against garbage collection. Importing it stores the errors of failed imports.
@@ -85,7 +85,7 @@ def living() -> Any:
 def check_alone() -> None:
     """Raise EngineUnavailableError if another vLLM engine is open."""
     if living() is not None:
-        gc.collect()  # it may be unreachable already
+        gc.collect()  # the open engine may be unreachable already
     if living() is not None:
         raise EngineUnavailableError("a vLLM engine lives in this process already; close() it first")
 

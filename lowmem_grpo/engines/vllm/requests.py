@@ -1,9 +1,9 @@
-"""Requests to vLLM (prompts, or turns of a conversation), its steps, and the conversion of its outputs to rollouts.
+"""Requests to vLLM (prompts, or turns of a conversation), vLLM's steps, and the conversion of its outputs to rollouts.
 
 `LLM.generate` returns only when all requests are finished. To report each prompt at once, admit new turns and measure
-steps, we use the two public methods that it is made of: `LLM.enqueue` and `LLMEngine.step` (the same in vLLM 0.26 to
-0.33). The number of running sequences comes from the scheduler's `get_request_counts`, which all of vLLM's schedulers
-have; the path to the scheduler is not public, so only this file uses it.
+steps, we call the two public methods that `generate` calls: `LLM.enqueue` and `LLMEngine.step` (the same in vLLM 0.26
+to 0.33). The number of running sequences comes from `get_request_counts`, which every scheduler of vLLM has; the path
+to the scheduler is not public, so only this file uses it.
 """
 
 import math

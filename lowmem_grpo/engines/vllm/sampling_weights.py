@@ -33,7 +33,7 @@ Room = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 def new_buffer(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a new tensor each time. It is freed when unreferenced, so nothing may store its address."""
+    """Return a new tensor in each call. The tensor is freed once unreferenced, so nothing may store its address."""
     return torch.empty(numbers, dtype=dtype, device=device)
 
 

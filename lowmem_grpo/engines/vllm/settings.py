@@ -48,7 +48,7 @@ class Capacity:
 
     @property
     def wanted_seqs(self) -> int:
-        """Sequences to decode together if memory has room: the user's number, else what a run samples per call."""
+        """Sequences to decode together if memory has room: the user's number, else a run's completions per call."""
         if self.given_seqs is not None:
             return self.given_seqs
         return sequences_at_once(self.sampled, self.kv_budget // self.least_cache)

@@ -116,8 +116,8 @@ def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None,
 class AdapterCopy:
     """The engine's copy of an adapter, in its compute dtype, contiguous, at fixed addresses.
 
-    Each call samples with the adapter as it is when the call begins. Memory is allocated before the engine starts,
-    because vLLM owns, and may move, what is allocated while it loads a model.
+    Each call samples with the adapter's values when the call begins. Memory is allocated before the engine starts,
+    because vLLM owns, and may move, any memory that is allocated while it loads a model.
     """
 
     def __init__(self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device) -> None:
@@ -143,8 +143,8 @@ class AdapterCopy:
         return [None if lora is None else LoRA(*next(pairs), lora.scale) for lora in live]
 
     def use_adapter(self, live: Loras) -> Hashable:
-        """Sample with `live`; returns a hash that identifies its values as far as torch's version counters tell. They
-        do not see the writes of bitsandbytes optimizers through raw addresses, so the values are always copied."""
+        """Sample with `live`; return a hash of its tensors' addresses and torch version counters. The counters miss the
+        writes of bitsandbytes optimizers through raw addresses, so the values are always copied."""
         fill(self.sampled, live)
         tensors = [tensor for loras in live.values() for lora in loras if lora is not None
                    for tensor in (lora.a, lora.b)]

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class WeightSharing:
     """The trainer's frozen tensors under the engine's names, and the engine's copy of the adapter.
 
-    `base` is the base model with peft's layers injected. `adapter` None takes the active one. `room` allocates
+    `base` is the base model with peft's layers injected. `adapter` None takes the active adapter. `room` allocates
     dequantized weights for sampling; None samples with the quantized codes.
     """
 

@@ -168,7 +168,7 @@ def before_training(trainer: Any) -> None:
 
 
 def refuse_errors(findings: list[Finding]) -> None:
-    """Raise PreflightError with all problems if one of them is an error."""
+    """Raise PreflightError, which lists all problems, if one of them is an error."""
     if has_error(findings):
         wrong = mistakes(findings)
         lines = "\n".join(f"- {finding}" for finding in wrong)

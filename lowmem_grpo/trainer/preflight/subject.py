@@ -68,7 +68,7 @@ class RowSample:
 
 
 def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
-    """Return a sample of at most MOST_ROWS rows, fewer if they are slow to read; of a stream, from its next rows."""
+    """Return a sample of at most MOST_ROWS rows (of a stream, its next rows), fewer if reading them is slow."""
     if isinstance(dataset, Stream):
         dataset = dataset.peek(OF_A_STREAM)
     count = min(len(dataset), MOST_ROWS)
