@@ -12,7 +12,7 @@ BUDGET = {
     "package lines": 59_440, "core lines": 45_050, "package files": 368, "files below 60 lines with one importer": 1,
     "folders at the top": 17, "files at the top": 10, "arrows between folders": 135, "class names that stand twice": 6,
     "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 6,
-    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 7_995, "tests lines": 61_755,
+    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 7_995, "tests lines": 61_790,
 }
 # With the last one, two of the engine may be entered: its thread may still end the chat call.
 FILES = {"first rollout()": 50, "second rollout()": 41, "update()": 46, "chat call": 37, "train(groups)": 82}

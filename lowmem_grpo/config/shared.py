@@ -238,8 +238,8 @@ class TrainSettings(metaclass=CheckedCall):
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Return whether a value of `best_metric` is better than the best one so far; the first one always is."""
-        if than is None:
+        """Return whether a value of `best_metric` is better than the best so far; any is better than none or NaN."""
+        if than is None or than != than:
             return True
         greater = self.greater_is_better
         rises = not str(self.best_metric).endswith("loss") if greater is None else greater

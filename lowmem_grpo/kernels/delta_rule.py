@@ -24,6 +24,7 @@ The convolution: y_t = silu(sum_j w_j x_{t - W + 1 + j}), j = 0 .. W - 1, for x,
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -84,7 +85,8 @@ def fla_version() -> str | None:
         release = version(FLA)
     except PackageNotFoundError:
         return None
-    return release if tuple(int(part) for part in release.split(".")[:2]) >= OLDEST else None
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    return release if numbers and tuple(map(int, numbers.groups())) >= OLDEST else None
 
 
 def fla_serves(x: Tensor) -> bool:

@@ -50,7 +50,8 @@ def words_of(errors: ValidationError, kind: type[Body]) -> str:
         case "extra_forbidden":
             for part in error["loc"][:-1]:
                 kind = kind.model_fields[part].annotation  # type: ignore[assignment]
-            return f"{place} is not a field that is known here; leave it out. Known are {', '.join(kind.model_fields)}"
+            names = ", ".join(field.alias or name for name, field in kind.model_fields.items())
+            return f"{place} is not a field that is known here; leave it out. Known are {names}"
         case "missing":
             return f"{place} is missing"
         case "value_error":

@@ -32,7 +32,7 @@ Factors = dict[str, tuple[nn.Parameter, nn.Parameter]]  # A and B of each layer,
 CONTEXT = 2048  # tokens, unless the model has fewer or the run needs more
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
           "pass peft_config=peft.LoraConfig(r=16, lora_alpha=16)")
-NO_EFFECT = ("attn_implementation", "use_cache", "low_cpu_mem_usage", "device_map")  # attention is ours, on one device
+NO_EFFECT = ("attn_implementation", "use_cache", "low_cpu_mem_usage")  # attention is ours
 TRAINED = "lora_of_a_trainer"  # attribute of a base: the model with LoRA that an earlier trainer made of it
 STANDARD = ("no peft_config: training a LoRA of rank %d on %s; merged weights by export. LoRA takes about ten times "
             "the learning_rate of full training")
@@ -219,7 +219,7 @@ def targets(modules: Any, model: BareModel) -> list[str] | str:
 def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Translate options of transformers' `from_pretrained` to our loader's; ValueError for those without one."""
     names = {"dtype": "dtype", "torch_dtype": "dtype", "revision": "revision", "token": "token",
-             "quantization_config": "quantization_config"}
+             "device_map": "device_map", "quantization_config": "quantization_config"}
     options: dict[str, Any] = {}
     for name, value in init_kwargs.items():
         if name in names:

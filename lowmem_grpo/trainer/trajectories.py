@@ -124,7 +124,7 @@ class TrajectoryTrainer(Trainer):
         self.ended = time.perf_counter()
         if self.interrupt.requested:
             raise KeyboardInterrupt("stopped after a step, which is saved")
-        return dict(self.state.log_history[-1])
+        return {"step": self.state.global_step, **(self.state.unlogged or self.state.log_history)[-1]}
 
     def of_all(self, groups: list[RolloutGroup], changes: Mapping[str, Any]) -> list[RolloutGroup]:
         """Return the groups of all ranks, in rank order. ValueError if the ranks' `changes` differ."""

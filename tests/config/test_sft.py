@@ -23,6 +23,12 @@ REFUSED: dict[type[Exception], list[tuple[dict[str, Any], str]]] = {
 }
 
 
+def test_any_number_is_better_than_no_number() -> None:
+    settings = SFTConfig(metric_for_best_model="loss")
+    assert settings.is_better(2.0, float("nan")) and settings.is_better(2.0, None)
+    assert not settings.is_better(float("nan"), 2.0) and settings.is_better(1.0, 2.0)
+
+
 def test_options_that_make_no_sense_are_refused() -> None:
     for error, rows in REFUSED.items():
         assert not_refused(lambda given: SFTConfig(**given), rows, error) == []

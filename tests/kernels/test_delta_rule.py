@@ -124,6 +124,13 @@ def test_kernels_of_the_field_that_give_something_else_are_not_taken(
     assert ("plain torch computes it" in caplog.text) is not agrees
 
 
+@pytest.mark.parametrize(("release", "is_taken"), [
+    ("0.6.0", True), ("0.6rc1", True), ("1.0", True), ("0.5.9", False), ("main", False)])
+def test_any_form_of_flas_version_is_read(release: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "version", lambda name: release)
+    assert module.fla_version.__wrapped__() == (release if is_taken else None)
+
+
 @pytest.mark.gpu
 def test_the_kernels_of_the_field_agree_on_a_card() -> None:
     if module.fla_version() is None:

@@ -131,6 +131,14 @@ def test_groups_of_any_number_and_size_are_one_step(first: list[RolloutGroup], t
     assert trainer.state.policy_version == 1
 
 
+def test_a_step_returns_its_own_line_although_every_second_one_is_logged(
+    first: list[RolloutGroup], tmp_path: Path
+) -> None:
+    with (trainer := make(tmp_path, logging_steps=2)).running():
+        lines = [trainer.step(deepcopy(first)) for _ in range(3)]
+    assert [line["step"] for line in lines] == [1, 2, 3] and all("loss" in line for line in lines)
+
+
 def test_settings_change_for_one_step(first: list[RolloutGroup], tmp_path: Path) -> None:
     with (trainer := make(tmp_path)).running():
         line = trainer.step(deepcopy(first), learning_rate=1e-4, loss_type="cispo", epsilon_high=4.0,

@@ -3,6 +3,7 @@
 Everything is written into a temporary folder, read back and compared. Only then does the folder get its name.
 """
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,10 +176,11 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
 
 
 def matrix_elements(folder: Path) -> int:
-    """Return the number of weights in all matrices of a folder's safetensors files."""
+    """Return the number of weights in all matrices and stacks of a folder's safetensors files, as `GGUFContent` counts
+    them: the converter drops the middle 1 of a convolution (C, 1, W), so that it is a matrix there."""
     total = 0
     for file in sorted(set(tensor_files(folder).values())):
         with safe_open(file, "pt") as opened:
             shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118 - not a dict
-        total += sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+        total += sum(math.prod(shape) for shape in shapes if len(shape) > 1)
     return total

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from export_tools import CONVERTER, export_command, llama_cpp, names_beside
 from gguf import GGUFWriter
+from safetensors.torch import save_file
 
 from lowmem_grpo.models.export.folder import ExportError
-from lowmem_grpo.models.export.formats import ExportSettings, export
+from lowmem_grpo.models.export.formats import ExportSettings, export, matrix_elements
 from lowmem_grpo.models.export.gguf import GGUFError, find_converter, read_gguf
 
 
@@ -41,6 +43,16 @@ def test_a_converter_that_fails_leaves_nothing(
     with pytest.raises((GGUFError, ExportError), match=message):
         export(adapter, "gguf", tmp_path / "out", ExportSettings(llama_cpp=tools))
     assert names_beside(tmp_path) == ["tools"]
+
+
+def test_a_convolution_counts_although_the_converter_drops_its_middle_dimension(tmp_path: Path) -> None:
+    save_file({"conv1d.weight": torch.ones(6, 1, 4), "norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
+    writer = GGUFWriter(tmp_path / "model.gguf", "qwen35")
+    writer.add_tensor("blk.0.ssm_conv1d.weight", np.ones((6, 4), np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    assert matrix_elements(tmp_path) == read_gguf(tmp_path / "model.gguf").elements == 24
 
 
 def test_without_llama_cpp_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
