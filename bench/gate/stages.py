@@ -90,6 +90,8 @@ def tests(setup: Setup) -> list[Piece]:
     files = [path for path in sorted(TESTS.rglob("test_*.py")) if ON_A_CARD.search(path.read_text())]
     kernels = [path for path in files if path.parent.name == "kernels"]
     package = [path for path in files if path not in kernels]
+    if setup.form == PRETEND:  # from such a card, our own engine reads lengths of zero
+        package = [path for path in package if path.stem != "test_own_engine"]
     bare, vllm = ("bitsandbytes",), ("bitsandbytes", "vllm")
     return [
         *(selected(setup, "vllm", "gpu and vllm", path, needs=vllm, least=120) for path in package

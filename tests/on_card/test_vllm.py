@@ -288,7 +288,7 @@ def test_a_run_sleeps_wakes_updates_and_agrees_with_its_sampler(device: torch.de
     model.close_engine()
     assert done.finished
     lines = read_lines(tmp_path / "metrics.jsonl")
-    assert max(line["sampling/parity/mean"] for line in lines) <= 3 * BOUND[own_dtype(device)]
+    assert max(line.get("sampling/parity/mean", float("inf")) for line in lines) <= 3 * BOUND[own_dtype(device)]
     assert any(line["grad_norm"] > 0 for line in lines)
     if device == CARD:
         assert {line["memory/kv_bytes"] for line in lines} <= {0, KV_BYTES}
