@@ -58,6 +58,7 @@ class FinishedPrompts(Calls):
 
     def result(self) -> list[list[Rollout]]:
         """Return the rollouts of all prompts, in the order of the prompts."""
+        assert not self.missing, f"the device reported no end of prompts {self.missing}"
         return [self.rollouts[prompt] for prompt in range(self.prompts)]
 
 
