@@ -40,7 +40,7 @@ def check_function(func: Any) -> None:
 
 
 def is_model(func: Any) -> bool:
-    """Return whether a value is a reward model: a torch module, or a string, its name. Does not import torch."""
+    """Return whether a value is a reward model: a torch module, or a model's name. This does not import torch."""
     return isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__)
 
 

@@ -42,7 +42,7 @@ class MathWorker:
                 self.start()
                 if len(self.known) >= REMEMBERED:
                     self.known.clear()
-                self.known[label, answer] = False  # kept if the comparison kills the process
+                self.known[label, answer] = False  # stays False if the comparison kills the process
                 self.known[label, answer] = self.compare(label, answer)
             return self.known[label, answer]
 

@@ -2,7 +2,7 @@ r"""The structure of a mathematical answer, and the comparison of two answers.
 
 An answer is split at unambiguous structure: lists, equations and inequalities, unions, brackets, matrices, the two
 values of \pm. The parts are compared one by one. Parts that cannot be split are equal if their tokens or their numbers
-are equal, or if `ask` confirms that they are equal as expressions; `ask` is called only for certain expressions.
+are equal, or if `ask` says that they are equal as expressions, which both must certainly be.
 
 A unit is a currency, a percent sign or a word before or after the number of an answer.
 """
@@ -32,7 +32,7 @@ OF_EXPRESSIONS = {
     "\\arccos", "\\arctan", "\\sinh", "\\cosh", "\\tanh", *"+-/^_{}()[]|!",
     *(f"\\{name}" for name in (*NAMES, *LETTERS)),
 }
-# Texts that may not be an expression: a date, digits in a base, hexadecimal digits, a function's argument, adjacent
+# Texts that might be no expression: a date, digits in a base, hexadecimal digits, a function's argument, adjacent
 # numbers, a number after a letter, three letters.
 NO_EXPRESSION = re.compile(
     r"[0-9] / [0-9.]+ /|[0-9]{4} - [0-9]+ - |[0-9] - [0-9]+ - [0-9]{4}|[0-9A-Z] _|\b[fghFGHP] \(|[0-9] \.?[0-9]"
@@ -256,7 +256,7 @@ def starts_unit(token: str) -> bool:
 
 
 def is_of_value(token: str) -> bool:
-    """Return whether a token may belong to the value before a unit; a function may not: its argument would be cut."""
+    """Return whether a token may belong to the value before a unit. A function may not: its argument would be lost."""
     return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
 
 
