@@ -106,8 +106,8 @@ def retry(
     exceptions: tuple[type[BaseException], ...] = (Exception,),
     on_retry: Callable[[Any, int], None] | None = None,
 ) -> Callable[[Function], Function]:
-    """Return a decorator, for plain and async functions, that retries a call after one of `exceptions`, up to
-    `max_attempts` calls in all; first after `delay` seconds, then each time after `backoff_factor` times as long.
+    """Return a decorator, for plain and async functions, that repeats a call after one of `exceptions`, up to
+    `max_attempts` calls in all. It waits `delay` seconds at first, then each time `backoff_factor` times as long.
 
     Before each retry `on_retry(error, attempt)` is called, or a warning is logged. The last error is raised. Raises
     ValueError for settings out of range."""
