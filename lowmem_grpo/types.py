@@ -72,7 +72,7 @@ class Rollout:
     text: str = ""  # decoded, special tokens left out; the last turn of an episode
     policy_version: int = 0  # the oldest policy version among those that sampled the tokens
     cached_tokens: int = 0  # prompt tokens that the engine did not compute again
-    trained: list[bool] | None = None  # (C,) True: the policy sampled the token, and the loss counts it; None: all
+    trained: list[bool] | None = None  # (C,) True: the policy sampled it, and the loss counts it; None: all tokens
     splits: list[Split] = field(default_factory=list)  # where each further sequence of an episode begins
     turns: list[Turn] = field(default_factory=list)  # the turns of an episode
     ending: str = ""  # why an episode ended
