@@ -14,7 +14,7 @@ Verdict = bool | None  # None: no verdict, for example because the label is not 
 
 
 class Verifier(ABC):
-    """Judges completions: right, wrong, or None. Not a reward function; `.reward(right, wrong)` makes one."""
+    """A judge of completions: right, wrong, or None. It is no reward function; `.reward(right, wrong)` makes one."""
 
     name: str
     columns: tuple[str, ...] = ()  # dataset columns that it reads

@@ -51,7 +51,7 @@ def unwrap(func: Any) -> Any:
 
 
 def names_of(functions: list[RewardFunction]) -> list[str]:
-    """Return the functions' names; a repeated one gets the first free suffix of _2, _3, ..."""
+    """Return the functions' names; a repeated name gets the first free suffix of _2, _3, ..."""
     unique: list[str] = []
     for func in map(unwrap, functions):
         name = getattr(func, "__name__", type(func).__name__)

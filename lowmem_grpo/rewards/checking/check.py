@@ -35,7 +35,7 @@ from lowmem_grpo.types import RolloutGroup
 if TYPE_CHECKING:
     from lowmem_grpo.fast_model import FastGeneration
 
-ROWS = 256  # rows among which those that can never be judged are looked for
+ROWS = 256  # rows that are tested with `Reward.fault_of_row`
 SECONDS = 10.0  # time limit of a function in the check, unless the run allows less
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 PROMPTS = 2  # prompts of which the best and the worst completion are shown

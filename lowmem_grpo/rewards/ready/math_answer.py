@@ -27,7 +27,7 @@ class TooSlowError(RuntimeError):
 
 
 class MathWorker:
-    """The client of the process that compares, which is started on first use, and again after it was killed."""
+    """The client of a process that compares answers, which is started on first use, and again after it was killed."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -88,7 +88,7 @@ WORKER = MathWorker()  # one per Python process, since importing math-verify tak
 
 
 def refuse(label: str, answer: str) -> bool:
-    """Raise TooSlowError without a comparison, after too many of them ran out of time."""
+    """Raise TooSlowError in place of a comparison, after too many comparisons ran out of time."""
     raise TooSlowError(f"{label} and {answer} are not compared")
 
 

@@ -102,7 +102,7 @@ def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart
 
 
 def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
-    """Return the pieces between those marks that are outside brackets, and these marks."""
+    """Return the pieces between the marks outside of brackets, and these marks."""
     pieces: list[list[str]] = [[]]
     separators, deep = [], 0
     for token in tokens:
@@ -116,8 +116,8 @@ def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
 
 
 def bracketed(tokens: Tokens) -> AnswerPart | None:
-    """Return the part in the brackets that enclose all tokens; None if none do. A single value in parentheses becomes
-    the value itself, and a set of several values a list."""
+    """Return the part in the brackets that enclose all tokens, or None. A single value in parentheses becomes the value
+    itself, and a set of several values a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
     depths = list(itertools.accumulate(map(depth, tokens)))
     if len(tokens) < 3 or 0 in depths[:-1] or depths[-1] or tokens[0] in ("\\lfloor", "\\lceil"):
@@ -162,8 +162,8 @@ def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether the values of label and answer match in any order. If the values of one have different names, as
-    in a=1, b=2, the other must have the same names."""
+    """Return whether the values of label and answer match in any order. If the values of one side have different names,
+    as in a=1, b=2, those of the other must have the same names."""
     names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
     if max(map(len, names)) > 1 and names[0] != names[1]:
         return False

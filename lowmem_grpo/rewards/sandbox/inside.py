@@ -202,7 +202,7 @@ def run_asserts(order: dict[str, Any], channel: Channel) -> None:
         unused = not link.calls and not link.raised
         if outcome == "passed" and not link.answers and not link.raised:
             outcome, reason = "undecided", NEVER_CALLED if unused else ONLY_OBJECTS
-        untestable = outcome == "undecided" or (unused and not link.holds_data)  # data in place of a function?
+        untestable = outcome == "undecided" or (unused and not link.holds_data)  # data may be in place of a function
         outcome = "error" if outcome == "undecided" else outcome
         channel.send({"outcome": outcome, "reason": reason, "untestable": untestable})
 

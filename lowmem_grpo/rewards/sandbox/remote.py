@@ -24,7 +24,7 @@ from typing import Any
 from lowmem_grpo.rewards.sandbox import leetcode
 from lowmem_grpo.rewards.sandbox.plain import decode, encode
 
-NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; the last takes 5 arguments
+NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; UnicodeDecodeError needs 5 values
 CHANGEABLE = (list, dict, set, deque, bytearray)
 OPERATIONS = vars(builtins) | vars(operator)
 PLAIN = (str, int, float, list, dict, set, frozenset, tuple, bytes, bytearray, deque)
