@@ -48,7 +48,7 @@ class Turn:
     calls: int = 0  # tool calls
     failures: int = 0  # tool calls that could not be parsed, or failed
     seconds: float = 0.0  # spent in tools and the environment
-    exact: bool = True  # False: drawn at another temperature than the run's, or from a part of the vocabulary
+    exact: bool = True  # False: sampled at another temperature than the run's, or from a part of the vocabulary
     routes: Any = None  # `models.routes.Routes` of the P + C - 1 computed tokens, for a model with experts
 
 
@@ -88,7 +88,7 @@ class Rollout:
     token_advantages: Tensor | None = None  # (C,) if the estimator gives one to each token
     extras: dict[str, Any] = field(default_factory=dict)  # values that reward functions passed to `log_extra`
     old_logprobs: Tensor | None = None  # (C,) at the start of the update; None if the data is on-policy
-    ref_logprobs: Tensor | None = None  # (C,) under the base model; None without a KL term
+    ref_logprobs: Tensor | None = None  # (C,) under the reference policy (`kl_reference`); None without a KL term
     entropy: Tensor | None = None  # (C,) at the start of the update; None if the loss does not need it
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
     routes: Any = None  # as in `Turn`, for a single completion; in an episode each turn has its routes

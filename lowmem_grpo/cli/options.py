@@ -104,8 +104,8 @@ def check_model(name: str | None) -> None:
 
 
 def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
-    """Raise OSError for a missing, empty or broken data file, or a name that the hub does not provide; ValueError for a
-    name that the hub does not know, or a file without these columns."""
+    """Raise OSError for a missing, empty or broken data file, or if the hub refuses or does not answer; ValueError for
+    a name that the hub does not know, or a file without these columns."""
     if source is None:
         return
     if is_file_name(source):

@@ -1,4 +1,4 @@
-"""Names that people import from Unsloth: aliases of ours, functions without effect here, and names that are refused."""
+"""Names that people import from Unsloth: aliases of our names, functions without effect here, and refused names."""
 
 import logging
 from typing import Any
