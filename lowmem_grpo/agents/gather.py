@@ -26,7 +26,7 @@ async def gather_trajectory_groups(
 ) -> list[TrajectoryGroup]:
     """Return all groups, in order, once all their rollouts have ended.
 
-    max_exceptions: the number of rollouts that may fail (inf: all), or below 1 the share. Their errors are kept in
+    max_exceptions: the number of rollouts that may fail (inf: all), or below 1 their share. Their errors are kept in
     `group.exceptions`. If one more fails, its error is raised, and all other rollouts are cancelled. max_metrics: the
     number of means that the bar shows.
     after_each: is called with each group as soon as it is complete, for example to score it; its result replaces the

@@ -114,7 +114,8 @@ def current(total: int) -> Progress:
 
 
 async def together(coroutines: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Return the results of all coroutines, in order. On an error or a cancellation, cancel and await the others."""
+    """Return the results of all coroutines, in order. After an error or a cancellation, cancel the others, and wait up
+    to CLOSING seconds for their end."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -131,7 +131,7 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
 
 
 def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
-    """Return at most ROWS rows of the dataset, spread evenly, as (index, row)."""
+    """Return at most ROWS rows as (index, row), spread evenly over the dataset; of a stream, the first rows."""
     rows = source.dataset.peek(ROWS) if isinstance(source.dataset, Stream) else source.dataset
     return [(number, rows[number]) for number in sorted({place * len(rows) // ROWS for place in range(ROWS)})]
 
