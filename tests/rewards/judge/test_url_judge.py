@@ -57,10 +57,10 @@ def score(reward: Any, prompts: list[Any], texts: list[str], **columns: Any) -> 
     return found
 
 
-def unjudged(judge: Any, prompt: str = "p") -> Any:
+def unjudged(judge: Any) -> Any:
     """A reward of this judge, after a call that no reply gave a score for."""
     reward = rewards.ruler(judge)
-    assert score(reward, [prompt] * 4, TEXTS) == [None] * 4
+    assert score(reward, ["p"] * 4, TEXTS) == [None] * 4
     return reward
 
 
