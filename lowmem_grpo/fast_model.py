@@ -259,7 +259,7 @@ def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = 
     mode = checkpointing_mode(checkpointing)
     tile = check_tile(mlp_tile, mode)
     check_config(model.inner, config)
-    config.fan_in_fan_out = False  # PEFT sets it so on its own linear layers
+    config.fan_in_fan_out = False  # as PEFT sets it for its own linear layers
     use_kernel_layers(config, model.inner)
     model.close_engine()  # its modules are about to be wrapped
     with torch.random.fork_rng():

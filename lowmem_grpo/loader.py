@@ -74,8 +74,8 @@ class FastLanguageModel:
         steps cannot be captured.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None:
         vLLM's default, or 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no
         memory, and takes only `enforce_eager` of these. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights
-        once per phase of sampling. That is faster when many sequences are decoded together (a few sequences still read
-        the codes), and takes 2 bytes a weight until training begins; "4bit" never does it. None does it on a card where
+        once per phase of sampling. That is faster when many sequences are decoded together (with only a few, the codes
+        are read), and takes 2 bytes a weight until training begins; "4bit" never does it. None does it on a card where
         it is faster by its data sheet, if the key-value cache of the sequences that are decoded together still fits
         beside the weights, and never on the CPU; the transformers engine does so only in runs, whose memory is planned.
         `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
@@ -172,8 +172,8 @@ class FastLanguageModel:
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host), "auto"
         (as "offload", and on a card the run's memory plan lets the last layers keep everything where there is room;
-        alias "unsloth") or False. With it, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on a card as
-        many as the plan has room for), otherwise in one piece. Raises ValueError for what is not supported.
+        alias "unsloth") or False. Except with False, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on
+        a card as many as the plan has room for). Raises ValueError for what is not supported.
         """
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)
@@ -221,11 +221,11 @@ class FastLanguageModel:
 
 
 class FastModel(FastLanguageModel):
-    """The same loader under another of Unsloth's names. Of a multimodal model, only the text layers are trained."""
+    """The same loader under another of Unsloth's names. Only the text layers of a multimodal model are trained."""
 
 
 class FastVisionModel(FastLanguageModel):
-    """The same loader, for text: of a multimodal model only the text layers are trained, and images are refused."""
+    """The same loader, for text: only the text layers of a multimodal model are trained, and images are refused."""
 
 
 def check_options(cls: type, method: str, options: dict[str, Any], table: Table) -> None:

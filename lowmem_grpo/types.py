@@ -48,7 +48,7 @@ class Turn:
     calls: int = 0  # tool calls
     failures: int = 0  # tool calls that could not be parsed, or failed
     seconds: float = 0.0  # spent in tools and the environment
-    exact: bool = True  # False: drawn at another temperature than the run's, or from a part of the vocabulary
+    exact: bool = True  # False: sampled at another temperature than the run's, or from a part of the vocabulary
     routes: Any = None  # `models.routes.Routes` of the P + C - 1 computed tokens, for a model with experts
 
 
@@ -72,7 +72,7 @@ class Rollout:
     text: str = ""  # decoded, special tokens left out; the last turn of an episode
     policy_version: int = 0  # the oldest policy version among those that sampled the tokens
     cached_tokens: int = 0  # prompt tokens that the engine did not compute again
-    trained: list[bool] | None = None  # (C,) True: the policy sampled the token, and the loss counts it; None: all
+    trained: list[bool] | None = None  # (C,) True: the policy sampled it, and the loss counts it; None: all tokens
     splits: list[Split] = field(default_factory=list)  # where each further sequence of an episode begins
     turns: list[Turn] = field(default_factory=list)  # the turns of an episode
     ending: str = ""  # why an episode ended
@@ -88,7 +88,7 @@ class Rollout:
     token_advantages: Tensor | None = None  # (C,) if the estimator gives one to each token
     extras: dict[str, Any] = field(default_factory=dict)  # values that reward functions passed to `log_extra`
     old_logprobs: Tensor | None = None  # (C,) at the start of the update; None if the data is on-policy
-    ref_logprobs: Tensor | None = None  # (C,) under the base model; None without a KL term
+    ref_logprobs: Tensor | None = None  # (C,) under the reference policy (`kl_reference`); None without a KL term
     entropy: Tensor | None = None  # (C,) at the start of the update; None if the loss does not need it
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
     routes: Any = None  # as in `Turn`, for a single completion; in an episode each turn has its routes

@@ -51,5 +51,5 @@ def __getattr__(name: str) -> Any:
             raise
         raise ModuleNotFoundError(f"agents need the package {error.name}: pip install lowmem-grpo[agents]",
                                   name=error.name) from error
-    globals()[name] = value = home if name in MODULES else getattr(home, name)  # asked for only once
+    globals()[name] = value = home if name in MODULES else getattr(home, name)  # so this runs once a name
     return value

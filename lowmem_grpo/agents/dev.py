@@ -16,11 +16,11 @@ from lowmem_grpo.loader import FastLanguageModel, check_options
 from lowmem_grpo.models.stored_model import find
 
 CONTEXT = 8192  # tokens, unless the options say otherwise or the model has fewer
-DEFAULTS: dict[str, Any] = {  # for GRPOConfig, if they differ from its own defaults
+DEFAULTS: dict[str, Any] = {  # for settings of GRPOConfig, where they differ from its own defaults
     "learning_rate": 5e-6, "loss_type": "cispo", "lr_scheduler_type": "constant", "save_steps": 1,
     "save_total_limit": None, "kl_reference": "base",
 }
-OWN = {  # what the backend decides
+OWN = {  # options that the backend sets itself
     "output_dir": "it is path/project/name", "overwrite_output_dir": "every run goes on from its last checkpoint",
     "model_name": "it is the base_model of TrainableModel",
 }
@@ -88,12 +88,12 @@ class ModelOptions:
 
     @classmethod
     def from_names(cls, options: Mapping[str, Any]) -> "ModelOptions":
-        """Sort options by the function that takes them. TypeError for an unknown one, ValueError for a fixed one."""
+        """Sort options by the function that takes them. TypeError for an unknown option, ValueError for one in OWN."""
         if own := {*options} & {*OWN}:
             name = min(own)
             raise ValueError(f"LocalBackend: {name}={options[name]!r} cannot be set; {OWN[name]}")
         training = {*GRPOConfig.unsupported, *GRPOConfig.renamed, *(setting.name for setting in fields(GRPOConfig))}
-        takers = [  # the first one with the name takes it
+        takers = [  # the first that knows an option's name takes it
             ("loading", taken_by("from_pretrained")), ("lora", taken_by("get_peft_model")), ("training", training),
             ("lora", {*GET_PEFT_MODEL}), ("loading", {*FROM_PRETRAINED}),
         ]
@@ -161,7 +161,7 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return a model's context in tokens, at most CONTEXT; None, the model's own, if its config gives none."""
+    """Return a model's context in tokens, at most CONTEXT; None if its config gives none, CONTEXT without a config."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

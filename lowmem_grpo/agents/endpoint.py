@@ -21,8 +21,7 @@ class RolloutSession(Session):
         self, reward: float = 0.0, metrics: Metrics | None = None, metadata: dict[str, Metadata] | None = None,
         logs: list[str] | None = None,
     ) -> Trajectory:
-        """Return this session's conversations as the histories of one trajectory. ValueError if nothing was recorded.
-        """
+        """Return this session's conversations as histories of one trajectory. ValueError if nothing was recorded."""
         histories = list(map(history_of, self.conversations()))
         if not histories:
             raise ValueError("nothing was said in this session, so that there is nothing to train on: the agent must "

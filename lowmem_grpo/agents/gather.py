@@ -26,7 +26,7 @@ async def gather_trajectory_groups(
 ) -> list[TrajectoryGroup]:
     """Return all groups, in order, once all their rollouts have ended.
 
-    max_exceptions: the number of rollouts that may fail (inf: all), or below 1 the share. Their errors are kept in
+    max_exceptions: the number of rollouts that may fail (inf: all), or below 1 their share. Their errors are kept in
     `group.exceptions`. If one more fails, its error is raised, and all other rollouts are cancelled. max_metrics: the
     number of means that the bar shows.
     after_each: is called with each group as soon as it is complete, for example to score it; its result replaces the
@@ -106,8 +106,8 @@ def retry(
     exceptions: tuple[type[BaseException], ...] = (Exception,),
     on_retry: Callable[[Any, int], None] | None = None,
 ) -> Callable[[Function], Function]:
-    """Return a decorator, for plain and async functions, that retries a call after one of `exceptions`, up to
-    `max_attempts` calls in all; first after `delay` seconds, then each time after `backoff_factor` times as long.
+    """Return a decorator, for plain and async functions, that repeats a call after one of `exceptions`, up to
+    `max_attempts` calls in all. It waits `delay` seconds at first, then each time `backoff_factor` times as long.
 
     Before each retry `on_retry(error, attempt)` is called, or a warning is logged. The last error is raised. Raises
     ValueError for settings out of range."""

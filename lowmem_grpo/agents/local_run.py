@@ -202,7 +202,7 @@ class LocalRun:
             self.trainer.note(line, step)
 
     def best_step(self, metric: str) -> int | None:
-        """Return the step with a checkpoint that has the highest mean of a metric; the latest of equal ones."""
+        """Return the step with a checkpoint whose mean of a metric is highest, the latest of equal ones, or None."""
         path = self.folder / METRICS
         names = {metric, metric.removeprefix(f"{TRAIN}/")}
         values: dict[int, list[float]] = {}

@@ -29,8 +29,8 @@ CURRENT: ContextVar["Progress"] = ContextVar("lowmem_grpo_gathering")
 class Progress:
     """The progress of one gathering, which rollouts find in CURRENT. ValueError for settings out of range."""
 
-    max_exceptions: float = 0  # how many rollouts may fail; below 1 it is a share of all
-    max_metrics: int | None = None
+    max_exceptions: float = 0  # how many rollouts may fail; below 1, their share
+    max_metrics: int | None = None  # the most means that the bar shows; None: all
     timeout: float | None = None  # seconds for each rollout
     total: int = 0
     bar: Any = None
@@ -88,7 +88,7 @@ class Progress:
 
     async def watch(self, rollout: Awaitable[Any], kinds: tuple[type, ...], noun: str) -> Any:
         """Return a rollout's result, or its error, which is counted here. `kinds` are the types that it may return, and
-        `noun` names them. A CancelledError counts as an error unless this task was cancelled: a client raised it."""
+        `noun` names them. A CancelledError that a client raised counts as an error too; this task's own is raised."""
         SESSION.set(uuid4().hex)  # for this task only
         limit = asyncio.timeout(self.timeout)
         try:
@@ -109,12 +109,13 @@ class Progress:
 
 
 def current(total: int) -> Progress:
-    """Return the progress of the current gathering; outside of one, a silent one that allows no failure."""
+    """Return the current gathering's progress, or without a gathering a silent Progress that allows no failure."""
     return CURRENT.get(None) or Progress(total=total)
 
 
 async def together(coroutines: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Return the results of all coroutines, in order. On an error or a cancellation, cancel and await the others."""
+    """Return the results of all coroutines, in order. After an error or a cancellation, cancel the others, and wait up
+    to CLOSING seconds for their end."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,7 +1,7 @@
 """RULER: a judge sees the trajectories of a group side by side and scores them relative to each other.
 
-ART's function of this name, with this package's judges: a named one at a URL, a given Judge, or the base model of a
-run itself. See docs/judge.md."""
+`ruler` is ART's function, with this package's judges: a model named by its URL or provider, a Judge object, or the
+run's own base model. See docs/judge.md."""
 
 import asyncio
 import copy
@@ -35,9 +35,9 @@ SELF = "self"
 OPENAI = "openai"
 AT_AN_ADDRESS = ("hosted_vllm", "openrouter", "anthropic", "gemini", "groq", "together_ai", "mistral", "deepseek",
                  "xai")  # LiteLLM's provider prefixes of model names
-ADDRESSES = ("base_url", "api_base")  # names of one argument
+ADDRESSES = ("base_url", "api_base")  # two names of the same argument
 OF_THE_JUDGE = {"num_retries": "retries", "max_retries": "retries", "timeout": "timeout"}
-KEPT = 32  # the most judges that are cached, each with its judgements
+KEPT = 32  # the most judges that `made` holds, each with its cached ratings
 
 made: OrderedDict[str, Judge] = OrderedDict()
 OPEN: list[Any] = []  # the open runs: each has a `name` and a `judge()`
@@ -222,14 +222,14 @@ class EngineJudge(SelfJudge):
     rate: Any
 
     def __init__(self, worker: Any, model: Any, **options: Any) -> None:
-        """`model` is what FastLanguageModel returned, `worker` the EngineWorker of it; for options see SelfJudge."""
+        """`model` is what FastLanguageModel returned, `worker` its EngineWorker; `options` are those of SelfJudge."""
         loaded = copy.copy(model.loaded)
         loaded.tokenizer = copy.deepcopy(loaded.tokenizer)  # it is used in other threads
         super().__init__(SimpleNamespace(loaded=loaded, inner=model.inner), **options)
         self.worker, self.lock = worker, threading.Lock()
 
     async def rate(self, questions: list[Question]) -> Round:  # type: ignore[no-redef]
-        """Return a Round with ratings of the questions that the base model could answer. A failure raises no error."""
+        """Return a round with the ratings of the questions that the base model answered. Failures raise no error."""
         return await asyncio.to_thread(super().rate, questions)
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:

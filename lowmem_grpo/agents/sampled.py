@@ -1,6 +1,6 @@
 """Training groups from trajectories: the turns that the policy sampled, found by the ids in their choices. A choice
 without a turn id is context like any message. In trajectories without choices, plain messages that match cached turns
-of the policy are its turns. Text that no cached turn explains is never trained."""
+of the policy are its turns. Text that matches no cached turn is never trained on."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -95,7 +95,7 @@ class Member:
                 "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
 
     def read(self, number: int, history: History, chosen: bool) -> list[Turn]:
-        """Return the turns of one conversation. Messages before a turn that an earlier one has are not added again."""
+        """Return the turns of a conversation. Messages before a turn that an earlier conversation has are not added."""
         entries = history.messages_and_choices  # messages, and choices of other models, have no turn id
         names = [getattr(entry, "turn", None) or None for entry in entries] if chosen else self.find(history)
         before = "" if number == 0 else f"additional_histories[{number - 1}]."
@@ -125,7 +125,7 @@ class Member:
         return names
 
     def show(self, said: list[Message], turn: Turn | None) -> None:
-        """Append the messages before `turn` (or the end) to the replies of the turn before it, or to the opening."""
+        """Append messages to the replies of the last turn before `turn` (None: the end), else to the opening."""
         shown = [*self.turns.values()]
         earlier = shown if turn is None else shown[:-1]
         (earlier[-1].replies if earlier else self.opening).extend(said)
@@ -151,7 +151,7 @@ class Tally:
     """Sums, and values that are averaged, by name. Tallies of several processes can be added up."""
 
     counts: dict[str, float] = field(default_factory=dict)
-    values: dict[str, list[float]] = field(default_factory=dict)  # the mean of none is 0
+    values: dict[str, list[float]] = field(default_factory=dict)  # the mean of an empty list is 0
 
     def measure(self, prefix: str, measured: Iterable[Mapping[str, Any]]) -> "Tally":
         """Add the numbers of each mapping, under their names with the prefix; returns self."""

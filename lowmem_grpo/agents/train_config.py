@@ -89,7 +89,7 @@ def largest(value: Any, settings: Settings) -> Settings:
     return {"delta": value} if value else {}
 
 
-HONOURED: dict[str, Callable[[Any, Settings], Settings]] = {  # in this order: a later one wins
+HONOURED: dict[str, Callable[[Any, Settings], Settings]] = {  # read in this order; later options win
     "learning_rate": lambda value, _: {} if value is None else {"learning_rate": value},
     "loss_fn": loss_type, "ppo": lambda value, _: {"loss_type": LOSSES["ppo" if value else "cispo"]},
     "scale_rewards": lambda value, _: {

@@ -21,7 +21,7 @@ Metrics = dict[str, float | int | bool]
 
 
 def with_own_containers(copied: Copied) -> Copied:
-    """Copy a shallow copy's lists and dictionaries too, as ART's groups do; returns it."""
+    """Copy the lists and dictionaries of a shallow copy too, as ART's groups do, and return it."""
     for name, value in vars(copied).items():
         vars(copied)[name] = copy.copy(value) if isinstance(value, list | dict) else value
     return copied
@@ -202,7 +202,7 @@ def failure_of(failure: Any) -> FailedRollout | Mapping[str, Any]:
 
 
 def tokens_of(choice: Choice) -> int | None:
-    """Return the number of a choice's tokens, as the model's own client gives it, or else of its log-probabilities."""
+    """Return a choice's number of tokens, from the model's own client, else from its log-probabilities, or None."""
     said = (choice.model_extra or {}).get("completion_tokens")
     logged = choice.logprobs and (choice.logprobs.content or choice.logprobs.refusal)
     return said if isinstance(said, int) else len(logged) if logged else None

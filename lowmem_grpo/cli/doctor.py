@@ -25,7 +25,7 @@ def doctor(as_json: bool) -> None:
     The exit status is 1 if training is not possible at all, else 0."""
     from lowmem_grpo.trainer.preflight.doctor import examine
 
-    logging.disable(logging.WARNING)  # hide warnings of imported libraries: the report says what is wrong
+    logging.disable(logging.WARNING)  # hides warnings of imported libraries: the report says what is wrong
     try:
         checkup = examine()
     finally:

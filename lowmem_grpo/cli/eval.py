@@ -20,7 +20,7 @@ class Candidate:
     model: str
     adapter: Path | None
     load_in_4bit: bool
-    out: Path  # default of --out
+    out: Path  # the default of --out
     note: str = ""
     revision: str | None = None  # the base model's, on the hub
     load_in_fp8: bool | str = False  # as in training
@@ -132,8 +132,8 @@ def check_source(chosen: dict[str, Any]) -> None:
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
-    """Return the model and adapter given by TARGET and --adapter. Quantization is as asked, else as in the adapter's
-    record; the revision is the record's, if the record is of the same model."""
+    """Return the model and adapter given by TARGET and --adapter. Without options, quantization is as the adapter's
+    record says; the revision is the record's, if it names the same model."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
@@ -196,7 +196,7 @@ def tokens_of_run(subject: Candidate) -> int | None:
 
 
 def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int, Any]:
-    """Return rows, reward functions (the first decides), most tokens of an answer, and the `Play` of episodes."""
+    """Return rows, reward functions (the first decides what is right), most tokens of an answer, `Play` or None."""
     from lowmem_grpo.rewards.by_name import find_function
     from lowmem_grpo.rollout.assessment import rows_of
 

@@ -22,12 +22,12 @@ from lowmem_grpo.runs.views.terminal import plain_errors
 if TYPE_CHECKING:
     from lowmem_grpo.recipes.new_recipe import NewRecipe
 
-LOOKED = 1000  # most rows that are inspected
-LONGEST = 100  # characters of a name
+LOOKED = 1000  # the most rows that are inspected
+LONGEST = 100  # characters of a recipe's name
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 UNWRITABLE = "nothing can be written to {}: {}; choose another folder with --out FOLDER"
 EXAMPLES = 256  # example rows that are written without --data
-KINDS = ("number", "marked", "choice", "text", "math", "code", "json", "long")  # new_recipe.KINDS, without imports
+KINDS = ("number", "marked", "choice", "text", "math", "code", "json", "long")  # from new_recipe.KINDS (slow import)
 ABOUT_DATA = ("data", "prompt_column", "answer_column", "answers")
 
 
@@ -75,7 +75,7 @@ def check_name(name: str, out: Path) -> None:
 
 
 def is_installed(name: str, out: Path) -> bool:
-    """Return whether a module of that name is importable from outside the recipe's folder."""
+    """Return whether a module of that name can be imported from outside the recipe's folder."""
     spec = None if keyword.iskeyword(name) else find_spec(name)
     places = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or []) if spec else []
     return any(not Path(place).resolve().is_relative_to(out.resolve()) for place in places)

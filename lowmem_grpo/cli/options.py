@@ -37,9 +37,9 @@ TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 
 
 def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Raise the errors that `fill`, the recipe and its trainer would raise, and return the run's settings, as far as
-    literals in the recipe's file show them: the file is parsed, not run. ValueError, OSError or click.UsageError. The
-    recipe itself checks the rest."""
+    """Raise the errors that `fill`, the recipe and its trainer would raise (ValueError, OSError or click.UsageError),
+    and return the run's settings, both as far as literals in the recipe's file show them: the file is parsed, not run.
+    The recipe itself checks the rest."""
     from lowmem_grpo.recipes.options import RecipeOptions, fill  # these import pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
@@ -104,8 +104,8 @@ def check_model(name: str | None) -> None:
 
 
 def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
-    """Raise OSError for a missing, empty or broken data file, or a name that the hub does not provide; ValueError for a
-    name that the hub does not know, or a file without these columns."""
+    """Raise OSError for a missing, empty or broken data file, or if the hub refuses or does not answer; ValueError for
+    a name that the hub does not know, or a file without these columns."""
     if source is None:
         return
     if is_file_name(source):
@@ -193,7 +193,7 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal expression, also after `USUAL |`; None for any other."""
+    """Return the value of a literal expression, or of `USUAL | literal`; None for any other expression."""
     if isinstance(node, ast.BinOp) and ast.unparse(node.left) == "USUAL":
         from lowmem_grpo.recipes.presets import USUAL
 
@@ -257,7 +257,7 @@ def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
 
 
 def written_presets(tree: ast.Module) -> dict[str, Any]:
-    """Return the presets by card size if all their arguments are literals; else none."""
+    """Return the presets by card size if all their arguments are literals; else an empty dict."""
     from lowmem_grpo.recipes.presets import Preset
 
     read = {size: {name: literal(value) for name, value in values.items()}
@@ -267,7 +267,7 @@ def written_presets(tree: ast.Module) -> dict[str, Any]:
 
 
 def rewards_of(tree: ast.Module) -> list[str]:
-    """Return the names of the reward functions if the file's only Lesson gets them as a literal list; else none."""
+    """Return the names of the reward functions if the file's only Lesson gets them as a literal list; else []."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Lesson"]
     values = [value for call in calls for value in (*call.args[2:3], *(word.value for word in call.keywords
                                                                        if word.arg == "rewards"))]

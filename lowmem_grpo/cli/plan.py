@@ -12,7 +12,7 @@ from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.runs.views.terminal import plain_errors, was_given
 from lowmem_grpo.utils import check_given, up_to
 
-MOST_PROMPTS = 100_000  # in a step
+MOST_PROMPTS = 100_000  # the most prompts of a step
 CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "true": True, "false": False}
 
 

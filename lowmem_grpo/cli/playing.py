@@ -88,7 +88,7 @@ def patient() -> dict[str, float]:
 
 
 def against(played: Play, recipe: str) -> Play:
-    """Return `played` with a person as the environment's `opponent`. ValueError if it has no such attribute."""
+    """Return `played` with a person as the environment's `opponent`. ValueError if it lacks that attribute."""
     factory = played.environment
     if not callable(factory) or not hasattr(factory(), "opponent"):
         raise ValueError(f"in {recipe!r} nobody plays against the model: its environment has no attribute `opponent` "
@@ -109,7 +109,7 @@ def answer_to(told: str) -> str:
 
 
 def ask() -> str:
-    """Read a line from the terminal. The end of the input stops the command, also from an environment's thread."""
+    """Read a line from the terminal. The end of the input stops the command, even in an environment's thread."""
     try:
         return input(click.style("you> ", fg=COLOURS["you"], bold=True))
     except EOFError:

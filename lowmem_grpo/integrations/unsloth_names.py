@@ -1,4 +1,4 @@
-"""Names that people import from Unsloth: aliases of ours, functions without effect here, and names that are refused."""
+"""Names that people import from Unsloth: aliases of our names, functions without effect here, and refused names."""
 
 import logging
 from typing import Any
@@ -59,8 +59,8 @@ def refuse_name(name: str) -> None:
 
 
 def refused_class(name: str) -> type:
-    """Return a class of that name that can be imported, as scripts import more than they use. Calling or subclassing it
-    raises UnsupportedError, with what to use instead."""
+    """Return a class of that name, which scripts can import, since they import more than they use. Calling or
+    subclassing it raises UnsupportedError, with what to use instead."""
     def refuse(*_: Any, **__: Any) -> None:
         refuse_name(name)
 
@@ -68,7 +68,7 @@ def refused_class(name: str) -> type:
 
 
 def PatchFastRL(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's name
-    """Does nothing: no trainer of another library is changed here; import GRPOTrainer from lowmem_grpo."""
+    """Do nothing: no trainer of another library is changed here; import GRPOTrainer from lowmem_grpo."""
     logger.info("PatchFastRL does nothing here: GRPOTrainer of lowmem_grpo needs no patch")
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo import rewards  # its __all__ is what a command line may name
+from lowmem_grpo import rewards  # its __all__ lists what a command line may name
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.rewards.verifier import Verifier
 
@@ -60,13 +60,13 @@ def made(name: str, value: Any) -> Any:
 
 
 def load_file(path: Path) -> Any:
-    """Return a user's file as a module. Its name shadows no installed one, and dataclasses find it in sys.modules."""
+    """Import a user's file, under a name that hides no installed module. ValueError if it is not a Python file."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[spec.name] = module  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module

@@ -13,8 +13,8 @@ CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_ex
 
 class MeanOf(float):
     """The mean of `count` values, for `log_metric`; TRL takes it as a plain number. A plain number counts as the mean
-    over all completions of its call. Use MeanOf for a mean over only some of them, so that a batch that is scored in
-    several calls logs the same as in a single call. ValueError for a count that is not positive."""
+    over all completions of its call. Use MeanOf for a mean over only some of them, so that a batch scored in several
+    calls logs the same value as one scored in a single call. ValueError for a count that is not positive."""
 
     count: float
 
@@ -55,7 +55,7 @@ class Reward(ABC):
         return self.pay(self.read(completions), columns, kwargs)
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return the completions as `pay` takes them: their texts; of a chat, that of the last assistant message."""
+        """Return what `pay` takes for each completion: its text, which in a chat is the last assistant message's."""
         return completion_texts(completions)
 
     @abstractmethod
@@ -72,8 +72,8 @@ class Reward(ABC):
 
 
 class TextReward(Reward):
-    """A reward of each text by a rule; with a `column`, of each text and its row's value there, None if that is None.
-    `settings` are further arguments of the rule."""
+    """A reward that applies a rule to each text or, with a `column`, to each text and its row's value in that column,
+    where a value of None gives None. `settings` are further arguments of the rule."""
 
     def __init__(self, name: str, rule: Callable[..., float | None], column: str | None = None,
                  **settings: Any) -> None:
@@ -88,12 +88,12 @@ class TextReward(Reward):
 
 
 class TokenReward(TextReward):
-    """A reward of each completion's token ids as sampled, before decoding and without a chat template; of an episode,
-    the ids that the policy sampled in all its turns."""
+    """A reward that applies its rule to each completion's token ids as they were sampled, without a chat template; for
+    an episode, to the ids that the policy sampled in all turns."""
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:
             raise TypeError(f"{self.__name__} counts tokens and got no completion_ids; a trainer passes them")
-        if "environments" in call and "turns" in call:  # episodes, since no dataset has both columns
+        if "environments" in call and "turns" in call:  # episodes: a dataset hardly has both columns
             ids = [[token for turn in turns for token in turn.completion_ids] for turns in call["turns"]]
         return [self.rule(tokens) for tokens in ids]

@@ -29,7 +29,7 @@ KIND = "a model for sequence classification with num_labels=1, such as trl.Rewar
 
 
 class RewardModel(Reward):
-    """Pays the score of a model, given as an object or a name; the reward has the last part of the model's name."""
+    """The score of a model, given as an object or a name. The last part of the model's name names the reward."""
 
     after_sampling = True  # the KV cache must have left the card
     time_limit = math.inf
@@ -114,7 +114,7 @@ class RewardModel(Reward):
             self.move(self.home)
 
     def freeze(self) -> None:
-        """Freeze the model, without a KV cache, with the tokenizer's padding: the last token before padding scores."""
+        """Freeze the model, without a KV cache, and set its padding token: it scores the last token before padding."""
         config = self.model.requires_grad_(False).eval().config.get_text_config()
         config.pad_token_id, config.use_cache = self.tokenizer.pad_token_id, False
         keep_layout(self.model)  # 4-bit weights that were repacked for the CPU could not be moved to a card
@@ -192,12 +192,12 @@ class RewardModel(Reward):
         return [done[row] for row in range(len(texts))]
 
     def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
-        """Return the next batch of `waiting` rows, which are sorted by length: at most TOKENS tokens with padding."""
+        """Return the next batch of the `waiting` rows, which are sorted by length: at most TOKENS tokens, padded."""
         fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
         return waiting[: self.bound.under(max(fitting, default=1))]
 
     def encode(self, texts: Sequence[str], **options: Any) -> Any:
-        """Tokenize texts that contain their special tokens already."""
+        """Tokenize texts without adding special tokens, as TRL does: a chat template has added them already."""
         return self.tokenizer(text=list(texts), add_special_tokens=False, **options)
 
     def forward(self, texts: list[str]) -> list[float]:

@@ -14,7 +14,7 @@ Verdict = bool | None  # None: no verdict, for example because the label is not 
 
 
 class Verifier(ABC):
-    """Judges completions: right, wrong, or None. Not a reward function; `.reward(right, wrong)` makes one."""
+    """A judge of completions: right, wrong, or None. It is no reward function; `.reward(right, wrong)` makes one."""
 
     name: str
     columns: tuple[str, ...] = ()  # dataset columns that it reads
@@ -33,7 +33,7 @@ class Verifier(ABC):
 
 
 class TextVerifier(Verifier):
-    """A verifier of each text alone, or that compares each text with its row's value in a `column`."""
+    """A verifier that judges each text alone, or compares it with its row's value in a `column`."""
 
     def __init__(self, name: str, judge: Callable[..., Verdict], column: str | None = None, **settings: Any) -> None:
         """`judge` takes a completion's text, a label if there is a column, and the `settings`. A list is several
@@ -62,7 +62,7 @@ class VerifiedReward(Reward):
     def __init__(self, verifier: Verifier, right: float, wrong: float, name: str) -> None:
         super().__init__(name, verifier.columns)
         self.verifier, self.right, self.wrong = verifier, float(right), float(wrong)
-        self.said_unread = False  # `say_unread` has warned
+        self.said_unread = False  # True once `say_unread` has warned
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         needed = {name: columns[name] for name in self.columns}
@@ -71,7 +71,7 @@ class VerifiedReward(Reward):
         return self.paid(verdicts, call)
 
     def say_unread(self, verdicts: list[Verdict], labels: list[Any]) -> None:
-        """Warn once if labels give no verdict, other than missing ones, which give none on purpose."""
+        """Warn once if labels give no verdict. Missing labels do not count: they give none on purpose."""
         unread = [label for verdict, label in zip(verdicts, labels, strict=False)
                   if verdict is None and label not in (None, "")]
         if unread and not self.said_unread:

@@ -71,13 +71,9 @@ def test_a_trajectory_is_handed_over_from_deep_inside() -> None:
     assert asyncio.run(agent()) == "done", "outside of a capture nobody takes it, as in ART"
 
 
-async def nothing() -> None:
-    return None
-
-
 @pytest.mark.parametrize(("call", "words"), [
-    (lambda: asyncio.run(art.capture_auto_trajectory(nothing())), "called no model"),
-    (lambda: asyncio.run(art.capture_yielded_trajectory(nothing())), "ended without yield_trajectory"),
+    (lambda: asyncio.run(art.capture_auto_trajectory(asyncio.sleep(0))), "called no model"),
+    (lambda: asyncio.run(art.capture_yielded_trajectory(asyncio.sleep(0))), "ended without yield_trajectory"),
     (lambda: art.auto_trajectory(required=True), "run this coroutine with capture_auto"),
 ])
 def test_a_trajectory_that_is_not_there_is_said(call: Any, words: str) -> None:

@@ -121,14 +121,9 @@ def test_groups_made_by_a_function_and_groups_that_are_whole_are_taken(rollouts:
     async def made(ending: Any) -> art.TrajectoryGroup:
         return await art.TrajectoryGroup([rollouts.one(ending)])  # type: ignore[misc, no-any-return]
 
-    async def none() -> None:
-        return None
-
-    async def failing() -> None:
-        raise ValueError("no tasks")
-
     groups: list[Awaitable[Any] | art.TrajectoryGroup] = [
-        made(1.0), art.TrajectoryGroup([art.Trajectory(reward=2)]), failing(), none()]
+        made(1.0), art.TrajectoryGroup([art.Trajectory(reward=2)]), rollouts.one(ValueError("no tasks")),
+        rollouts.one(None)]
     assert [group.trajectories[0].reward for group in gather(groups, max_exceptions=2)] == [1, 2]
     with pytest.raises(TypeError, match="takes groups, and got a Trajectory"):
         gather([art.Trajectory()])
@@ -177,11 +172,7 @@ def test_a_cancelled_error_that_a_rollout_raises_is_one_failure_and_not_the_end(
     first, second = gather(rollouts.groups([1.0, asyncio.CancelledError("of a client")], [2.0, 3.0]), max_exceptions=1)
     assert [one.reward for one in first] == [1] and [one.type for one in first.exceptions] == ["CancelledError"]
     assert len(second) == 2
-
-    async def whole() -> Any:
-        raise asyncio.CancelledError
-
-    (left,) = gather([whole(), *rollouts.groups([1.0])], max_exceptions=1)
+    (left,) = gather([rollouts.one(asyncio.CancelledError()), *rollouts.groups([1.0])], max_exceptions=1)
     assert len(left) == 1
     singles = asyncio.run(art.gather_trajectories([rollouts.one(asyncio.CancelledError()), rollouts.one(1.0)],
                                                   max_exceptions=1))

@@ -1,7 +1,6 @@
 """Reward models: their scores are those of plain transformers, and what cannot score is refused before a run."""
 
 import gc
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -159,8 +158,7 @@ def test_what_cannot_score_is_refused_by_name_before_its_weights_are_read(folder
 
 def test_a_head_that_would_be_random_is_refused(folder: Path, tmp_path: Path) -> None:
     model_of(folder).model.save_pretrained(tmp_path)  # without its head
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
     judge = RewardModel(str(tmp_path))
     with pytest.raises(ValueError, match=r"lacks score\.weight, which would be random"):

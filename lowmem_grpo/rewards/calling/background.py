@@ -65,13 +65,13 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """Return [run(item) for item in items], computed in `workers` threads. After an error, which is raised, or an
-    interrupt no further item begins."""
+    """Return [run(item) for item in items], computed in `workers` threads. The first error in order is raised. After
+    an error or an interrupt, no further item begins."""
     futures: list[Future[Result]] = [Future() for _ in items]
     waiting = deque(zip(futures, items, strict=True))
 
     def work() -> None:
-        with suppress(IndexError):  # none is left
+        with suppress(IndexError):  # no item is left
             while True:
                 future, item = waiting.popleft()
                 try:

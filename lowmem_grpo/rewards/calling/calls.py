@@ -77,7 +77,7 @@ class Call:
         self.recorder = CallRecorder(len(self.completions))
         shared = {"trainer_state": state, "log_extra": self.recorder.log_extra, "log_metric": self.recorder.log_metric}
         self.func = bind(name, func, {**lists, **shared})
-        self.lists = lists.keys() - {"environments"}  # arguments to copy; environments are passed themselves
+        self.lists = lists.keys() - {"environments"}  # the arguments to copy; environments are never copied
         # None in `environments` stands for one that could not be made
         self.lacks_some = any(made is None for made in lists.get("environments") or ())
         self.future: Future[Any] = Future()
@@ -85,7 +85,7 @@ class Call:
         self.began = self.ended = 0.0
 
     def bound(self) -> Any:
-        """Call the function with copies of its lists, so that its changes affect no other call, record or step."""
+        """Call the function with copies of its lists, so that changes to them affect no other call, record or step."""
         arguments = {name: owned(value) if name in self.lists else value for name, value in self.func.keywords.items()}
         return self.func.func(**arguments)
 
@@ -194,7 +194,7 @@ class OverTime(BaseException):
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise OverTime inside the block, in the main thread, after this many seconds, and again every second after that.
-    Blocking calls are interrupted; native code that computes ends only when it returns to the interpreter."""
+    Blocking calls are interrupted at once, native computations only when they return to the interpreter."""
     if not math.isfinite(seconds):
         yield
         return

@@ -40,7 +40,7 @@ def check_function(func: Any) -> None:
 
 
 def is_model(func: Any) -> bool:
-    """Return whether a value is a reward model: a torch module, or a string, its name. Does not import torch."""
+    """Return whether a value is a reward model: a torch module, or a model's name. This does not import torch."""
     return isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__)
 
 
@@ -51,7 +51,7 @@ def unwrap(func: Any) -> Any:
 
 
 def names_of(functions: list[RewardFunction]) -> list[str]:
-    """Return the functions' names; a repeated one gets the first free suffix of _2, _3, ..."""
+    """Return the functions' names; a repeated name gets the first free suffix of _2, _3, ..."""
     unique: list[str] = []
     for func in map(unwrap, functions):
         name = getattr(func, "__name__", type(func).__name__)

@@ -33,7 +33,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
         """Only the rows of `prompts` are used. `clock` measures the calls. Early calls get a copy of `state` as it is
         now, because sampling counts tokens in it. RewardError if any function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
-        self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # completions per group handed in so far
+        self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # sizes: completions of each submitted group
         available = dict.fromkeys([*lists_of(scorer, [], self.columns), "trainer_state", "log_extra", "log_metric"])
         for name, func in ({} if scorer.late_columns else scorer.by_name).items():
             bind(name, func, available)
@@ -176,7 +176,7 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 class EpisodeMessages(list[Message]):
-    """All messages of an episode after its prompt: of the assistant, with its tool calls, of tools and of the
+    """All messages of an episode after its prompt: those of the assistant (with its tool calls), of tools and of the
     environment. It equals the list that TRL passes to reward functions, except that `completion[0]` is the last
     assistant message, because functions for single answers read the answer there."""
 
@@ -219,8 +219,8 @@ def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
 
 
 def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """Return a rollout as it is passed to functions: a text if the prompt is text (of an episode, the last turn's),
-    else a chat. An episode without a turn gives an empty answer."""
+    """Return a rollout as it is passed to functions: as text if the prompt is text (for an episode, the text of its
+    last turn), else as a chat. An episode without a turn gives an empty answer."""
     if not rollout.ending or isinstance(row.get("prompt"), str):
         return [{"role": "assistant", "content": rollout.text}] if is_chat(row.get("prompt")) else rollout.text
     turns = rollout.turns or [Turn([], [], [], "stop")]
@@ -229,5 +229,5 @@ def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
 
 
 def columns_of(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the dataset columns that are passed to functions; rows may lack some, which are then None."""
+    """Return the names of the dataset columns that are passed to functions. A row that lacks a column passes None."""
     return sorted({name for row in rows for name in row} - {"prompt", "completion"})

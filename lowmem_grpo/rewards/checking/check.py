@@ -35,13 +35,13 @@ from lowmem_grpo.types import RolloutGroup
 if TYPE_CHECKING:
     from lowmem_grpo.fast_model import FastGeneration
 
-ROWS = 256  # rows that are searched for those that can never be judged
+ROWS = 256  # rows that are tested with `Reward.fault_of_row`
 SECONDS = 10.0  # time limit of a function in the check, unless the run allows less
 COLORS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 PROMPTS = 2  # prompts of which the best and the worst completion are shown
 AMOUNTS = ("weight", "mean", "lowest", "highest", "none", "empty", "right", "seconds")
-DROPPED = ("seconds", "kind", "none", "empty", "lowest", "weight")  # columns, dropped in this order if too narrow
-LONGEST = 300  # characters of a prompt or completion: its beginning and its end
+DROPPED = ("seconds", "kind", "none", "empty", "lowest", "weight")  # in this order, if the terminal is narrow
+LONGEST = 300  # characters shown of a prompt or completion, from its beginning and its end
 
 
 @dataclass
@@ -52,7 +52,7 @@ class RewardCheck:
     trials: list[RewardTrial]  # one for each function, in order
     prompts: list[str]  # (P,) texts as the model sees them
     completions: list[str]  # (P * G,) prompt by prompt
-    totals: list[float | None]  # (P * G,) weighted sums
+    totals: list[float | None]  # (P * G,) weighted sums of the rewards
     groups: int
     groups_with_signal: int
     seconds: float  # for the whole check
@@ -65,7 +65,7 @@ class RewardCheck:
 
     @property
     def signal_interval(self) -> tuple[float, float]:
-        """The 95% Wilson interval of that share."""
+        """The 95% Wilson interval of `signal_share`."""
         return wilson_interval(self.signal_share, self.groups)
 
     @property
@@ -131,7 +131,7 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
 
 
 def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
-    """Return at most ROWS rows of the dataset, spread evenly, as (index, row)."""
+    """Return at most ROWS rows as (index, row), spread evenly over the dataset; of a stream, the first rows."""
     rows = source.dataset.peek(ROWS) if isinstance(source.dataset, Stream) else source.dataset
     return [(number, rows[number]) for number in sorted({place * len(rows) // ROWS for place in range(ROWS)})]
 

@@ -1,5 +1,5 @@
-"""Trials of reward functions, each by itself so that the failure of one does not hide the others, and the findings
-about them, each with its fix."""
+"""Trials of reward functions, and the findings about them, each with its fix. Every function is tried by itself, so
+that the failure of one does not hide the faults of others."""
 
 import math
 import time
@@ -44,7 +44,7 @@ class RewardTrial:
     empty: list[float | None] = field(default_factory=list)  # rewards of an empty completion, one per prompt
     invalid: int = 0  # number of NaN and infinite rewards, which are None in `pays`
     converted: list[str] = field(default_factory=list)  # types that it returned other than numbers
-    verdicts: float | None = None  # the share of right verdicts, of a verifier
+    verdicts: float | None = None  # the share of right verdicts, if it is a "verifier"
     seconds: float = 0.0  # for the N completions
     error: Exception | None = None  # why it failed on the samples
     empty_error: Exception | None = None  # why it failed on empty completions only
@@ -131,7 +131,7 @@ def failed(name: str, error: Exception, columns: Sequence[str], limit: float = m
 
 
 def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
-    """Return the part of a message that names a missing column (an argument, or a KeyError's key); None if none is."""
+    """Return the part of a message that names a missing column (an argument, or a KeyError's key), or None."""
     if isinstance(error, MissingColumnError):
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None
@@ -182,8 +182,8 @@ def silent(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
-    """Find a function that pays the same for all completions, or within each group, and so teaches nothing. If the
-    rewards of other functions differ (`telling`), a reward that all earn is no mistake: all may keep a format."""
+    """Find a function that pays the same for all completions, or within each group, and so teaches nothing. A reward
+    that all completions earn is only a note if other rewards differ (`telling`): all may keep the format."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
     if not trial.paid:
         yield from silent(trial)
@@ -230,9 +230,9 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
-    """Find that most completions were cut off, or that in few groups the rewards differ, which alone carry signal.
-    `failures` is the number of functions left out. If there are not `enough` groups to estimate a share, only a
-    complete lack of signal is reported."""
+    """Find that most completions were cut off, or that few groups carry signal, which takes rewards that differ.
+    `failures` is the number of functions left out. If there are not `enough` groups to estimate a share, few groups
+    are reported only if none carries signal."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:
@@ -249,9 +249,9 @@ def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = 
 
 def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float]) -> list[Finding]:
     """Return findings about the rewards of a step's completions, as in `rewards.check`; `weights` are by function
-    name. With fewer than ENOUGH_GROUPS groups, it reports only that no group has signal, that rewards are not numbers,
-    or that no function paid anything. If no group has signal, functions that pay the same for all are not listed one by
-    one."""
+    name. With fewer than ENOUGH_GROUPS groups, it reports only that most completions were cut off, that no group has
+    signal, that rewards are NaN or infinite, or that no function paid anything. If no group has signal, functions that
+    pay the same for all are not listed one by one."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trials = [RewardTrial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
                     invalid=sum(name in rollout.invalid_rewards for rollout in rollouts))

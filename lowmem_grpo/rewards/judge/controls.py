@@ -1,4 +1,4 @@
-"""Control tokens in what a judge reads, broken by a space, so that no answer can end its turn or speak as another."""
+"""Breaking of control tokens in a judge's input by a space, so that no answer can end its turn or speak for others."""
 
 import re
 import unicodedata
@@ -31,8 +31,8 @@ TRIES = 20
 
 def broken(text: str) -> str:
     """Return the text with a space inside each likely control token of well-known model families, for a judge whose
-    tokenizer is unknown; also inside those that appear only after normalisation, as many tokenizers do it: without
-    invisible characters, and in NFKC, which narrows wide characters."""
+    tokenizer is unknown. A token is also found if it appears only after the normalisation of many tokenizers, which
+    removes invisible characters and applies NFKC (wide characters become narrow)."""
     pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
              and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
     matches = CONTROL.finditer("".join(char for char, _ in pairs))
@@ -41,9 +41,9 @@ def broken(text: str) -> str:
 
 
 def without_controls(text: str, tokenizer: Any) -> str:
-    """Return the text with a space inside each text that the tokenizer would encode as a control token, also inside
-    those that appear only after its normalisation, such as wide characters or lower case. Each try breaks all of them,
-    since breaking one may create another."""
+    """Return the text with a space inside each part that the tokenizer would encode as a control token, even if only
+    after its normalisation (of wide characters, to lower case). This is repeated, at most TRIES times, since breaking
+    one token may create another."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
     for control in sorted(controls, key=len, reverse=True):

@@ -52,7 +52,7 @@ class Round(Meter):
     began: float = field(default_factory=time.monotonic)
 
     def report(self, kind: str, problem: str, fix: str) -> None:
-        """Note that a question has no answer for this reason."""
+        """Record the reason why a question has no answer, and the fix."""
         self.troubles.append(Finding("warning", "", problem, fix, kind))
 
 
@@ -64,8 +64,8 @@ class Judge:
     rate: Any  # defined by each judge
 
     def __init__(self, name: str, cache_size: int, **gone: Any) -> None:
-        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative, TypeError, with
-        what to do instead, for an option in `gone`, which is unknown or was removed."""
+        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative; TypeError, with
+        what to do instead, for an unknown or removed option (`gone`)."""
         for option in gone:
             raise TypeError(f"a judge has no option {option!r}: {GONE.get(option, 'see docs/judge.md')}")
         require("cache_size", cache_size, at_least(0))
@@ -115,7 +115,7 @@ class JudgeReward(Reward):
 
     def __init__(self, name: str, judge: Judge, rubric: str, rubric_column: str | None, reference: str | None,
                  score_range: tuple[float, float] | None = None) -> None:
-        """Each completion is judged alone in `score_range`; if that is None, side by side with others of its group."""
+        """Judge each completion alone, within `score_range`; if that is None, side by side with others of its group."""
         super().__init__(name, tuple(dict.fromkeys(column for column in (rubric_column, reference) if column)))
         self.judge, self.rubric, self.rubric_column, self.reference = judge, rubric, rubric_column, reference
         self.grouped, (self.low, self.high) = score_range is None, score_range or (0.0, 1.0)
@@ -155,7 +155,7 @@ class JudgeReward(Reward):
         return places
 
     def settle(self, places: list[Place], now: Round, call: dict[str, Any]) -> list[float | None]:
-        """Return the rewards for a round's scores, None without a score, and log the round."""
+        """Return the rewards for a round's scores (None where there is no score), and log the round."""
         if now.troubles:
             self.trouble = now.troubles[-1]
         ratings = [self.rating_of(*place, now) for place in places]
@@ -163,8 +163,8 @@ class JudgeReward(Reward):
         return [reward for reward, _ in ratings]
 
     def rating_of(self, question: Question, number: int, now: Round) -> tuple[float | None, str]:
-        """Return the reward of a completion, and the judge's reason. A group of identical completions, about which the
-        judge is not asked, has EQUAL, or 0 if the text is empty."""
+        """Return the reward of a completion, and the judge's reason. The judge is not asked about a group of identical
+        completions, which get EQUAL, or 0 if the text is empty."""
         if not question.is_open:
             return EQUAL if question.answers[0].strip() else 0.0, "nothing to compare"
         if question not in now.found:

@@ -1,5 +1,5 @@
-"""The question to a judge: its words, and the material that it judges, which no answer can leave. Whole trajectories
-are written with one message per line, as JSON, so that no message can look like two."""
+"""The question to a judge: its instructions, and the material to judge, between marks that no answer can forge. Whole
+trajectories are written with one message per line, as JSON, so that no message can look like two."""
 
 import hashlib
 import json
@@ -66,7 +66,7 @@ class Question:
 
     @cached_property
     def key(self) -> str:
-        """A hash of all of it: the key in a cache."""
+        """A hash of all fields: the question's key in a cache."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     @property
@@ -76,7 +76,7 @@ class Question:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to ask: one answer has no other to be compared with."""
+        """Whether there is anything to ask: the only answer of a group has no other to be compared with."""
         return not self.grouped or len(self.answers) > 1
 
     @property
@@ -108,8 +108,8 @@ class Question:
 
 
 def compared(prompt: str, answers: Sequence[Any], rubric: str, reference: str | None = None) -> Question:
-    """Return the question about distinct answers side by side, which are texts or transcripts. The lines with which all
-    transcripts begin go to the prompt."""
+    """Return the question that compares distinct answers, which are texts or transcripts. The lines with which all
+    transcripts begin are moved to the prompt."""
     if isinstance(answers[0], str):
         return Question(prompt, tuple(answers), rubric, reference, grouped=True)
     least = min(map(len, answers))

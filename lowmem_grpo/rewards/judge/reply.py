@@ -1,4 +1,4 @@
-"""The strict reader of a judge's reply: a reply in any other form than the one that was asked for gives no score."""
+"""Strict reading of a judge's reply: a reply that is not in the requested form gives no score."""
 
 import json
 from typing import Annotated, Any

@@ -11,7 +11,7 @@ from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.judge.reply import BadReplyError
 from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
 
-TOKENS_OF_A_RATING = 24  # room for a reply, in tokens for each answer
+TOKENS_OF_A_RATING = 24  # the least room for a reply, in tokens for each answer
 SECOND_TEMPERATURE = 0.7  # a second greedy reply would be the same
 
 
@@ -50,7 +50,7 @@ class SelfJudge(Judge):
         return self.end(now)
 
     def ask(self, faults: dict[Question, Any], temperature: float, now: Round) -> dict[Question, BadReplyError]:
-        """Ask the base model all questions in one batch, each with the error of the reply before, if any. Return the
+        """Ask the base model all questions in one batch, each with the error of its previous reply, if any. Return the
         error of each reply without scores."""
         asked = {question: ids for question, bad in faults.items()
                  if (ids := self.encode(question, bad and bad.fault, now)) is not None}
@@ -96,7 +96,7 @@ class SelfJudge(Judge):
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
         """Return the base model's rollouts for each prompt, from the run's engine, which sleeps afterwards."""
         engine = self.model.engine()
-        if engine.name == "transformers":  # a new engine each time, which would run out of memory again
+        if engine.name == "transformers":  # a new engine each time: keep the limits found when memory ran out
             self.memory.watch(engine)
         try:
             with engine.policy.base_model():

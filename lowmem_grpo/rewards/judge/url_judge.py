@@ -20,10 +20,10 @@ except ImportError as missing:
     raise ImportError("a judge at a URL needs the package openai: pip install openai") from missing
 
 OURS = ("model", "messages", "stream", "n", "timeout")  # arguments that `options` must not set
-REPLY_BYTES = 4 << 20  # one response; long thinking with its scores takes a tenth of that
-SHORTEST = 8  # characters of a secret; a shorter key ("local", "EMPTY") is none, and occurs in ordinary words
+REPLY_BYTES = 4 << 20  # the largest response; long thinking with its scores takes a tenth of that
+SHORTEST = 8  # characters of a secret; a shorter key ("local", "EMPTY") is not secret, and is in ordinary words
 SHOWN = 300  # characters of a server's or connection's error that are shown
-TROUBLES: dict[type[Exception], tuple[str, str, str]] = {  # the kind, the server's behaviour, the fix; the first counts
+TROUBLES: dict[type[Exception], tuple[str, str, str]] = {  # (kind, problem, fix) of the first class that matches
     openai.APITimeoutError: ("slow", "did not answer within {timeout:g} s",
                              "raise timeout, lower concurrency, or take a faster model"),
     openai.APIConnectionError: ("down", "cannot be reached",
@@ -70,7 +70,7 @@ class UrlJudge(Judge):
             require(name, value, rule)
         self.base_url, self.api_key, self.timeout = base_url, api_key, float(min(timeout, deadline))
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency
-        self.time_limit, self.options = self.deadline + 5.0, dict(options or {})  # 5 s for what is not waiting
+        self.time_limit, self.options = self.deadline + 5.0, dict(options or {})  # 5 s for work besides waiting
         self.sessions: dict[Any, tuple[openai.AsyncOpenAI, asyncio.Semaphore]] = {}  # by event loop
         self.check_client(self.open_client())
 
@@ -86,7 +86,7 @@ class UrlJudge(Judge):
                              'of your own takes any text, api_key="local"') from error
 
     def check_client(self, client: openai.AsyncOpenAI) -> None:
-        """Note a client's secrets and URL. ValueError for a wrong key, which the message does not show, or option."""
+        """Store a client's secrets and URL. ValueError for an invalid key, which is not shown, or an unknown option."""
         if not (isinstance(client.api_key, str) and re.fullmatch("[!-~]+", client.api_key)):
             raise ValueError("the API key is not a text, or has a space, a line break or a letter that is not ASCII, "
                              "which no request can hold; copy it again, without what stands around it")
@@ -120,7 +120,7 @@ class UrlJudge(Judge):
         return self.sessions[loop]
 
     async def answer(self, question: Question, now: Round) -> None:
-        """Ask a question, and again up to `retries` times until a reply has scores; store the ratings in `now`."""
+        """Ask a question, and repeat it up to `retries` times until a reply has scores; store the ratings in `now`."""
         fault: str | None = None
         for left in range(self.retries, -1, -1):
             try:
@@ -176,9 +176,9 @@ def is_address(url: str) -> bool:
 
 
 async def read_body(response: Any) -> None:
-    """Read a response's body, of at most REPLY_BYTES, as it was sent: decompression could make it a thousand times as
-    large. It counts as UTF-8, because a charset could also name a compression. OpenAIError, which the client does not
-    retry, if it is larger."""
+    """Read a response's body without decompressing it, which could make it a thousand times as large, and as UTF-8,
+    because a charset may name a compression too. OpenAIError, which the client does not retry, if the body has more
+    than REPLY_BYTES."""
     body = bytearray()
     async for piece in response.stream:
         body += piece

@@ -8,10 +8,10 @@ a layout of a public dataset (docs/rewards.md):
 
     "assert add(1, 2) == 3"    {"call": "add", "args": [1, 2], "expected": 3}    {"input": "1 2", "output": "3"}
 
-A test that no code can pass gives no verdict: preflight refuses the row, and during a run it gets None.
+A test that no code can pass gives no verdict. Preflight refuses its row; in a run, code that passes the rest gets None.
 
 `lowmem_grpo.rewards.sandbox` documents what the sandbox prevents and what it does not. For several rewards in one run,
-use `.reward()` and `.share()` of one verifier, not two verifiers: it keeps its last verdicts, so each code runs once.
+use `.reward()` and `.share()` of one verifier, which keeps its last verdicts, so that each completion runs only once.
 """
 
 import logging
@@ -83,7 +83,7 @@ class CodeVerifier(Verifier):
         self.sandbox = open_sandbox(isolation, limits)
         self.workers = workers or len(os.sched_getaffinity(0))
         self.where, self.batch_seconds = where, batch_seconds
-        self._last: dict[tuple[str, str], list[TestVerdict] | None] = {}  # the last call's, since `share` asks again
+        self._last: dict[tuple[str, str], list[TestVerdict] | None] = {}  # the last call's results, for `share`
         self.said: set[str] = set()  # the reasons for no verdict that have been logged
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:
@@ -97,10 +97,10 @@ class CodeVerifier(Verifier):
     def judge(
         self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
     ) -> list[list[TestVerdict] | None]:
-        """Return N lists of verdicts, one verdict for each test; None for a row without tests, or a code that did not
-        begin in time. Equal codes with equal tests run once. No completion can make this raise an error. ValueError for
-        tests that cannot be read, or with `skip_faulty` None for their rows. SandboxError if the sandbox stops
-        working."""
+        """Return a list of verdicts for each of N completions, one verdict for each test; None for a row without tests,
+        or if the code did not begin in time. Equal code with equal tests runs once. ValueError for tests that cannot be
+        read; with `skip_faulty`, their rows get None instead. SandboxError if the sandbox stops working. No completion
+        can make this raise an error."""
         rows = [None if row is None else (row, function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}
@@ -116,7 +116,7 @@ class CodeVerifier(Verifier):
         return [None if pair is None else last[pair] for pair in pairs]
 
     def _run_all(self, pairs: list[tuple[str, str]], cases: dict[str, list[Case]]) -> list[list[TestVerdict] | None]:
-        """Run distinct pairs of a code and the key of its tests in `cases`, `workers` at a time."""
+        """Run distinct pairs (code, key of its tests in `cases`), `workers` at a time."""
         until = time.monotonic() + self.batch_seconds
 
         def run(pair: tuple[str, str]) -> list[TestVerdict] | None:
@@ -148,7 +148,7 @@ class CodeVerifier(Verifier):
 
 
 class OfTests(Reward):
-    """A reward from test verdicts. Rows with a test that no code can pass get None; each reason is logged once."""
+    """A reward from the verdicts on a row's tests. Each reason for a test without a verdict is logged once."""
 
     verifier: CodeVerifier
 
@@ -222,8 +222,8 @@ def unreadable(tests: Any, function: str | None = None) -> str | None:
 
 
 def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
-    """Return the verdict on a code: True if all its tests passed; None if it was not run, or if every test that did not
-    pass has no verdict; else False."""
+    """Return the verdict on a completion: True if all tests passed; None if its code was not run, or if every test that
+    did not pass has no verdict; else False."""
     if tests is None or (untestable(tests) and all(test.passed or test.untestable for test in tests)):
         return None
     return all(test.passed for test in tests)

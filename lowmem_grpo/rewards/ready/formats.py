@@ -34,7 +34,7 @@ def format_kept(
 def tags_counted(
     once: float = 0.5, otherwise: float = -1.0, tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False
 ) -> TextReward:
-    """Return a reward: for each tag `once` if it occurs exactly once, else `otherwise`; a step towards the format."""
+    """Return a reward, a step towards the format: each tag adds `once` if it occurs exactly once, else `otherwise`."""
     counted = checked(tags)[1 if opened else 0 :]
     return TextReward("tags_counted", pay_tags, tags=counted, amounts=(once, otherwise))
 
@@ -95,7 +95,7 @@ def pay_excess(completion: Any, unit: str, longest: int, pay: float) -> float:
 
 
 def measured(name: str, rule: Callable[..., float], unit: str, **settings: Any) -> Reward:
-    """Return a reward by the length in this unit. ValueError for an unknown unit."""
+    """Return a reward by a rule that measures completions in this unit. ValueError for an unknown unit."""
     if unit not in UNITS:
         raise ValueError(f"unit is {unit!r}; allowed are {', '.join(UNITS)}")
     return (TokenReward if unit == "tokens" else TextReward)(name, rule, unit=unit, **settings)

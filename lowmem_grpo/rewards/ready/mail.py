@@ -22,7 +22,7 @@ def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
 
 def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> TextReward:
     """Return a reward that pays `present` if the completion contains the row's keyword as a whole word, in any case,
-    else `absent`. Of a list of keywords, all are required. None if the row has no keyword."""
+    else `absent`. If the row has a list of keywords, all are required. None if it has no keyword."""
     return TextReward("keyword_present", pay_keywords, column, amounts=(present, absent))
 
 

@@ -18,7 +18,7 @@ from lowmem_grpo.rewards.verifier import Verdict, Verifier, any_of
 logger = logging.getLogger(__name__)
 
 SECONDS = 2.0  # CPU time of one comparison
-MAX_KILLED = 5  # comparisons of one call that may run out of time; the rest then get no verdict
+MAX_KILLED = 5  # comparisons of one call that may run out of time; further ones are not made: no verdict
 REMEMBERED = 100_000  # cached comparisons: most pairs occur many times in a run
 
 
@@ -27,7 +27,7 @@ class TooSlowError(RuntimeError):
 
 
 class MathWorker:
-    """The client of the process that compares, which is started on first use, and again after it was killed."""
+    """The client of a process that compares answers, which is started on first use, and again after it was killed."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -42,7 +42,7 @@ class MathWorker:
                 self.start()
                 if len(self.known) >= REMEMBERED:
                     self.known.clear()
-                self.known[label, answer] = False  # kept if the comparison kills the process
+                self.known[label, answer] = False  # stays False if the comparison kills the process
                 self.known[label, answer] = self.compare(label, answer)
             return self.known[label, answer]
 
@@ -88,7 +88,7 @@ WORKER = MathWorker()  # one per Python process, since importing math-verify tak
 
 
 def refuse(label: str, answer: str) -> bool:
-    """Raise TooSlowError without a comparison, after too many of them ran out of time."""
+    """Raise TooSlowError in place of a comparison, after too many comparisons ran out of time."""
     raise TooSlowError(f"{label} and {answer} are not compared")
 
 
@@ -119,8 +119,8 @@ def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
 
     Equal texts and numbers are recognised at once. Other pairs are compared by math-verify in a separate process, in a
     few milliseconds for each new pair. The process is killed if a comparison takes more than 2 s of CPU time, and that
-    answer is wrong. After 5 of these in one call, the remaining answers get None. ImportError if math-verify is not
-    installed; a verdict raises RuntimeError if the process does not start.
+    answer is wrong. After 5 of these in one call, answers that need a comparison get None. ImportError if math-verify
+    is not installed; a verdict raises RuntimeError if the process does not start.
     """
     if find_spec("math_verify") is None:
         raise ImportError("math_match needs the package math-verify: pip install math-verify; boxed_match compares "

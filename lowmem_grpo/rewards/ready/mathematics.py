@@ -2,7 +2,7 @@ r"""The structure of a mathematical answer, and the comparison of two answers.
 
 An answer is split at unambiguous structure: lists, equations and inequalities, unions, brackets, matrices, the two
 values of \pm. The parts are compared one by one. Parts that cannot be split are equal if their tokens or their numbers
-are equal, or if `ask` confirms that they are equal as expressions; `ask` is called only for certain expressions.
+are equal, or if `ask` says that they are equal as expressions, which both must certainly be.
 
 A unit is a currency, a percent sign or a word before or after the number of an answer.
 """
@@ -32,7 +32,7 @@ OF_EXPRESSIONS = {
     "\\arccos", "\\arctan", "\\sinh", "\\cosh", "\\tanh", *"+-/^_{}()[]|!",
     *(f"\\{name}" for name in (*NAMES, *LETTERS)),
 }
-# Texts that may not be an expression: a date, digits in a base, hexadecimal digits, a function's argument, adjacent
+# Texts that might be no expression: a date, digits in a base, hexadecimal digits, a function's argument, adjacent
 # numbers, a number after a letter, three letters.
 NO_EXPRESSION = re.compile(
     r"[0-9] / [0-9.]+ /|[0-9]{4} - [0-9]+ - |[0-9] - [0-9]+ - [0-9]{4}|[0-9A-Z] _|\b[fghFGHP] \(|[0-9] \.?[0-9]"
@@ -102,7 +102,7 @@ def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart
 
 
 def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
-    """Return the pieces between those marks that are outside brackets, and these marks."""
+    """Return the pieces between the marks outside of brackets, and these marks."""
     pieces: list[list[str]] = [[]]
     separators, deep = [], 0
     for token in tokens:
@@ -116,8 +116,8 @@ def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
 
 
 def bracketed(tokens: Tokens) -> AnswerPart | None:
-    """Return the part in the brackets that enclose all tokens; None if none do. A single value in parentheses becomes
-    the value itself, and a set of several values a list."""
+    """Return the part in the brackets that enclose all tokens, or None. A single value in parentheses becomes the value
+    itself, and a set of several values a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
     depths = list(itertools.accumulate(map(depth, tokens)))
     if len(tokens) < 3 or 0 in depths[:-1] or depths[-1] or tokens[0] in ("\\lfloor", "\\lceil"):
@@ -162,8 +162,8 @@ def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether the values of label and answer match in any order. If the values of one have different names, as
-    in a=1, b=2, the other must have the same names."""
+    """Return whether the values of label and answer match in any order. If the values of one side have different names,
+    as in a=1, b=2, those of the other must have the same names."""
     names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
     if max(map(len, names)) > 1 and names[0] != names[1]:
         return False
@@ -256,7 +256,7 @@ def starts_unit(token: str) -> bool:
 
 
 def is_of_value(token: str) -> bool:
-    """Return whether a token may belong to the value before a unit; a function may not: its argument would be cut."""
+    """Return whether a token may belong to the value before a unit. A function may not: its argument would be lost."""
     return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
 
 

@@ -71,7 +71,7 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 
 def after(mark: str) -> Place:
-    """Return a Place: the rest of the line after the last `mark`, as "####" of GSM8K. ValueError if it is empty."""
+    """Return a Place: the rest of the line after the last `mark`, such as GSM8K's "####". ValueError if it is empty."""
     if not mark:
         raise ValueError("after got an empty mark; give the characters that stand before the answer")
     return functools.partial(behind, mark=mark)

@@ -20,8 +20,8 @@ lists, ...), rebuilt in the second process, or as a stand-in for an object, neve
 "passed" on any channel, overridden builtins, an `__eq__` that always returns True, or a harness read from memory gain
 nothing: only the right answer passes.
 
-The sandbox does not prevent code from recognising the inputs of a row's tests and answering only those, from using a
-hole in the kernel, or from observing time and caches. For `process`, read the warning too.
+The sandbox does not prevent code from recognising the inputs of a row's tests and answering only those, from exploiting
+a hole in the kernel, or from observing time and caches. For `process`, read the warning too.
 
 A row's tests are trusted. A test that passes the code's result to eval, exec or pickle runs the model's code in the
 process that makes the verdict (`assert eval(solve())`). A test that swallows the code's exceptions (`except Exception:

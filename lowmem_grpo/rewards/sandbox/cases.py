@@ -14,7 +14,7 @@ ALLOWED = (
     '{"input": "1 2", "output": "3"}, and the layouts of public datasets in docs/rewards.md'
 )
 NO_RESULT = object()  # no second result is right
-THIRD_PARTY = {  # imports of any other name that the standard library lacks mean the code under test
+THIRD_PARTY = {  # any other import that the standard library lacks means the code under test
     "numpy", "pandas", "scipy", "sympy", "sklearn", "torch", "tensorflow", "jax", "matplotlib", "seaborn", "networkx",
     "requests", "httpx", "aiohttp", "flask", "django", "fastapi", "pydantic", "sqlalchemy", "yaml", "bs4", "lxml",
     "nltk", "cv2", "PIL", "hypothesis", "parameterized", "freezegun", "faker", "mock",

@@ -98,7 +98,7 @@ def limit(limits: dict[str, float]) -> None:
 
 
 class TextLoader(importlib.machinery.SourceFileLoader):
-    """A loader of a module from text, or its tree, instead of a file, which could be changed before it is read."""
+    """A loader of a module from its source or syntax tree; a file could be changed before it is read."""
 
     def __init__(self, path: str, source: Any) -> None:
         super().__init__("", path)
@@ -202,7 +202,7 @@ def run_asserts(order: dict[str, Any], channel: Channel) -> None:
         unused = not link.calls and not link.raised
         if outcome == "passed" and not link.answers and not link.raised:
             outcome, reason = "undecided", NEVER_CALLED if unused else ONLY_OBJECTS
-        untestable = outcome == "undecided" or (unused and not link.holds_data)  # data may stand for a function
+        untestable = outcome == "undecided" or (unused and not link.holds_data)  # data may be in place of a function
         outcome = "error" if outcome == "undecided" else outcome
         channel.send({"outcome": outcome, "reason": reason, "untestable": untestable})
 
@@ -246,7 +246,7 @@ class Code(ModuleType):
 
 
 def objects_of(link: Link, names: list[str]) -> dict[str, Any]:
-    """Return the code's objects of these names; one that it does not define is `missing`, an error if used."""
+    """Return the code's objects by name. Names that it does not define go to `link.missing`; using one is an error."""
     objects: dict[str, Any] = {}
     for name in names:
         reply = link.ask("get", name)

@@ -23,7 +23,7 @@ class TreeNode:
         self.val, self.left, self.right = val, left, right
 
 
-# Helpers of LeetCodeDataset's tests, which its prompts define; the code under test must not define its own judge.
+# Helpers of LeetCodeDataset's tests. Its prompts define them too, but the tested code must not define its own judge.
 
 
 def list_node(values: list[Any]) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 from lowmem_grpo.rewards.sandbox import leetcode
 from lowmem_grpo.rewards.sandbox.plain import decode, encode
 
-NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; UnicodeError takes more than a text
+NOT_RAISED = (StopIteration, StopAsyncIteration, UnicodeError)  # loops swallow two; UnicodeDecodeError needs 5 values
 CHANGEABLE = (list, dict, set, deque, bytearray)
 OPERATIONS = vars(builtins) | vars(operator)
 PLAIN = (str, int, float, list, dict, set, frozenset, tuple, bytes, bytearray, deque)
@@ -46,11 +46,11 @@ class Link:
         self.errors: dict[str, type] = {}  # classes of exceptions, by name
         self.broken: AssertionError | None = None  # from an assert in a callback
         self.named: set[str] = set()  # classes of the code that the test uses by name
-        self.missing: dict[str, str] = {}  # names that the test uses and the code does not define, with its errors
+        self.missing: dict[str, str] = {}  # names that the test uses and the code lacks, with the error texts
         self.holds_data = False  # the test uses a name that is data in the code
         self.calls = 0  # requests to the code, of any operation
         self.answers = 0  # answers with data, which a test can compare
-        self.raised: list[tuple[BaseException, str]] = []  # by the code, with their texts
+        self.raised: list[tuple[BaseException, str]] = []  # errors of the code, with their texts
 
     def refer(self, value: Any) -> Any:
         """Return the tree of a value that is not plain data."""
@@ -67,7 +67,7 @@ class Link:
         return {"ref": [number, type(value).__name__, isinstance(value, PLAIN)]}
 
     def referred(self, tree: dict[str, Any]) -> Any:
-        """Return the value of such a tree from the other process."""
+        """Return the value for a tree that the other process's `refer` made."""
         ((kind, content),) = tree.items()
         if kind == "yours":
             return self.own[content]

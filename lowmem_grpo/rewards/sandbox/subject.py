@@ -114,7 +114,7 @@ def asked(name: str) -> Callable[..., Any]:
 
 
 def compared(name: str) -> Callable[..., Any]:
-    """Return a comparison: made by the code between its own objects, and here with data."""
+    """Return a comparison method. The code compares its own objects with each other; data is compared here."""
     def compare(self: Subject, other: Any) -> Any:
         if isinstance(other, Subject) and not (self._plain or other._plain):
             self._not_fed()
@@ -127,8 +127,8 @@ def compared(name: str) -> Callable[..., Any]:
 
 
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
-    """Return a binary operation. Plain data is computed here. An operation of the code's object with data must give an
-    object, marked as made with a test's value, which may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
+    """Return a method for a binary operation, computed here for plain data. Combined with data, the code's object must
+    give an object, marked as `_fed` by the test: it may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
             result = self._ask(name, *((other, self) if turned else (self, other)))

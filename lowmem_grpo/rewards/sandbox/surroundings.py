@@ -1,4 +1,4 @@
-"""The surroundings of a sandboxed process: the command that starts it, as it is or in bubblewrap's namespaces, and its
+"""The surroundings of a sandboxed process: the command that starts it, directly or in bubblewrap's namespaces, and its
 scratch directory: a folder, or in a namespace a tmpfs that ends with the process."""
 
 import os
@@ -20,9 +20,9 @@ NOBODY = "65534"
 
 
 def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tuple[list[str], dict[str, Any]]:
-    """Return (command of Python without site-packages, environment or bytecode files, which runs `inside.main`; the
-    paths that it sees): the scratch directory, the package, and what Landlock lets it read (None in a namespace).
-    `descriptor` is that of the socket; `folder` is the scratch directory for `process`."""
+    """Return (command, paths). The command runs `inside.main` in Python without site-packages, environment or bytecode
+    files. The paths are those that it sees: the scratch directory, the package, and what Landlock lets it read (None in
+    a namespace). `descriptor` is the socket's; `folder` is the scratch directory for `process`."""
     bare = isolation == "process"
     root = str(HERE.parent) if bare else ROOT
     words = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", INSIDE.format(root=root),

@@ -47,7 +47,7 @@ def run_tests(code: str, cases: list[Case], sandbox: Sandbox) -> list[Verdict]:
 
 
 def why_refused(code: str, most: int) -> str | None:
-    """Return the reason to refuse a code (empty, too long, invalid Unicode, a NUL character); None if it can be run."""
+    """Return the reason to refuse code (empty, too long, invalid Unicode, a NUL character); None if it can be run."""
     if not code.strip():
         return "no code"
     try:
@@ -60,13 +60,13 @@ def why_refused(code: str, most: int) -> str | None:
 
 
 def too_large(code: str, stdin: str, most: int) -> str | None:
-    """Return a message if a code and its input, in whole pages, exceed the scratch directory's size; None if not."""
+    """Return a message if code and its input, in whole pages, exceed the scratch directory's size; None if not."""
     size = sum(-(-len(text.encode()) // PAGE) * PAGE for text in (code, stdin))
     return f"the code and its input take {size} bytes, the scratch directory {most}" if size > most else None
 
 
 class Trial:
-    """One code under test, with processes that are kept between tests, and started again if a test ended them."""
+    """The test of a completion's code, in processes that are kept between tests and restarted if a test ended them."""
 
     def __init__(self, code: str, sandbox: Sandbox, imports: bool = False) -> None:
         """`imports`: provide the names that LeetCode and the scorers of such tests import for the code."""

@@ -21,7 +21,7 @@ START_SECONDS = 30.0  # for Python to start and give up its rights; no model-wri
 POLL_SECONDS = 0.05  # between checks of the scratch directory
 HANG_UP_SECONDS = 0.5  # between the end of a process's channel and its exit
 REAP_SECONDS = 5.0  # for a launcher to reap its child
-CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # as Popen's status, and as the sandboxes report it
+CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # the statuses of Popen and of bwrap
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
 NO_MESSAGE = "it answered with what is no message"
@@ -205,7 +205,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process's children, wait until it has reaped them, then kill the rest of its process group. bwrap starts
     the code's process in a new session and PID namespace. If bwrap died first, its child would die a little later, and
-    nobody would reap it in a container whose first process does not."""
+    stay a zombie in a container whose first process reaps nothing."""
     if process.poll() is None and (children := children_of(process.pid)):
         for child in children:
             with contextlib.suppress(OSError):

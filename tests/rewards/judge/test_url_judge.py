@@ -53,17 +53,14 @@ def never() -> Iterator[Callable[[dict[str, Any]], Reply]]:
 
 
 def score(reward: Any, prompts: list[Any], texts: list[str], **columns: Any) -> list[float | None]:
-    async def call() -> list[float | None]:
-        found: list[float | None] = await reward(prompts=prompts, completions=texts, **columns)
-        return found
-
-    return asyncio.run(call())
+    found: list[float | None] = asyncio.run(reward(prompts=prompts, completions=texts, **columns))
+    return found
 
 
-def unjudged(judge: Any, prompt: str = "p") -> Any:
+def unjudged(judge: Any) -> Any:
     """A reward of this judge, after a call that no reply gave a score for."""
     reward = rewards.ruler(judge)
-    assert score(reward, [prompt] * 4, TEXTS) == [None] * 4
+    assert score(reward, ["p"] * 4, TEXTS) == [None] * 4
     return reward
 
 

@@ -258,28 +258,20 @@ STRICT = "<reasoning>\n{}\n</reasoning>\n<answer>\n{}\n</answer>\n"
 RIGHT = STRICT.format("48 / 2 = 24\n\n48 + 24 = 72", "72")
 
 
-def gsm8k(func: Any, text: str, label: Any = "72") -> float:
-    """The reward of `text`, which must be the same for a string and for a chat completion."""
-    chat = [{"role": "assistant", "content": text}]
-    plain, chatted = func(prompts=["p"] * 2, completions=[text, chat], answer=[label] * 2, trainer_state=None)
-    assert plain == chatted
-    return plain
-
-
 @every_row(("text", "label", "expected"), [
     (RIGHT, " 72\n", 2.0), (RIGHT, 72, 2.0), (RIGHT, "71", 0.0), (RIGHT, None, 0.0), ("<answer>72", "72", 0.0),
     ("", "", 0.0), ("<answer></answer>", "", 0.0), ("<answer>72</answer> and <answer>", "72", 2.0),
 ])
 def test_correctness_pays_for_the_tagged_answer_only(text: str, label: Any, expected: float) -> None:
-    assert gsm8k(rewards.correctness_reward_func, text, label) == expected
+    assert pay(rewards.correctness_reward_func, text, answer=label) == expected
 
 
 @every_row(("answer", "expected"), [
     ("72", 0.5), ("-72", 0.5), (" 72 ", 0.5), ("72.5", 0.0), ("seventy-two", 0.0), ("", 0.0), ("7 2", 0.0), ("²", 0.0),
 ])
 def test_int_pays_for_integers_only(answer: str, expected: float) -> None:
-    assert gsm8k(rewards.int_reward_func, f"<answer>\n{answer}\n</answer>") == expected
-    assert gsm8k(rewards.int_reward_func, answer) == 0.0
+    assert pay(rewards.int_reward_func, f"<answer>\n{answer}\n</answer>") == expected
+    assert pay(rewards.int_reward_func, answer) == 0.0
 
 
 @every_row(("text", "strict", "soft"), [
@@ -290,7 +282,7 @@ def test_int_pays_for_integers_only(answer: str, expected: float) -> None:
     ("<answer>1</answer><reasoning>a</reasoning>", 0.0, 0.0), ("72", 0.0, 0.0), ("", 0.0, 0.0),
 ])
 def test_formats_pay_for_multi_line_blocks_and_not_for_broken_ones(text: str, strict: float, soft: float) -> None:
-    paid = [gsm8k(func, text) for func in (rewards.strict_format_reward_func, rewards.soft_format_reward_func)]
+    paid = [pay(func, text) for func in (rewards.strict_format_reward_func, rewards.soft_format_reward_func)]
     assert paid == [strict, soft]
 
 
@@ -300,7 +292,7 @@ def test_formats_pay_for_multi_line_blocks_and_not_for_broken_ones(text: str, st
     ("<answer>1</answer>" * 2, -0.018),
 ])
 def test_xmlcount_pays_per_tag_and_charges_for_text_behind_the_answer(text: str, expected: float) -> None:
-    assert gsm8k(rewards.xmlcount_reward_func, text) == pytest.approx(expected)
+    assert pay(rewards.xmlcount_reward_func, text) == pytest.approx(expected)
 
 
 def test_chat_completions_are_read_from_the_last_message_and_other_shapes_are_refused() -> None:
