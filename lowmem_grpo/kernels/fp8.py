@@ -122,7 +122,7 @@ def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Return the scale of each of (rows, columns) weights that begin with a block; one column if all share it."""
+    """Return the scale of each weight in (rows, columns) that begin with a block; (rows, 1) if each row has one."""
     spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
     return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
 

@@ -130,7 +130,7 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launch the kernel, one program per row. Returns (4, N); with a dtype, the gradient overwrites the logits."""
+    """Launch the kernel, one program per row. Returns (4, R); with a dtype, the gradient overwrites the logits."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
@@ -248,7 +248,7 @@ def logprob_tile_bwd_triton(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Write the gradient of one tile of logits (N, W) over it."""
+    """Write the gradient d over one tile of logits (N, T)."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype)
     if rows:
