@@ -41,8 +41,7 @@ class LogitShape(NamedTuple):
         return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
     def slope_(self, shifted: Tensor, maximum: Tensor) -> Tensor | float:
-        """Return the slope: with a softcap written over `shifted` = z - maximum (R, V), maximum (R, 1); else a number.
-        """
+        """Return the slope: a number, or with a softcap (R, V), written over `shifted` = z - maximum (R, 1)."""
         slope = self.scale / self.temperature
         if not self.softcap:
             return slope

@@ -27,8 +27,7 @@ NEAR, TERMS = 0.1, 11  # |log rho| below which k3 is a series, and its last powe
 
 
 def sequence_lengths(sequence_ids: Tensor, count: int | None = None) -> Tensor:
-    """Return the number of tokens of each sequence, (S,) int64. `count` is S; without it the call syncs with the card.
-    """
+    """Return each sequence's number of tokens, (S,) int64. `count` is S; without it the call syncs with the card."""
     if count is None:
         return torch.bincount(sequence_ids)
     return sequence_ids.new_zeros(count).index_add(0, sequence_ids, torch.ones_like(sequence_ids))
@@ -162,8 +161,7 @@ def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """Return -exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, clipped on the side that would gain.
-    """
+    """Return -exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, clipped on the side that gains."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     low, high = tokens.log_ratio.clamp(min=-options["epsilon"]), tokens.log_ratio.clamp(max=upper)
     bounded = torch.where(tokens.advantages >= 0, high, low)

@@ -81,8 +81,7 @@ class Dispatcher:
             self.record_loss(job)
 
     def record_end(self, job: Job, code: int, why: str | None) -> None:
-        """Record the end of a run with exit status `code`. `why` is the reason why it was stopped, None if it was not.
-        """
+        """Record the end of a run with exit status `code`; `why` it was stopped, or None if it ended by itself."""
         if why is not None:
             self.queue.end_job(job, STOPPED, f"{why}; `lowmem-grpo resume {job.id}` goes on", code)
         elif code == 0:

@@ -104,7 +104,7 @@ class PendingCompletions:
     """The completions of one request of plain prompts (OpenAI's older API: without a chat template, each prompt a text
     or token ids) while they are sampled, and the reply made from them. The constructor submits them to the worker."""
 
-    prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # of the id; `object` of a reply, of a chunk
+    prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # id prefix; `object` of a reply, of a chunk
 
     def __init__(self, chat: ChatHandler, asked: TextRequest, adapter: Adapter) -> None:
         """ChatError if a prompt has no tokens, or leaves no room for an answer."""

@@ -93,8 +93,7 @@ class EngineWorker:
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """Return a future of one dict per completion token: its log-prob and those of the `count` likeliest tokens, by
-        token, computed in one more forward pass."""
+        """Return a future: per completion token, log-probs of it and of the `count` likeliest, from one more pass."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:
