@@ -83,8 +83,8 @@ def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, i
 
 
 def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) -> FP8Weight:
-    """Join several weights into one, whose `codes` and `scales` are theirs on top of each other. ValueError if they
-    differ in width, blocks or dtype, or if one but the last does not end with a block."""
+    """Join several weights into one, given their `codes` and `scales`, each concatenated by rows. ValueError if they
+    differ in width, blocks or dtype, or if any but the last does not end with a block."""
     first = weights[0]
     for number, weight in enumerate(weights):
         want, got = ((w.shape[1], w.block, w.dtype) for w in (first, weight))

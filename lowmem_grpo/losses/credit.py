@@ -1,6 +1,6 @@
 """Credit assignment in episodes: advantages of turns, given to the tokens that the policy sampled in them.
 
-    r_t  what the environment paid for turn t; the last turn also gets the other rewards of the episode
+    r_t  the environment's reward for turn t; the last turn also gets the other rewards of the episode
     G_t = sum_{s >= t} discount^(s - t) r_s                       the discounted reward to go
     A_t = G_t - the mean of the group's G_t at the same turn      with `turn_discount`; else the episode's advantage
         + state_weight (G_t - the mean of G over the group's turns that acted in the same state)

@@ -13,7 +13,7 @@ Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
 CLOSED = 503  # the status of an endpoint that is closing
-KINDS = {429: "rate_limit_error"}  # error types by status; other statuses are the client's errors below 500
+KINDS = {429: "rate_limit_error"}  # error types by status; others are the client's below 500, else the server's
 
 
 class Body(BaseModel):

@@ -69,7 +69,7 @@ class Page:
                 if name in runs}
 
     def version(self, user: User, names: list[str]) -> str:
-        """Read what the runs wrote, for READS seconds if it is more than a piece of each file, and return a text that
+        """Read the runs' new records, at least a piece of each file, for at most READS seconds, and return a text that
         changes whenever their page does."""
         until, runs = time.monotonic() + READS, [self.follow(run) for run in self.runs(user, names).values()]
         while any(run.reading for run in runs) and time.monotonic() < until:
