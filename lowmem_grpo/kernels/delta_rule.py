@@ -95,7 +95,7 @@ def fla_serves(x: Tensor) -> bool:
 
 
 def describe_kernels(x: Tensor) -> str:
-    """Return, in words, the kernels that the rule uses for x."""
+    """Describe in words the kernels that the rule uses for x."""
     if fla_serves(x):
         return f"the kernels of {FLA} {fla_version()}"
     wish = f"; {FLA} {OLDEST[0]}.{OLDEST[1]} or later is faster" if x.is_cuda and fla_version() is None else ""

@@ -28,7 +28,7 @@ from lowmem_grpo.kernels.triton_utils import Launch, Variant, capability, next_p
 
 MAX_MATRICES = 3  # adjacent matrices in a weight
 WARPS, LEAST_STEPS = 1024, 6  # targets of `narrow_launch`: warps in all, steps of a warp (64 weights each)
-WIDE = 8192  # outputs from which there are enough blocks to make them larger
+WIDE = 8192  # with this many outputs there are enough blocks to make each larger
 # Rows up to which the kernels are faster than dequantizing the weight first, by form and by the least compute
 # capability. Below 80 these are estimates, from data sheets (memory/cards.py) and from the instructions of the
 # compiled loops (memory/layer_forms.py), in picoseconds per weight and 8 rows:
@@ -60,7 +60,7 @@ def takes_rows(x: Tensor, features: Sequence[int], form: str) -> bool:
 
 
 def max_rows(capability: int) -> int:
-    """Return the rows that one block takes: Triton uses no tensor cores before sm_80."""
+    """Return the rows that one block takes: few before sm_80, where Triton uses no tensor cores."""
     return 64 if capability >= 80 else 8
 
 
@@ -70,7 +70,7 @@ def taken_rows(capability: int, form: str) -> int:
 
 
 def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> Launch:
-    """Return a launch with one warp for each share of K, as many as have room for their columns of x in shared memory;
+    """Return a launch whose warps divide K, from sm_80 on as many as have room for their columns of x in shared memory;
     each reads `step` bytes of a row of W at a time. Rows beyond `max_rows` are for further blocks."""
     rows = min(rows, max_rows(capability))
     if capability < 80:
@@ -85,7 +85,7 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
 
 
 def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Launch:
-    """Return a launch of few warps a block, on an H100 1.05 times as slow as the best of 209 (`decode_launch` 1.45)."""
+    """Return a launch of few warps; on an H100 it takes 1.05 times the best of 209 launches (`decode_launch` 1.45)."""
     if capability < 80:
         return decode_launch(rows, outputs, capability)
     block_m = max(8, next_power_of_2(rows))

@@ -83,8 +83,8 @@ def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, i
 
 
 def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) -> FP8Weight:
-    """Join several weights into one, whose `codes` and `scales` are theirs on top of each other. ValueError if they
-    differ in width, blocks or dtype, or if one but the last does not end with a block."""
+    """Join several weights into one, given their `codes` and `scales`, each concatenated by rows. ValueError if they
+    differ in width, blocks or dtype, or if any but the last does not end with a block."""
     first = weights[0]
     for number, weight in enumerate(weights):
         want, got = ((w.shape[1], w.block, w.dtype) for w in (first, weight))
@@ -122,7 +122,7 @@ def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Return the scale of each of (rows, columns) weights that begin with a block; one column if all share it."""
+    """Return the scale of each weight in (rows, columns) that begin with a block; (rows, 1) if each row has one."""
     spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
     return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
 

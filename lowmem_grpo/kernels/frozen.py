@@ -1,5 +1,5 @@
-"""Frozen weights, a tensor or codes in NF4 or FP8: those of experts in one buffer (`FrozenStack`), and products with
-one without autograd.
+"""Products with frozen weights (tensors, or codes in NF4 or FP8), and the frozen weights of experts in one buffer
+(`FrozenStack`).
 
     y = x W^T + bias;   dx = dy W
 
@@ -105,7 +105,7 @@ def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | N
 def project_bands(
     x: Tensor, weight: QuantizedWeight, features: Sequence[int], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return (N, out_i) of each of the `features`, whose sum is `out`, for x (N, in), by bands of the weight's rows."""
+    """Return x W_i^T + bias_i (N, out_i) for each of the `features` out_i, for x (N, in), by bands of rows of W."""
     outputs: dict[int, Tensor] = {}
     for start, band in row_bands(weight, x):
         for number, columns, rows in crossings(features, start, start + len(band)):
@@ -223,7 +223,7 @@ class FrozenStack:
     """The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or unquantized:
     expert e is rows e * out to (e + 1) * out. ValueError if they cannot be sliced by expert.
 
-    An expert is a view of codes and scales, so a block of 64 weights must end at each border between experts. Blocks of
+    An expert is a view of codes and scales, so a block of weights must end at each border between experts. Blocks of
     nested scales may span a border; `NF4Weight.rows` takes account of that.
     """
 
@@ -258,7 +258,7 @@ class FrozenStack:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that the operations take: the weights, or codes, scales, their values, nested scales."""
+        """The tensors that the operations take: the weights, or the tensors of an NF4 weight."""
         return [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors
 
     @property
@@ -282,7 +282,7 @@ class FrozenStack:
         return self.weight[part] if isinstance(self.weight, Tensor) else self.weight.rows(part.start, part.stop)
 
     def fill(self, out: Tensor, number: int) -> Tensor:
-        """Return an expert's weight (out, in) in the dtype of `out`: a view if it has it, else written to `out`."""
+        """Return an expert's weight (out, in) in the dtype of `out`: a view if it is stored so, else in `out`."""
         part = self.expert(number)
         if isinstance(part, Tensor):
             return part if part.dtype == out.dtype else out.copy_(part)

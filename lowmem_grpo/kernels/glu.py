@@ -52,7 +52,7 @@ def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 
 
 def launch_rule(columns: int) -> Launch:
-    """Return a launch of 1,024 entries per program, eight per thread: no two threads share one, so in place is safe."""
+    """Return a launch of 1,024 entries per program, eight per thread; no entry has two threads: in place is safe."""
     block = 1024 if columns > 256 else 256 if columns > 64 else 64
     return Launch({"BLOCK_N": 1024 // block, "BLOCK_F": block}, num_warps=4, num_stages=1)
 
@@ -267,7 +267,7 @@ def rows_in_place(name: str, values: Tensor) -> Tensor:
 
 
 def gelu_name(approximate: str) -> str:
-    """Return our name of a form of GELU; ValueError for an unknown one."""
+    """Return our name of the GELU with this approximation; ValueError for an unknown one."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f'approximate is {approximate!r}; it must be "tanh" or "none"')
     return "gelu_tanh" if approximate == "tanh" else "gelu"

@@ -1,4 +1,4 @@
-"""A model's functions of its logits, in torch and Triton.
+"""The functions that models and samplers apply to logits, in torch and Triton.
 
     z = (raw + bias) * scale;  z = softcap * tanh(z / softcap);  z = z / temperature
     slope = dz / d raw = scale / temperature * (1 - tanh(...)^2)
@@ -41,7 +41,7 @@ class LogitShape(NamedTuple):
         return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
     def slope_(self, shifted: Tensor, maximum: Tensor) -> Tensor | float:
-        """Return the slope, with a softcap written over z - maximum (R, V), maximum (R, 1); else a number."""
+        """Return the slope: a number, or with a softcap (R, V), written over `shifted` = z - maximum (R, 1)."""
         slope = self.scale / self.temperature
         if not self.softcap:
             return slope
@@ -69,7 +69,7 @@ def floor_(logits: Tensor) -> Tensor:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Return (R,) dot products of the rows of two (R, V), without the (R, V) of their products, and summed pairwise."""
+    """Return the dot products (R,) of the rows of two (R, V), by bands, without a buffer (R, V) for the products."""
     bands = zip(left.split(DOT_COLUMNS, 1), right.split(DOT_COLUMNS, 1), strict=True)
     return torch.stack([torch.linalg.vecdot(*band) for band in bands]).sum(0)
 

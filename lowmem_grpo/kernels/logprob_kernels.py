@@ -130,7 +130,7 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launch the kernel, one program per row. Returns (4, N); with a dtype, the gradient overwrites the logits."""
+    """Launch the kernel, one program per row. Returns (4, R); with a dtype, the gradient overwrites the logits."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
@@ -194,8 +194,8 @@ def differentiate_ref(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Turn raw logits (N, T) of the entries from `first` on into d, in the place of `packed_gradient`; bias (T,) is
-    theirs. Needs one more buffer of the size of the logits, two for an entropy gradient."""
+    """Turn raw logits (N, T) of the entries from `first` on, with bias (T,) of the same entries, into d, in the place
+    of `packed_gradient`. Needs one more buffer of the size of the logits, two for an entropy gradient."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets
@@ -248,7 +248,7 @@ def logprob_tile_bwd_triton(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Write the gradient of one tile of logits (N, W) over it."""
+    """Write the gradient d over one tile of logits (N, T)."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype)
     if rows:

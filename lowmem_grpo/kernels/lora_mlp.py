@@ -2,8 +2,8 @@
 
     gate, up = x W_g^T + LoRA, x W_u^T + LoRA;  h = act(gate) * up;  y = h W_d^T + LoRA
 
-Formulas of the linear layers and their gradients: `lora.py`; of the activation: `glu.py`. The backward pass writes
-d_gate over gate, d_up over up and h, computed again, over dh: two buffers (N, F) kept and one made, F the inner size.
+`lora.py` has the formulas of the linear layers, `glu.py` those of the activation. The backward pass writes d_gate over
+gate, d_up over up and h, computed again, over dh: two buffers (N, F) are kept and one is made; F is the inner size.
 
 In tiles of t rows only x is kept and no buffer is larger than (t, F): the backward pass computes gate and up of a tile
 again. There are two autograd nodes: the first keeps x, passes it on, and computes all gradients; the second computes y,

@@ -234,7 +234,7 @@ def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], fir
 
 
 def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
-    """Launch the kernel that does the same. Whole rows are adjacent in memory, so they are taken as one long row."""
+    """Write the same columns by the kernel. Whole rows are adjacent in memory, so they are taken as one long row."""
     rows, width = (1, out.numel()) if out.shape[1] == sizes[0] else out.shape
     tiles = triton.cdiv(width, 8 * DEQUANTIZE.constexprs["WORDS"] * DEQUANTIZE.constexprs["STEPS"])
     pointers, numbers = weight_arguments(tensors, sizes)

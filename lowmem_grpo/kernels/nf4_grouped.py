@@ -178,8 +178,8 @@ def nf4_grouped(
     x: Tensor, stack: FrozenStack, places: Places, places_a_row: int = 1, scale: Tensor | None = None,
     back: bool = False,
 ) -> Tensor:
-    """Return (S, O), or (S, K) with `back`, in the dtype of x, for x (S / places_a_row, K), or (.., O); scale (S,)
-    float32. The result of each place lies at that place. Without autograd."""
+    """Return (S, O) for x (S / places_a_row, K), or with `back` (S, K) for x (S / places_a_row, O), in the dtype of x,
+    without autograd; scale (S,) float32. The result of each place lies at that place."""
     weight, (experts, rows, columns) = stack.weight, stack.shape
     assert isinstance(weight, NF4Weight)
     out = x.new_empty(len(places.order), columns if back else rows)
@@ -197,7 +197,7 @@ def nf4_grouped(
 
 
 def steps_of(experts: int) -> int:
-    """Return the steps of a binary search among experts."""
+    """Return the number of steps of a binary search among experts."""
     return max(1, (experts - 1).bit_length())
 
 

@@ -226,7 +226,7 @@ def packed_to_padded(
 
 
 def padded_to_packed(side_by_side: Tensor, sources: Tensor, places: Tensor) -> Tensor:
-    """Return padded (S, H, W, K) as packed (T, H, K), each place from the first sequence that has it."""
+    """Return padded (S, H, W, K) as packed (T, H, K), each token from the first sequence that has it."""
     return PaddedToPacked.apply(sources, places, side_by_side)
 
 

@@ -43,7 +43,7 @@ def scaled(n: Tensor, weight: Tensor, dtype: torch.dtype, offset: float, round_o
 
 
 def launch_rule(columns: int) -> Launch:
-    """Return a launch of 16 entries per thread: several narrow rows per program, one wide one, or one by blocks."""
+    """Return a launch of 16 entries per thread: several narrow rows per program, one wide row, or one row in blocks."""
     whole = columns <= WHOLE_ROW
     block = max(64, next_power_of_2(columns)) if whole else 4096
     tile = max(2048, block)
@@ -139,7 +139,7 @@ def rms_norm_bwd_kernel(
 def new_results(
     x: Tensor, weight: Tensor, residual: Tensor | None, offset: float, round_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised y (N, D), residual + x (N, D) or empty, rstd (N,); a float32 weight makes y float32."""
+    """Return uninitialised y (N, D), residual + x (N, D) or empty, rstd (N,); y may be float32 by a float32 weight."""
     dtype = x.dtype if offset or round_once else torch.promote_types(x.dtype, weight.dtype)
     rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0 if residual is None else x.shape), rstd
@@ -201,7 +201,7 @@ def rms_norm_fwd_cpu(
 def rms_norm_bwd_cpu(
     grad: Tensor, grad_sum: Tensor | None, h: Tensor, weight: Tensor, rstd: Tensor, offset: float, grad_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return grad_h (N, D), and grad_weight (D,; empty if not asked for)."""
+    """Return grad_h (N, D), and grad_weight (D,), or empty if it is not needed."""
     n = h.to(rstd.dtype) * rstd[:, None]
     g = grad.to(rstd.dtype) * (offset + weight.to(rstd.dtype))
     grad_h = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))

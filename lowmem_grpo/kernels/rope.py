@@ -41,8 +41,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tens
 
 
 def launch_rule(half: int) -> Launch:
-    """Return the launch: a program rotates all heads of a token, 1,024 pairs at a time, eight per thread. Fused, the
-    first product would not be rounded, unlike in transformers."""
+    """Return the launch: a program rotates all heads of a token, 1,024 pairs at a time, eight per thread. If products
+    and sums were fused, the first product would not be rounded, unlike in transformers."""
     block = max(16, next_power_of_2(half))
     return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1, fused=False)
 

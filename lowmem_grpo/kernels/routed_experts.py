@@ -94,7 +94,7 @@ class RoutedBackward(torch.autograd.Function):
 
 
 class RoutedForward(torch.autograd.Function):
-    """Computes y of what `RoutedBackward` kept; its backward pass passes dy on unchanged."""
+    """Computes y from the tensors that `RoutedBackward` kept; its backward pass passes dy on unchanged."""
 
     @staticmethod
     def forward(ctx, x, weights, ids, gate_up, down):

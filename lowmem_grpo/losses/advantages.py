@@ -182,9 +182,9 @@ class AdvantageSettings:
     pass_at_k: int | None = None
     """Not in TRL: the k of advantage_estimator="passk"; None is half of the group."""
     normalize_advantages: bool = False
-    """Of TRL's RLOOConfig: the advantages of a generation get the mean 0 and the std 1."""
+    """As in TRL's RLOOConfig: the advantages of a generation get the mean 0 and the std 1."""
     reward_clip_range: list[float] | None = None
-    """Of TRL's RLOOConfig: (lowest, highest) of a completion's reward, the weighted sum."""
+    """As in TRL's RLOOConfig: (lowest, highest) of a completion's reward, the weighted sum."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "advantage_estimator": one_of(*ESTIMATORS), "scale_rewards": one_of(*SCALE_REWARDS, *TRUTHS),
@@ -270,9 +270,9 @@ def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
-    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout; groups may differ in size.
-    Groups that are `unjudged` or `lost` and rollouts that `failed` get reward None and advantage 0, and do not affect
-    the others."""
+    """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout, and clear
+    `token_advantages`; groups may differ in size. Groups that are `unjudged` or `lost` and rollouts that `failed` get
+    reward None and advantage 0, and do not affect the others."""
     rows = [[[None if group.unjudged or group.lost or rollout.failed else rollout.rewards[name] for name in names]
              for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]

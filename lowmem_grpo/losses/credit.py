@@ -1,9 +1,9 @@
 """Credit assignment in episodes: advantages of turns, given to the tokens that the policy sampled in them.
 
-    r_t  what the environment paid for turn t; the last turn also gets the other rewards of the episode
+    r_t  the environment's reward for turn t; the last turn also gets the other rewards of the episode
     G_t = sum_{s >= t} discount^(s - t) r_s                       the discounted reward to go
-    A_t = G_t less the mean of the group's G_t at the same turn   with `turn_discount`; else the episode's advantage
-        + state_weight (G_t less the mean of G over the group's turns that acted in the same state)
+    A_t = G_t - the mean of the group's G_t at the same turn      with `turn_discount`; else the episode's advantage
+        + state_weight (G_t - the mean of G over the group's turns that acted in the same state)
 
 The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8), with discount 1 where there is no `turn_discount`. Each
 difference is divided as `scale_rewards` says. A turn without another to compare it with gets 0 from that comparison.
@@ -60,7 +60,7 @@ def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compa
 
 
 def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], paid: Collection[str]) -> list[float]:
-    """Return G_t of each turn. Without discount, the first turn's is the reward of the episode."""
+    """Return G_t of each turn. With discount 1, G of the first turn is the episode's reward."""
     scored = {name: value for name, value in rollout.rewards.items() if value is not None and name in weights}
     weight = sum(weights[name] for name in scored if name in paid)
     values = [weight * (turn.reward or 0.0) for turn in rollout.turns]

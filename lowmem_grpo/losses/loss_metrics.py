@@ -22,7 +22,7 @@ class Report:
             self.metrics[name], self.counts[name] = values.detach().mean(), float(len(values))
 
     def extremes(self, name: str, values: Tensor, *kinds: str) -> None:
-        """Add the "min" or the "max" of values (N,), if there are any."""
+        """Add the "min", the "max" or both of values (N,), if there are any."""
         if values.numel():
             self.metrics |= {f"{name}{kind}": getattr(values, kind)() for kind in kinds}
 
@@ -37,14 +37,14 @@ def report_clipping(
 
 
 def of_sequences(flags: Tensor, tokens: LossTokens, fill: float | None = None) -> Tensor:
-    """Return the mean of values (N,) over each sequence (S,): `fill` for one without tokens, or with None only those
-    that have tokens, which synchronises with the card."""
+    """Return the mean of `flags` (N,) in each sequence, (S,). A sequence without tokens gets `fill`; with None it is
+    left out, which synchronises with the card."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means[tokens.lengths > 0] if fill is None else means.masked_fill(tokens.lengths == 0, fill)
 
 
 def counted(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> Tensor:
-    """Return what a mean of values (N,) is over: tokens, or sequences."""
+    """Return the numbers that a mean is taken over: `flags` (N,), or their mean in each sequence."""
     return of_sequences(flags, tokens) if per_sequence else flags.to(tokens.logprobs.dtype)
 
 

@@ -38,7 +38,7 @@ class LossSettings:
     vespo_k_neg: float | None = None
     vespo_lambda_neg: float | None = None
     max_completion_length: int | None = None
-    """What dr_grpo divides by."""
+    """The length that dr_grpo divides by."""
 
     beta: float = 0.0
     """Strength of the KL term against the reference, which a trainer's `kl_reference` chooses."""
@@ -59,7 +59,7 @@ class LossSettings:
     off_policy_mask_threshold: float | None = None
     """Leave out bad completions that the policy has moved away from by more than this (DeepSeek-V3.2)."""
     vllm_importance_sampling_correction: bool | None = field(default=None, metadata={"nargs": "?", "const": True})
-    """Weigh tokens for what sampler and trainer disagree on, whichever the sampler. None: only while they do."""
+    """Weight tokens by the mismatch of sampler and trainer, for any sampler. None: only while they disagree."""
     vllm_importance_sampling_mode: str = "token_truncate"
     vllm_importance_sampling_clip_max: float | None = 2.0
     vllm_importance_sampling_clip_min: float | None = None

@@ -27,7 +27,7 @@ NEAR, TERMS = 0.1, 11  # |log rho| below which k3 is a series, and its last powe
 
 
 def sequence_lengths(sequence_ids: Tensor, count: int | None = None) -> Tensor:
-    """Return the tokens of each sequence, (S,) int64. `count` is S; without it the call syncs with the card."""
+    """Return each sequence's number of tokens, (S,) int64. `count` is S; without it the call syncs with the card."""
     if count is None:
         return torch.bincount(sequence_ids)
     return sequence_ids.new_zeros(count).index_add(0, sequence_ids, torch.ones_like(sequence_ids))
@@ -161,7 +161,7 @@ def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """Return -exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, each clipped where it would pay."""
+    """Return -exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, clipped on the side that gains."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     low, high = tokens.log_ratio.clamp(min=-options["epsilon"]), tokens.log_ratio.clamp(max=upper)
     bounded = torch.where(tokens.advantages >= 0, high, low)
@@ -212,7 +212,7 @@ class LossType:
     when: str
     source: str
     level: str = "token"  # the ratio's, for a type without importance_sampling_level
-    counts_generation: bool = False  # `tokens` is the mean over the optimizer steps of one generation
+    counts_generation: bool = False  # `StepCounts.tokens` is the mean over the optimizer steps of one generation
     metrics: str = ""  # its own metrics: a key of KINDS in loss_metrics.py, or empty
     in_trl: bool = False  # True: TRL's GRPOConfig has it, together with the options of its other types
 

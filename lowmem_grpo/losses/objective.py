@@ -89,10 +89,10 @@ class Objective:
         return ()
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """Called when an update on all these rollouts begins, with the version of its policy."""
+        """Take note that an update on all these rollouts begins, with the version of its policy."""
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
-        """Called when the needed fields of an update's rollouts are filled, with the groups of the rollouts."""
+        """Take note that the needed fields of an update's rollouts are filled; `groups` are those of the rollouts."""
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts whose tokens the step's means are over."""

@@ -29,7 +29,7 @@ Bounds = tuple[float | None, float | None]
 class Correction:
     """A way to weight off-policy tokens: functions for the code, and texts for the documentation."""
 
-    measured: Callable[[Tensor, Tensor, Tensor], Tensor]  # gives what is bounded, of d_t (N,), sequence ids and lengths
+    measured: Callable[[Tensor, Tensor, Tensor], Tensor]  # (d_t (N,), sequence ids, lengths) -> the bounded values
     bounded: Callable[[Tensor, Bounds], Tensor]
     formula: str
     when: str

@@ -134,7 +134,7 @@ def factors(
 
 
 def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
-    """Return the policy term times its factors, (N,): 0 without gradient where one is 0, even if another overflows."""
+    """Return the policy term times its factors, (N,); 0 without gradient where A or a factor is 0, even beside inf."""
     if not term_factors:
         return token_loss(tokens)
     kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)

@@ -1,13 +1,13 @@
 """Losses that are plain sums over tokens, under the names of the Tinker protocol. The caller normalises, through
 advantages or weights.
 
-Of token t: p is its log-probability, q that of the sampler, A its advantage, w its weight, r = exp(p - q).
+For each token, p is the policy's log-probability, q the sampler's, A the advantage, w the weight, r = exp(p - q).
 
     cross_entropy        -w p
     importance_sampling  -r A
     ppo                  -min(r A, clip(r) A)
     cispo                -sg(clip(r)) A p
-    gspo                 as ppo, with the ratio of the whole sequence, exp of the mean of p - q where its mask is 1
+    gspo                 as ppo, with the ratio of the whole sequence: exp of the mean of p - q, weighted by its mask
     dro                  -(A p - beta / 2 (p - q)^2)
 
 `sg` has no gradient. The bounds of `clip` are ratios, as in the protocol: 0.8 and 1.2 where none are given.

@@ -2,7 +2,7 @@
 transformers that loads a model into them.
 
 transformers' FP8 layers have a wrong backward pass or none, and quantize activations too. Here the weight is decoded
-tile by tile in forward and backward, and multiplied in 16 bits.
+band by band in forward and backward, and multiplied in the compute dtype.
 
 A checkpoint in 16 bits is quantized tensor by tensor while it is read. An FP8 checkpoint is used as it is stored: a
 layer is in FP8 if its stored weight is, whatever the config says. Activations stay in 16 bits; their scales are unused.

@@ -1,7 +1,7 @@
 """Attention by groups of heads: the backward pass runs group by group, so its buffers are those of one group only.
 
     out[:, g] = attention(q[:, g], k[:, g], v[:, g])        a group g: some key heads, and all queries that share them
-    backward  for each group: its attention once more, then dq[:, g], dk[:, g], dv[:, g] of dout[:, g]
+    backward  for each group: its attention once more, then dq[:, g], dk[:, g], dv[:, g] from dout[:, g]
 
 The backward pass of fused attention allocates float32 accumulators, and keys expanded to the number of query heads, for
 all heads that it is given; here it is given one group at a time. Only q, k and v are saved, and each group's forward is
@@ -40,7 +40,7 @@ class HeldFunction(torch.autograd.Function):
 
 
 class HeadGroupsFunction(torch.autograd.Function):
-    """`attend(query, key, value)`, (S, H, Q, K) and twice (S, H_kv, L, K), by groups of heads; `held` saves them."""
+    """`attend` of query (S, H, Q, K), key and value (S, H_kv, L, K), group by group; the node `held` has saved them."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int) -> Tensor:

@@ -22,7 +22,7 @@ from lowmem_grpo.models.head_groups import without_waiting
 from lowmem_grpo.models.lora_layers import JoinedWeights, base_of, loras_of, one_node
 
 MLP_TILE = 4096  # tokens of a tile: enough to fill a GPU's tensor cores
-# by transformers' class
+# The rows of families, by the name of transformers' class
 MLPS = {row.mlp.kind: row.mlp for row in FAMILIES.values() if row.mlp.lean}
 NORMS = {row.norm.kind: row.norm for row in FAMILIES.values() if row.norm.lean}
 ATTENTIONS = {row.attention.kind: row.attention for row in FAMILIES.values() if row.attention.lean}

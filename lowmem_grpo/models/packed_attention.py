@@ -230,7 +230,7 @@ def lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return (Q, L) bool, true where one of the last Q of L tokens attends to a token: at most `window` with itself."""
+    """Return (Q, L) bool: true where each of the last Q of L tokens attends, to itself and `window` - 1 before it."""
     seen = torch.arange(keys, device=device, dtype=torch.int32)
     behind = seen[keys - queries :, None]
     return (seen <= behind) & (seen > behind - window)

@@ -231,7 +231,7 @@ class Policy:
 
             log p(k) = log p(0) + z(k) - z(0)        0: the target at the place; z: logits
 
-        This takes one pass through the backbone and one row of the head per token, not all logits. Gradients reach the
+        Beside one pass of `logprobs`, this takes one row of the head per token, not all logits. Gradients reach the
         hidden states.
         """
         hidden, targets = self.at_trained(batch)

@@ -2,7 +2,7 @@
 
 A rounding difference in a router can select another expert. Only the choice is replayed: gates are computed by the live
 router, and gradients flow through them. So no log-probability or gradient depends, through routing, on how tokens are
-split or packed (R3, 2510.11370, measured the effect of not replaying).
+split or packed (R3, arXiv 2510.11370, measured the effect of not replaying).
 
 The last sampled token was never an input: it has no route and needs none. A model takes routes through the keyword
 `routes` of its backbone: hooks on its decoder layers pass it to the experts, even when a checkpointed layer is rerun.

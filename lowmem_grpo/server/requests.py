@@ -1,6 +1,5 @@
 """Requests to all endpoints: their bodies as pydantic models, their bounds (`Limits`), and `ChatError`, the reply to a
-refused one. Errors of a body are described in readable words.
-"""
+refused request. Validation errors are described in readable words."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients obey it
 CLOSED = 503  # the status of an endpoint that is closing
-KINDS = {429: "rate_limit_error"}  # by status; below 500, others are the caller's errors, and from 500 the server's
+KINDS = {429: "rate_limit_error"}  # error types by status; others are the client's below 500, else the server's
 
 
 class Body(BaseModel):
@@ -77,24 +76,24 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """The bounds of an endpoint. A request beyond one is refused with a message that names the limit."""
+    """The bounds of an endpoint. A request that exceeds one is refused with a message that names it."""
 
     body_bytes: int = 8 * MIB
     """Bytes of a request's body."""
     messages: int = 2048
     """Messages of a request."""
     concurrent: int = 256
-    """Requests that are answered at a time."""
+    """Requests that are answered at the same time."""
     queue: int = 1024
-    """Further requests that wait for their turn; those above it are told to come again (429)."""
+    """Further requests that wait for their turn; any more are told to retry later (429)."""
     seconds: float = 1800.0
-    """Seconds from a request to the end of its reply. Requests wait while the model is trained, which counts too."""
+    """Seconds from a request to the end of its reply, including the time that it waits while the model is trained."""
     header_bytes: int = 16 * 1024
     """Bytes of a request's line and headers."""
     sessions: int = 4096
-    """Sessions that are open at a time."""
+    """Sessions that are open at the same time."""
     session_replies: int = 4096
-    """Replies that are recorded of a session."""
+    """Replies of one session."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "body_bytes": COUNT, "messages": COUNT, "concurrent": COUNT, "queue": at_least(0), "seconds": POSITIVE,

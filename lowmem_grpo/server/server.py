@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lowmem_grpo.server.requests import CLOSED, NO_RETRY, ChatError, Limits
 
 LOOPBACK = "127.0.0.1"
-HOSTS = (LOOPBACK, "localhost")  # others are refused, so that a web page cannot reach it by DNS rebinding
+HOSTS = (LOOPBACK, "localhost")  # others are refused, so that no web page reaches the server by DNS rebinding
 WITHOUT_KEY = "/health"
 CLOSE_CONNECTION = {"Connection": "close"}  # the rest of the body is not read
 READ_AHEAD = 64 * 1024  # most bytes of headers that uvicorn buffers, whatever `Limits` says
@@ -26,8 +26,8 @@ BACKLOG = 2048  # connections that wait to be accepted
 
 
 class Gate:
-    """The middleware that checks headers, host, key and body size. Starlette's own answers in plain text (400, 413) and
-    checks the size while it reads; this one answers in OpenAI's format, before it reads a byte of the body."""
+    """The middleware that checks headers, host, key and body size. It answers in OpenAI's format, not in plain text as
+    Starlette's own, and refuses a body whose declared size is too large before it reads a byte of it."""
 
     def __init__(
         self, app: ASGIApp, holds: Callable[[str], object], limits: Limits, hosts: Sequence[str] | None = HOSTS,

@@ -20,7 +20,7 @@ from lowmem_grpo.server.users import new_key
 
 DEFAULT = Path("~/.lowmem-grpo")
 DATABASE, ADDRESS, LOCK, JOBS = "server.sqlite", "server.json", "server.lock", "jobs"
-SECONDS = 60.0
+SECONDS = 60.0  # until a request is given up
 WAITS = 30.0  # seconds to wait for another process that writes
 Row = dict[str, Any]
 
@@ -57,7 +57,7 @@ class Database:
                           "made; what it held is then not known") from error
 
     def add(self, tables: Sequence[str]) -> None:
-        """Create the tables of these statements."""
+        """Run statements that create tables."""
         with self.write() as connection:
             for statement in tables:
                 connection.execute(statement)
@@ -71,7 +71,7 @@ class Database:
     @contextlib.contextmanager
     def write(self, waits: bool = True) -> Iterator[sqlite3.Connection]:
         """Run the block as one transaction, rolled back on any error. OSError if the disk refuses it. Without `waits`
-        the transaction survives a kill, but a power cut only after the next commit that waits for the disk."""
+        the transaction survives a kill; it survives a power cut only after the next commit that waits for the disk."""
         with self.lock:
             try:
                 self.wait_for_disk(waits)
@@ -170,7 +170,7 @@ def read_address(path: Path) -> Address:
 
 
 class RemoteError(RuntimeError):
-    """Raised if the server refused a request or was not reached; the message says why."""
+    """Raised if the server refused a request or could not be reached; the message says why."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)

@@ -15,7 +15,7 @@ OWNER = "owner"  # the user that started the server and sees everything
 JOBS = "jobs"  # the right to start programs on the server's machine
 RIGHTS = (JOBS,)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-LEAST = 24  # least characters of a key: shorter ones can be guessed from their hash
+LEAST = 24  # least characters of a key: shorter keys can be guessed from their hash
 HASH = re.compile(r"sha256:[0-9a-f]{64}")  # may replace a key, so that the file does not hold the key itself
 PREFIX = "tml-"  # clients of the Tinker protocol require it
 UNITS = {"": 1, "MiB": MIB, "GiB": GIB}
@@ -28,13 +28,13 @@ MOST_BROWSERS = 1000  # signed in at a time; the oldest is signed out first
 
 @dataclass(frozen=True)
 class Allowance:
-    """The limits of one key's use of a server. A request beyond one is refused, or told to retry, with the limit's
-    name."""
+    """The limits of one key's use of a server. A request that exceeds one is refused, or told to retry later; the
+    message names the limit."""
 
     requests: int = 4096
     """Requests that are not answered yet."""
     bodies: int = GIB
-    """Bytes of requests that are kept: until they are answered, and those that added gradients until the next step."""
+    """Bytes of stored requests: each until it is answered, or until the next step if it added gradients."""
     storage: int = 100 * GIB
     """Bytes on the disk: states of models, and saved weights."""
     models: int = 64

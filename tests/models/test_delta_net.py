@@ -49,7 +49,7 @@ def plain() -> peft.PeftModel:
 
 @pytest.fixture(scope="module")
 def exact() -> Any:
-    """The same in float64, which transformers' own delta net does not compute in: on ours, sequence by sequence."""
+    """Return the same model in float64 on our delta net, run sequence by sequence: transformers' has no float64."""
     return Policy(with_adapter(random_model("Qwen3_5")).double()).model
 
 

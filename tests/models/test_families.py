@@ -36,7 +36,7 @@ each_family = pytest.mark.parametrize("kind", TRAINED)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Where the model of a family lies; it is made once."""
+    """Return a function of a family's folder, whose model is made once."""
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:

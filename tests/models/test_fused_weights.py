@@ -92,7 +92,7 @@ def dense(weight: Any) -> Tensor:
 
 
 def logits_and_gradients(folder: Path, four_bit: bool, fused: bool, wide: bool = False) -> list[Tensor]:
-    """Of the model under an adapter, its matrices apart or side by side, in float32 or computed in float64."""
+    """Return logits and gradients of the adapted model, its matrices apart or fused, in float32 or in float64."""
     bare = apart(folder, four_bit)
     assert not fused or fuse_weights(bare) == []
     model = adapt(BareModel(bare, load(folder, False).loaded))

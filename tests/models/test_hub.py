@@ -1,4 +1,4 @@
-"""Where there is no network, the hub is asked once, for a while, and one line says so."""
+"""Without a network, the hub is asked once, for a while, and one line says so."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def port() -> Any:
 
 
 def asked(port: socket.socket, **settings: str) -> list[tuple[str, int]]:
-    """What is said about a model and a dataset, and how often the hub was called; nothing else may be printed."""
+    """Return the message about a model and about a dataset, each with its calls of the hub; nothing else is printed."""
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{port.getsockname()[1]}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=400,
                           env=os.environ | place | settings)

@@ -49,7 +49,7 @@ def settings_of(case: str) -> LoraConfig:
 
 
 def peft_model(model: Any, config: LoraConfig) -> PeftModel:
-    """What peft makes, begun at the trainer's seed as TRL begins it."""
+    """Return PEFT's model, created at the trainer's seed as in TRL."""
     torch.manual_seed(SEED)
     with warnings.catch_warnings(action="ignore"):
         return get_peft_model(model, config)
@@ -87,7 +87,7 @@ def saved(model: Any, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_warnings_of_peft() -> Any:
-    """It warns of settings that have no effect."""
+    """Silence PEFT's warnings of settings without effect."""
     with warnings.catch_warnings(action="ignore"):
         yield
 

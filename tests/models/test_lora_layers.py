@@ -18,7 +18,7 @@ IDS = torch.arange(3, 20)[None]
 
 
 def adapted(targets: list[str]) -> peft.PeftModel:
-    """With two adapters, of which "default" is active, and dropout in training."""
+    """Return a model with two adapters, of which "default" is active, and dropout in training."""
     config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.5)
     model = random_model("Qwen3").requires_grad_(False)
     use_kernel_layers(config, model)

@@ -130,12 +130,15 @@ FLOPS = {ATEN._scaled_dot_product_flash_attention_for_cpu: flops_forward,
          ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flops_backward}
 
 
+def fake_layout(mode: FakeTensorMode, batch: MicroBatch, once: bool) -> PackedLayout:
+    fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return replace(PackedLayout.from_batch(replace(batch, **fakes)), once=once)
+
+
 def attention_flops(batch: MicroBatch, once: bool) -> tuple[int, int]:
-    """FLOPs of one layer's attention, forward and backward, and its peak of bytes, on fake tensors."""
+    """Return the FLOPs of one layer's attention, forward and backward, and its peak bytes, on fake tensors."""
     with FakeTensorMode() as mode:
-        fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        layout = replace(PackedLayout.from_batch(replace(batch, **fakes)), once=once)
-        heads = layers_heads(len(batch.input_ids))
+        layout, heads = fake_layout(mode, batch, once), layers_heads(len(batch.input_ids))
         with LiveStorage() as storage, FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
             result = packed_attention.packed_attention(*heads, layout, None, 0.0, None)
             torch.autograd.grad(result, heads, torch.empty_like(result))
@@ -154,8 +157,7 @@ def test_a_window_makes_no_mask_of_tokens_by_tokens(once: bool) -> None:
     batch = batch_of([(12_000, [4096, 4000])])
     window, width = 1024, batch.max_seqlen
     with FakeTensorMode() as mode:
-        fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        layout = replace(PackedLayout.from_batch(replace(batch, **fakes)), once=once)
+        layout = fake_layout(mode, batch, once)
         heads = [torch.empty(1, len(batch.input_ids), 1, 16, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
                  for _ in range(3)]
         with LiveStorage() as storage:
@@ -189,7 +191,7 @@ def test_overlapping_parts_add_their_gradients_in_float32() -> None:
 
 def test_on_a_card_the_last_tokens_of_a_sequence_need_no_mask_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnCard:
-        """What is asked of a query to choose a mask."""
+        """The part of a query by which a mask is chosen."""
 
         device = torch.device("cuda")
 

@@ -1,4 +1,4 @@
-"""Of a checkpoint with images or sounds the text model is trained, with the numbers that the whole model has."""
+"""The text model of a checkpoint with images or sounds is trained, with the numbers that the whole model has."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ each_kind = pytest.mark.parametrize("kind", COMPOSITES)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where each checkpoint lies."""
+    """Save each kind of checkpoint, and return its folder by kind."""
     return {kind: saved_composite(kind, tmp_path_factory.mktemp(kind)) for kind in COMPOSITES}
 
 

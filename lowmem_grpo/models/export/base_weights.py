@@ -195,7 +195,7 @@ class TensorFiles:
 
     def expert(self, name: str, stack: Callable[[str, str], FrozenStack]) -> Weight:
         """Return one matrix of one expert, with the values that it has in NF4; reading it quantizes its whole stack,
-        which `stack` returns of (path of the experts, kind)."""
+        which `stack(path of the experts, kind)` returns."""
         path, number, part, _ = name.rsplit(".", 3)
         kind = next(kind for kind, parts in STACKS.items() if part in parts)
         shape = self.shape(name)

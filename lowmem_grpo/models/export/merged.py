@@ -36,7 +36,7 @@ TEXTS = (
     "Start with 17. Add 8. Subtract 13. What is the result?", "The capital of France is", "def add(a, b):\n    return",
 )
 LARGEST = 2**31  # bytes in float32; for larger models only the weights are compared, not the logits
-ALLOWED = 2.0  # allowed logit difference, in differences between float32 and 16 bits: the base may be in 16 bits too
+ALLOWED = 2.0  # most logit difference, as a multiple of that between float32 and 16 bits: the base may have 16 bits too
 Logits = Callable[[Tensor], Tensor]  # ids (1, T) -> (1, T, V)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 PLANNED = "planned.json"  # in a job's folder: peak_bytes, and why it waits
 TOO_LARGE = 75  # exit status
 COMMAND = (f'"$0" -m lowmem_grpo.server.jobs.dispatcher "$@" 2>/dev/null; [ $? != {TOO_LARGE} ] || exit {TOO_LARGE}; '
-           'exec "$0" -m lowmem_grpo run "$@"')  # for the shell; without a plan, nothing keeps a job from running
+           'exec "$0" -m lowmem_grpo run "$@"')  # for the shell; a job whose planning fails runs all the same
 EVERY = 0.5  # seconds between polls
 COMES_UP = 20.0  # seconds that a keeper may need to take its lock
 AGAIN = 30.0  # seconds until a job that found no room looks again
@@ -81,7 +81,7 @@ class Dispatcher:
             self.record_loss(job)
 
     def record_end(self, job: Job, code: int, why: str | None) -> None:
-        """Record the end of a run with exit status `code`; `why` it was told to stop, or None if it was not."""
+        """Record the end of a run with exit status `code`; `why` it was stopped, or None if it ended by itself."""
         if why is not None:
             self.queue.end_job(job, STOPPED, f"{why}; `lowmem-grpo resume {job.id}` goes on", code)
         elif code == 0:
@@ -106,7 +106,7 @@ class Dispatcher:
             self.queue.change(job, state=WAITING, why=f"{LOST}; it goes on from its last checkpoint", resume=True)
 
     def why_not(self, job: Job) -> str:
-        """Return why a job cannot start next to those that run; "" if it can."""
+        """Return why a job cannot start beside the running ones; "" if it can."""
         live = self.queue.live()
         taken = sum(other.share for other in live)
         if job.share + taken < 1.000001:  # shares 0.3, 0.3 and 0.4 add up to one

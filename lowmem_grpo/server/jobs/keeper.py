@@ -27,8 +27,8 @@ LOOK = 0.1  # seconds between polls of the run
 
 
 def run_command(folder: Path, time_limit: float, command: Sequence[str]) -> None:
-    """Run a command to its end, stop it when asked or at its time limit (seconds), and write ENDED; nothing if another
-    keeper had this start of the job. BlockingIOError if another one has it."""
+    """Run a command to its end, stop it when asked or at its time limit (seconds), and write ENDED. Do nothing if
+    another keeper already ran this start of the job; BlockingIOError if another keeper is running it."""
     lock_file(folder / KEEPER)  # held until this process exits
     if (folder / ENDED).exists():
         return

@@ -12,11 +12,11 @@ from lowmem_grpo.utils import Rule, check_ranges, number
 
 WAITING, RUNNING, STOPPING = "waiting", "running", "stopping"
 DONE, FAILED, STOPPED, CANCELLED = "done", "failed", "stopped", "cancelled"
-LIVE = (RUNNING, STOPPING)  # a process works on it
+LIVE = (RUNNING, STOPPING)  # states of jobs with a process
 OVER = (DONE, FAILED, STOPPED, CANCELLED)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}(\.py)?")
 OURS = ("output_dir", "resume", "card_share", "overwrite_output_dir")  # options that the queue sets itself
-LONGEST = 1e9  # seconds of a time limit
+LONGEST = 1e9  # the longest time limit, in seconds
 TABLE = """CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT, recipe TEXT NOT NULL, options TEXT NOT NULL, owner TEXT NOT NULL,
     priority INTEGER NOT NULL, time_limit REAL, share REAL NOT NULL, state TEXT NOT NULL, why TEXT NOT NULL,
@@ -32,7 +32,7 @@ class JobRequest:
     recipe: str
     options: list[str] = field(default_factory=list)  # `key=value`, as `lowmem-grpo run` takes them
     priority: int = 0  # higher starts first; equal ones in the order of submission
-    time_limit: float | None = None  # seconds of one start; the run then stops after its step, and saves
+    time_limit: float | None = None  # seconds for each start; the run then stops after its step, and saves
     share: float = 1.0  # the part of the GPU's memory that it may use; jobs run together if their shares fit
 
     RANGES: ClassVar[dict[str, Rule]] = {
@@ -129,7 +129,7 @@ class JobQueue:
             return self.end_job(job, STOPPED if job.goes else CANCELLED, "taken back before it began")
 
     def resume(self, number: int, options: list[str]) -> Job:
-        """Requeue a job that is over, to resume from its last checkpoint with more options. ValueError if it is not."""
+        """Requeue a job to resume from its last checkpoint with more options. ValueError unless it is over."""
         with self.database.lock:
             job = self.one(number)
             if job.state not in OVER:

@@ -104,7 +104,7 @@ class PendingCompletions:
     """The completions of one request of plain prompts (OpenAI's older API: without a chat template, each prompt a text
     or token ids) while they are sampled, and the reply made from them. The constructor submits them to the worker."""
 
-    prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # the id's; `object` of a reply and of a chunk
+    prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # id prefix; `object` of a reply, of a chunk
 
     def __init__(self, chat: ChatHandler, asked: TextRequest, adapter: Adapter) -> None:
         """ChatError if a prompt has no tokens, or leaves no room for an answer."""
@@ -156,7 +156,7 @@ class PendingCompletions:
         return turn, choice
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
-        """Cache a turn, where turns are cached, and return its choice as it is sent."""
+        """Return a turn's choice as it is sent to the client; for a chat, also cache the turn."""
         return choice
 
     def pieces(self, choice: Choice) -> Iterator[Choice]:

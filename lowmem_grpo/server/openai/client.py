@@ -16,8 +16,8 @@ httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.
 
 
 def client_of(chat: ChatHandler, timeout: float | None = None) -> openai.AsyncOpenAI:
-    """Return a client whose `chat.completions` come from the model; each `choices[i].turn` names its turn. Other routes
-    answer 404. A call made in a rollout's asyncio task belongs to that rollout. `timeout` is in seconds per call."""
+    """Return a client whose `chat.completions` come from the model (`choices[i].turn` names the turn), and which lists
+    models; other routes answer 404. A call in a rollout's task belongs to that rollout. `timeout`: seconds per call."""
     return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
                               http_client=OpenClient(transport=ChatTransport(chat), trust_env=False))
 
@@ -45,7 +45,7 @@ class ChatTransport(httpx.AsyncBaseTransport):
             return as_json(error.body(), error.status)
 
     async def answer(self, request: Any) -> Any:
-        """Return the model's reply, a stream as a whole. ChatError for any other route."""
+        """Return the list of models, or the model's reply (a stream as a whole). ChatError for any other route."""
         place = f"{request.method} {request.url.path}"
         if place == "GET /v1/models":
             return as_json({"object": "list", "data": list(map(model_entry, self.chat.names()))})

@@ -55,7 +55,7 @@ class CachedTurn:
     completion: array  # (C,)
     logprobs: array  # (C,) float64
     rest: Turn  # the turn without tokens and logprobs
-    continued: int = 0  # turns that continue this one, including those still being sampled
+    continued: int = 0  # requests that continue this turn, including those still being sampled
 
     @property
     def tokens(self) -> int:
@@ -194,7 +194,7 @@ class ConversationCache:
     def dialect_for(
         self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
     ) -> Dialect:
-        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it has no calls."""
+        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it writes no calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.dialects:

@@ -93,7 +93,7 @@ class EngineWorker:
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """Return a future with, per completion token, its logprob and the `count` likeliest, from one more pass."""
+        """Return a future: per completion token, log-probs of it and of the `count` likeliest, from one more pass."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:
@@ -152,8 +152,8 @@ class EngineWorker:
         self.rounds.append(engine_session.widest)
 
     def awake(self) -> Engine:
-        """Return the engine. The model is asked again for a vLLM engine, since a process has only one and another model
-        may have used it, and for an engine whose `policy` is not the current one."""
+        """Return the engine. It is requested anew from the model if there is none, if it is vLLM (a process has only
+        one, which another model may have used), or if its `policy` is not the current one."""
         now: Any = self.engine
         if now is None or (not self.given and (now.name == "vllm" or now.policy is not self.policy)):
             engine = self.model.engine(self.policy, self.tokenizer)

@@ -124,7 +124,7 @@ def read_arguments(arguments: Any) -> Any:
 
 def in_order(messages: list[Message]) -> Iterator[Message]:
     """Yield messages without call ids: tool results are ordered as the calls before them, and named by their tool."""
-    names: dict[str, tuple[int, str]] = {}  # by the ids of the last message's calls: the call's place and its tool
+    names: dict[str, tuple[int, str]] = {}  # place and tool of the last message's calls, by call id
     for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
         if are_results:
             placed = [(*names.get(result.get("tool_call_id", ""), (len(names), result.get("name"))), result)

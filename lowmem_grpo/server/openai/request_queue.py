@@ -17,10 +17,10 @@ from lowmem_grpo.engines.base import Engine, Request
 from lowmem_grpo.types import Rollout, Turn
 
 LIVE = "live"  # the adapter in the model, as it is during sampling
-Round = tuple[int, float]  # calls served together, and seconds that took
+Round = tuple[int, float]  # the number of calls served together, and the seconds until all were finished
 NO_ROUND: Round = (0, 0.0)
-QUIET = 0.05  # the fraction of a round's seconds without a new call after which the next one starts
-LEAST, MOST_QUIET = 0.003, 0.1  # bounds of these seconds
+QUIET = 0.05  # the next round starts after this fraction of a round's seconds without a new call
+LEAST, MOST_QUIET = 0.003, 0.1  # bounds of that wait, in seconds
 logger = logging.getLogger(__name__)
 MOST = 4096  # remembered conversation numbers; an engine caches fewer
 
@@ -29,10 +29,10 @@ MOST = 4096  # remembered conversation numbers; an engine caches fewer
 class Call:
     """One requested completion; a call is submitted once. Calls of one `batch_key` are decoded together."""
 
-    ids: list[int]  # (P,) of the prompt
+    ids: list[int]  # (P,) prompt tokens
     params: SamplingParams  # n is 1; max_tokens and seed may differ within a batch
     adapter: Path | str | None = LIVE  # the folder of a saved adapter, LIVE, or None for the base model
-    key: int | None = None  # the conversation's, whose KV cache is reused; None for a new one
+    key: int | None = None  # the number of the conversation, whose KV cache is reused; None for a new one
     version: int | None = None  # the policy version, if `adapter` is a saved one
     future: "Future[Turn]" = field(default_factory=Future)
     seed: int = 0  # the resolved seed, set by the worker

@@ -12,7 +12,7 @@ from lowmem_grpo.server.requests import NO_RETRY, ChatError, Limits
 
 @dataclass
 class RecordedConversation:
-    """The messages from the first to a reply that no later call continued."""
+    """The messages of a conversation, from the first to a reply that no later call continued."""
 
     messages_and_choices: list[dict[str, Any]]  # policy replies are OpenAI choices with their `turn`
     tools: list[dict[str, Any]] | None = None

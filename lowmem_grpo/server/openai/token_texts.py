@@ -53,7 +53,7 @@ class TokenTexts:
 
 
 def older_logprobs(content: list[dict[str, Any]], with_others: bool) -> dict[str, Any]:
-    """Return logprobs in the form of OpenAI's older API, `with_others` also the likeliest tokens."""
+    """Return logprobs in the form of OpenAI's older API; `with_others` adds the likeliest tokens."""
     tokens = [entry["token"] for entry in content]
     others = [{other["token"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
     return {"tokens": tokens, "token_logprobs": [entry["logprob"] for entry in content],

@@ -24,7 +24,7 @@ from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import LASTS, SignIn, User
 from lowmem_grpo.utils import MIB, time_text
 
-READS = 0.5  # seconds in which unread records are read before a page is told of them
+READS = 0.5  # most seconds to read new records before a page is answered
 LIVE = ("running", "stopping")  # states of a job or run with a process, whatever the run's files say
 MOST_FOLLOWED = 16  # most runs with records in memory
 MOST_COMPARED = 6  # most runs on one chart: the number of colours
@@ -69,8 +69,8 @@ class Page:
                 if name in runs}
 
     def version(self, user: User, names: list[str]) -> str:
-        """Read what the runs wrote, and return a text that changes whenever their page does. A run of which more is
-        unread than a piece of each file is read on for a moment."""
+        """Read the runs' new records, at least a piece of each file, for at most READS seconds, and return a text that
+        changes whenever their page does."""
         until, runs = time.monotonic() + READS, [self.follow(run) for run in self.runs(user, names).values()]
         while any(run.reading for run in runs) and time.monotonic() < until:
             for run in runs:
@@ -94,7 +94,7 @@ class Page:
                        "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
 
     def one_run(self, run: Listed | None, words: str) -> dict[str, Any]:
-        """Return a run's report, buttons and log; if it has written nothing, why; if there is none, these words."""
+        """Return a run's report, buttons and log; why it has written nothing yet; or `words` if `run` is None."""
         if run is None:
             return {"top": {"title": self.source.title, "ending": {"said": words}}}
         follower = self.follow(run)
@@ -121,7 +121,7 @@ class Page:
             why = "This link was used before, or is of an earlier start."
         if value is None:
             return sign_in_page(why)
-        # a page after a link, not a redirect, which a browser from another site would follow without the strict cookie
+        # a link is answered with a page: a browser from another site would follow a redirect without the strict cookie
         answer = RedirectResponse("/", 303) if request.method == "POST" else HTMLResponse(
             plain_page("Signed in", '<p><a href="/">Go on</a></p>', ONWARD))
         answer.set_cookie(self.sign_in.name, value, max_age=int(LASTS), path="/", httponly=True, samesite="strict",

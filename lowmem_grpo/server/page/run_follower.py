@@ -79,9 +79,9 @@ def last_state(line: str) -> str:
 
 
 class JsonlTail:
-    """An incremental reader of a JSON lines file, from its start again if it was replaced or shortened, as by a resume.
-    An unfinished line is left for the next read; a damaged or too long line is counted and skipped, where a report
-    would refuse the file."""
+    """An incremental reader of a JSON lines file. It starts again if the file was replaced or shortened, as by a
+    resume. An unfinished line is left for the next read; a damaged or too long line is counted and skipped, where a
+    report would refuse the file."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """With `last_bytes`, the first read starts at most that far before the end of the file."""

@@ -136,9 +136,9 @@ class Adapters:
             self.rest()
 
     def run(self, model_id: str, asked: Pass) -> tuple[list[Tensor], dict[str, float]]:
-        """Return the log-probabilities (T,) of each datum's targets, and metrics. Unless it is forward only, the
-        gradient of the loss, a sum over tokens, is added. ValueError, with no gradient added, if either is not finite.
-        """
+        """Return the log-probabilities, (T,) or (T, K), of each datum's targets, and metrics. Unless `asked` is forward
+        only, add the gradient of the loss, a sum over tokens. ValueError, with no gradient added, if a log-probability
+        or the gradient is not finite."""
         # targets may differ from the next tokens, so they replace them after packing
         groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
         datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
@@ -172,7 +172,7 @@ class Adapters:
         return logprobs, total
 
     def plain(self, batch: MicroBatch, data: list[Datum], asked: Pass) -> tuple[Tensor, list[Tensor]]:
-        """Return (the loss, log-probabilities (T,) of each datum), with one target for each token."""
+        """Return the loss and each datum's log-probabilities (T,), with one target for each token."""
         logprobs, _ = self.policy.logprobs(batch, 1.0)
         values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
         loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
@@ -180,7 +180,7 @@ class Adapters:
         return loss, unpack(logprobs.detach().float().cpu(), batch)
 
     def wide(self, batch: MicroBatch, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
-        """Return the same with several targets for a token: cross entropy, and (T, K) log-probabilities."""
+        """Return cross entropy and each datum's log-probabilities, (T, K) where tokens have several targets."""
         begins = [0, *itertools.accumulate(len(datum.ids) for datum in data)]
         cells = [datum.cells or one_each(datum) for datum in data]
         places = torch.cat([each.rows + begin for each, begin in zip(cells, begins, strict=False)])

@@ -27,7 +27,7 @@ class Saved:
     owner: str
     model: str
     settings: LoraSettings
-    file: str  # below the folder of the shelf: a safetensors file with moments, or a PEFT folder to sample with
+    file: str  # below the store's folder: a safetensors file with moments, or a PEFT folder to sample with
     size: int
     made: float
     expires: float | None = None
@@ -54,7 +54,7 @@ class CheckpointStore:
         self.sweep()
 
     def find(self, path: object, owner: str, kind: str | None = None) -> Saved:
-        """Return the weights of a path. UnknownError if this user has none there, ValueError if of another kind."""
+        """Return the weights at a path. UnknownError if this user has none there, ValueError if not of this kind."""
         row = self.database.row("SELECT * FROM tinker_saved WHERE path = ? AND (expires IS NULL OR expires > ?)",
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
@@ -74,7 +74,7 @@ class CheckpointStore:
         return [saved for saved in (Saved(**with_settings(row)) for row in rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return the file for a request's weights, unique to it: older weights stay until it is complete."""
+        """Return the path for a request's weights, unique to it: older weights stay until these are complete."""
         suffix = ".safetensors" if kind == TRAINING else ""
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 

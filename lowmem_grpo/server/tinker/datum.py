@@ -23,8 +23,8 @@ KNOWN = {TARGETS, *(name for loss in LOSSES.values() for name in loss.needs)}
 class Cells:
     """The E cells that are present in a sparse (T, K) matrix, row by row."""
 
-    rows: Tensor  # (E,) int64, of T
-    columns: Tensor  # (E,) int64, of K
+    rows: Tensor  # (E,) int64, 0 to T - 1
+    columns: Tensor  # (E,) int64, 0 to K - 1
     tokens: Tensor  # (E,) int64
     weights: Tensor  # (E,) float32
     length: int  # T
@@ -39,7 +39,7 @@ class Cells:
 class Entries:
     """The values that a Tensor message lists."""
 
-    shape: list[int]  # [T], or [T, K] for several values for a token
+    shape: list[int]  # [T], or [T, K] if tokens have several values
     cells: Tensor  # (E,) int64, t * K + k in ascending order
     values: Tensor  # (E,)
 

@@ -77,14 +77,14 @@ def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Call
 
 async def checked(call: Callable[[], T], here: bool = False) -> T:
     """Run a call in a thread and return its result. With `here` it runs in this thread, for calls that do not block: a
-    change of threads takes longer while another one computes. Errors become the client's (`client_errors`)."""
+    change of threads takes longer while another one computes. Errors are mapped by `client_errors`."""
     with client_errors():
         return call() if here else await run_in_threadpool(call)
 
 
 @contextmanager
 def client_errors() -> Iterator[None]:
-    """Turn errors inside into ChatErrors of the client, with statuses that only for BusyError ask for a retry."""
+    """Turn errors in the block into ChatErrors with 4xx statuses; only that of BusyError, 429, asks for a retry."""
     try:
         yield
     except UnknownError as error:

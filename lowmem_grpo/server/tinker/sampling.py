@@ -37,7 +37,7 @@ NONE = -99999.0  # the protocol's value for a log-probability that was not compu
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities and top-k tokens of P prompt tokens; if not computed, NaN, or the token 0 with NONE."""
+    """Log-probabilities and top-k tokens of P prompt tokens; where not computed, NaN, and the token 0 with NONE."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order

@@ -41,7 +41,7 @@ AT_A_TIME = 2048  # concurrent requests over OpenAI's routes; the worker decodes
 
 class SavedModels(Mapping[str, Path | str | None]):
     """The models of a user by name: the base model, and weights saved for sampling as RUN@NAME or
-    tinker://RUN/sampler_weights/NAME. Each call reads the shelf."""
+    tinker://RUN/sampler_weights/NAME. Each look-up reads the checkpoint store."""
 
     def __init__(self, base: str, shelf: CheckpointStore, owner: str) -> None:
         self.base, self.shelf, self.owner = base, shelf, owner

@@ -124,7 +124,7 @@ class Training:
         self.worker.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
 
     def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
-        """Called when a request leaves the worker, with or without an answer."""
+        """Wake the clients that poll for a request which left the worker, and start the model's next one."""
         with self.lock:
             self.busy.discard(asked.model)
             told = self.told.pop(asked.id, None)
@@ -137,8 +137,8 @@ class Training:
             logger.error("%s was not answered: %s", asked.id, error)
 
     def kept(self, promise: str) -> "Future[None]":
-        """Return a future that is done once a promise is fulfilled. Get it before looking into the ledger, which may
-        have the answer already."""
+        """Return a future that is done once a promise is fulfilled. Get it before looking into the request store, which
+        may have the answer already."""
         with self.lock:
             return self.told.setdefault(promise, Future())
 

@@ -43,7 +43,8 @@ class Usage:
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
     def taken(self, asked: ModelRequest, model: StoredModel) -> ModelRequest:
-        """Return the request, or above a limit a refused one that fails in its turn; BusyError if room will come."""
+        """Return the request, or above a limit one of kind REFUSED, which fails in its turn. BusyError if a request
+        that is about to be answered will make room."""
         (requests, bodies, is_next), may = self.ledger.open_of(model.owner), self.allowances[model.owner]
         requests += self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:
@@ -152,8 +153,7 @@ class Runs:
         return ModelReply.from_json({"type": UNLOAD, "model_id": model})
 
     def older_snapshots(self, model: str, kept: int) -> list[str]:
-        """Delete a model's snapshots from the database, except the `kept` newest; returns the folders of those deleted.
-        """
+        """Delete all snapshots of a model but the `kept` newest from the database, and return their folders."""
         rows = self.database.rows(
             "SELECT id, snapshot FROM tinker_samplers WHERE id >= ? AND id < ? ORDER BY rowid DESC",
             (f"{model}:sample:", f"{model}:sample;"))[kept:]

@@ -93,7 +93,7 @@ SampleResponse: Any = message("SampleResponse")
 
 
 def parsed(kind: Any, body: bytes) -> Any:
-    """Return a body as a message; BodyError if it is none."""
+    """Parse a body as a message. BodyError if it is not one."""
     try:
         return kind.FromString(body)
     except (DecodeError, UnicodeDecodeError) as error:
@@ -102,8 +102,8 @@ def parsed(kind: Any, body: bytes) -> Any:
 
 
 def plain(body: bytes, encoding: str, most: int = BODY_BYTES) -> bytes:
-    """Return a decompressed body. BodyError if it would exceed `most` bytes, which its frame says before any is made,
-    if it was cut off, or if the encoding is unknown."""
+    """Decompress a body. BodyError if its frame announces more than `most` bytes (nothing is decompressed then) or no
+    size, if it was cut off, or if the encoding is unknown."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":

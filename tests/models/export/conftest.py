@@ -1,4 +1,4 @@
-"""What tests of exports share: saved adapters, each made once."""
+"""Fixtures of the tests of exports: saved adapters, each made once."""
 
 import shutil
 from pathlib import Path
@@ -36,11 +36,11 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(adapter: Path, tmp_path: Path) -> Path:
-    """The same in a folder that may be changed."""
+    """Copy that folder to one that may be changed."""
     return shutil.copytree(adapter, tmp_path / "copy")
 
 
 @pytest.fixture
 def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the comparison of logits, which loads three models: what is tested is something else."""
+    """Leave out the comparison of logits, which loads three models and is not what is tested."""
     monkeypatch.setattr("lowmem_grpo.models.export.merged.LARGEST", 0)

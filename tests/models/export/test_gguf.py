@@ -16,6 +16,16 @@ from lowmem_grpo.models.export.formats import ExportSettings, export, matrix_ele
 from lowmem_grpo.models.export.gguf import GGUFError, find_converter, read_gguf
 
 
+def written(path: Path, architecture: str, name: str, shape: tuple[int, int]) -> Path:
+    """Write a GGUF file with one tensor of zeros, and return its path."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_tensor(name, np.zeros(shape, np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return path
+
+
 def test_gguf_goes_through_the_converter_and_is_read_back(adapter: Path, tmp_path: Path, unequal: None) -> None:
     tools = llama_cpp(tmp_path / "llama.cpp", CONVERTER.format(cut=""))
     done = export_command(adapter, "--format", "gguf", "--out", tmp_path / "out", "--llama-cpp", tools,
@@ -47,12 +57,8 @@ def test_a_converter_that_fails_leaves_nothing(
 
 def test_a_convolution_counts_although_the_converter_drops_its_middle_dimension(tmp_path: Path) -> None:
     save_file({"conv1d.weight": torch.ones(6, 1, 4), "norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
-    writer = GGUFWriter(tmp_path / "model.gguf", "qwen35")
-    writer.add_tensor("blk.0.ssm_conv1d.weight", np.ones((6, 4), np.float32))
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
-    assert matrix_elements(tmp_path) == read_gguf(tmp_path / "model.gguf").elements == 24
+    gguf = written(tmp_path / "model.gguf", "qwen35", "blk.0.ssm_conv1d.weight", (6, 4))
+    assert matrix_elements(tmp_path) == read_gguf(gguf).elements == 24
 
 
 def test_without_llama_cpp_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -66,13 +72,7 @@ def test_without_llama_cpp_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyP
 
 
 def test_a_file_whose_weights_are_cut_off_is_refused(tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole.gguf", tmp_path / "cut.gguf"
-    writer = GGUFWriter(whole, "qwen2")
-    writer.add_tensor("weight", np.zeros((8, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    whole, cut = written(tmp_path / "whole.gguf", "qwen2", "weight", (8, 4)), tmp_path / "cut.gguf"
     found = read_gguf(whole)
     assert (found.architecture, found.shapes, found.elements) == ("qwen2", {"weight": (4, 8)}, 32)
     cut.write_bytes(whole.read_bytes()[:-64])

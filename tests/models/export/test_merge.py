@@ -69,7 +69,7 @@ def test_a_damaged_file_is_found_and_nothing_is_left(
 
 
 def merged_weight(folder: Path, base: torch.Tensor, written: LoraPair, meant: LoraPair) -> MergeCheck:
-    """One weight merged with a pair, and checked against the one that was meant."""
+    """Merge one weight with the pair `written`, and check the file against the pair `meant`."""
     weight = Weight("q.weight", tuple(base.shape), base.dtype, lambda: lambda start, stop: base[start:stop])
     write_merged(folder, [weight], {"q": written}, torch.bfloat16)
     return check_merged(folder, tensor_files(folder), [weight], {"q": meant})

@@ -48,7 +48,7 @@ def polled(dispatcher: Dispatcher, holds: Callable[[], object]) -> None:
 
 
 def log(queue: JobQueue, number: int) -> list[str]:
-    """The lines of a job's run that say how it began."""
+    """Return the lines of a job's log that say how it began."""
     path = queue.folder_of(queue.one(number)) / keeper.LOG
     return [line for line in path.read_text().splitlines() if line.startswith("began")] if path.exists() else []
 
@@ -114,7 +114,7 @@ def test_a_job_whose_processes_vanished_goes_on_from_its_checkpoint(
 
 
 def a_card(monkeypatch: pytest.MonkeyPatch, total: int, *free: int) -> None:
-    """Let torch say that there is a card, of whose bytes so many are free at each look."""
+    """Let torch report a card with `total` bytes, of which the next number of `free` is free at each look."""
     monkeypatch.setattr(dispatcher_module, "driver_version", lambda: "580")
     looks = iter(free)
     for name, value in {"is_available": lambda: True, "get_device_name": lambda device: "a card",

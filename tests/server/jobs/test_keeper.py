@@ -1,4 +1,4 @@
-"""The keeper of a run: its time limit, its stop, what is left when either of them is killed."""
+"""The keeper of a run: the time limit, the stop, and what is left when the keeper or the run is killed."""
 
 import os
 import select
@@ -100,14 +100,14 @@ def heard(pipe: int) -> bytes:
     return os.read(pipe, 100)
 
 
-def test_two_keepers_never_start_one_go_twice(tmp_path: Path, keep: Keep) -> None:
+def test_two_keepers_never_run_one_start_of_a_job_twice(tmp_path: Path, keep: Keep) -> None:
     first = keep(POLITE)
     ready(tmp_path)
     keep(POLITE).wait(LONGEST)
     assert log(tmp_path).count("ready") == 1
     keeper.ask_to_stop(tmp_path)
     first.wait(LONGEST)
-    keep(POLITE).wait(LONGEST)  # the same go again, which has ended
+    keep(POLITE).wait(LONGEST)  # the same start again, which has ended
     assert log(tmp_path).count("ready") == 1
 
 

@@ -1,4 +1,4 @@
-"""The queue, and over HTTP: it keeps what it was told, what is wrong is said, what is another's is not seen."""
+"""The job queue, also over HTTP: jobs survive, mistakes are named, and nobody sees another user's jobs."""
 
 import json
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_a_wrong_job_is_told_what_is_wrong(words: str, client: TestClient) -> No
     assert client.get("/jobs").json() == {"jobs": []}
 
 
-def test_options_of_a_second_go_are_checked_too(client: TestClient, queue: JobQueue) -> None:
+def test_options_of_a_second_start_are_checked_too(client: TestClient, queue: JobQueue) -> None:
     client.post("/jobs", json={"recipe": "arithmetic"})
     queue.end_job(queue.start_job(queue.one(1)), DONE, "", 0)
     assert "did you mean" in message(client.post("/jobs/1/resume", json={"options": ["max_stepz=1"]}))

@@ -1,4 +1,4 @@
-"""Held turns: what a request goes on from, token by token, under every chat template."""
+"""Cached turns: a request continues the right one, token by token, under every chat template."""
 
 import random
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ def said(text: str, **more: Any) -> Message:
 def sampled(
     histories: ConversationCache, messages: list[Any], text: str = "7", ids: tuple[int, ...] = (5, 6), **more: Any,
 ) -> str:
-    """A turn that was drawn for a request; its name."""
+    """Keep a turn that was sampled for a request, and return its name."""
     opening = histories.open_prompt(plain(messages), **more)
     name = histories.keep(opening, drawn(opening.ids, list(ids)), plain([said(text)])[0])
     histories.close_prompt(opening, kept=True)

@@ -1,4 +1,4 @@
-"""Who reaches an endpoint, what it says to those who do not, and how it ends."""
+"""An endpoint: who may reach it, what it answers to everybody else, and how it ends."""
 
 import json
 import os

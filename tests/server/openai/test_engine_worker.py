@@ -36,7 +36,7 @@ def held_up(worker: EngineWorker) -> "Future[Turn]":
     return future
 
 
-def test_one_caller_of_another_flavour_waits_for_about_one_turn_of_64() -> None:
+def test_one_caller_with_another_batch_key_waits_for_about_one_turn_of_64() -> None:
     worker = scripted_desk(slots=8)
     asked = [held_up(worker), *(worker.submit(call_of(worker, "crowd")) for _ in range(64)),
              worker.submit(call_of(worker, "alone", temperature=0.5))]
@@ -66,8 +66,8 @@ def test_a_conversation_stays_open_while_nothing_else_is_asked_for(worker: Engin
     assert engine(worker).conversations == 2
 
 
-def test_a_desk_without_work_waits_until_it_is_woken(worker: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at nothing now and then, which would cost time of the processor."""
+def test_a_worker_without_work_waits_until_it_is_woken(worker: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polling would cost processor time."""
     waits, wait = list[float | None](), worker.waiting.changed.wait
 
     def noted(timeout: float | None = None) -> bool:
@@ -112,7 +112,7 @@ def test_calls_do_not_keep_a_job_from_running_nor_jobs_a_call(worker: EngineWork
     assert done == [0, "call", 1, 2]
 
 
-def test_a_job_that_raises_tells_its_caller_and_the_desk_goes_on(worker: EngineWorker) -> None:
+def test_a_job_that_raises_tells_its_caller_and_the_worker_goes_on(worker: EngineWorker) -> None:
     def fail() -> None:
         raise SystemExit("no more")
 
@@ -185,7 +185,7 @@ def test_closing_finishes_what_is_in_the_engine_and_refuses_the_rest(worker: Eng
     assert engine(worker).slept == 1 and not worker.thread.is_alive()
 
 
-def test_seeds_follow_from_the_desks_seed_and_the_number_of_the_call() -> None:
+def test_seeds_follow_from_the_workers_seed_and_the_number_of_the_call() -> None:
     found = []
     for seed in (1, 1, 2):
         worker = scripted_desk(seed=seed)

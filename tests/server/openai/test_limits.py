@@ -1,4 +1,4 @@
-"""What is too much for an endpoint is refused with the limit's name, and costs the other requests nothing."""
+"""A request above a limit of an endpoint is refused with the limit's name, and costs the other requests nothing."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""How long the owner of an engine waits for more calls, counted in waits; and that an engine never takes one
+"""An engine's worker waits for more calls as long as it pays, counted in waits; and an engine never takes one
 conversation, or one set of weights, for another."""
 
 from concurrent.futures import Future
@@ -27,8 +27,8 @@ CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
 
 
 class Trickle(RequestQueue):
-    """Calls of one batch_key, of which one waits and `later` come one by one, each in a wait; with nobody left, a wait
-    is over without anyone."""
+    """A queue with one call, to which `later` calls of the same batch_key come one by one, each during a wait; without
+    any left, a wait times out."""
 
     def __init__(self, later: int) -> None:
         super().__init__()

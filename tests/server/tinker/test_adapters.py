@@ -26,7 +26,7 @@ def adapters(tokens: int | None = None) -> Adapters:
 
 
 def created(made: Adapters, *models: str) -> Adapters:
-    """With B drawn at random too, so that every factor has a gradient."""
+    """Create models whose B is random too, so that every factor has a gradient."""
     for number, model in enumerate(models):
         made.create(model, LoraSettings(rank=3 + number, seed=number))
         torch.manual_seed(number)
@@ -36,7 +36,7 @@ def created(made: Adapters, *models: str) -> Adapters:
 
 
 def data(seed: int = 0) -> list[Datum]:
-    """Three datums whose targets are not the next tokens, one of a single token."""
+    """Return three datums whose targets are not the next tokens, one of them of a single token."""
     torch.manual_seed(seed)
     return [Datum(torch.randint(3, 384, (length,)).tolist(), torch.randint(3, 384, (length,)),
                   {"weights": torch.randn(length), "advantages": torch.randn(length),
@@ -51,7 +51,7 @@ def asked(loss: str, given: list[Datum], forward_only: bool = False) -> Pass:
 
 
 def dense(made: Adapters, model: str, asked: Pass) -> tuple[list[Tensor], dict[str, Tensor], float]:
-    """Log-probabilities, gradients and the loss by whole logits, one datum at a time."""
+    """Return log-probabilities, gradients and the loss by whole logits, one datum at a time."""
     with made.active(model) as held:
         expected, total = [], torch.zeros((), dtype=torch.float64)
         for one in asked.data:
@@ -73,7 +73,7 @@ def dense(made: Adapters, model: str, asked: Pass) -> tuple[list[Tensor], dict[s
 
 
 def check_against_whole_logits(asked: Pass, tokens: int | None) -> None:
-    """The second of two models says what whole logits say, and the first one has no gradient."""
+    """Check that the second of two models computes what whole logits give, and the first one has no gradient."""
     made = created(adapters(tokens), "a", "b")
     expected, slopes, loss = dense(made, "b", asked)
     logprobs, metrics = made.run("b", asked)

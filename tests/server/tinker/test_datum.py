@@ -79,7 +79,7 @@ def test_the_answer_has_the_log_probabilities_of_each_datum_between_its_offsets(
 
 
 def sparse(values: torch.Tensor) -> Any:
-    """As the protocol's client makes it: what is 0 is not listed."""
+    """Return a sparse matrix as the protocol's client makes it: zeros are not listed."""
     made, (rows, columns) = dense(values), values.nonzero(as_tuple=True)
     made.sparse_csr.values, made.sparse_csr.col_indices = as_bytes(values[rows, columns]), as_bytes(columns)
     counts = torch.bincount(rows, minlength=len(values))
@@ -88,7 +88,7 @@ def sparse(values: torch.Tensor) -> Any:
 
 
 def cells_of(targets: Any, weights: Any) -> Any:
-    """Those of a datum of three tokens with these tensors."""
+    """Return the cells of a datum of three tokens with these tensors."""
     made = request()
     for name, tensor in (("target_tokens", targets), ("weights", weights)):
         made.data[0].loss_fn_inputs[name].CopyFrom(tensor)

@@ -29,7 +29,7 @@ def some(**fields: Any) -> st.SearchStrategy[Any]:
 
 
 def known(*values: Any) -> st.SearchStrategy[Any]:
-    """One of these values twice as often as anything else."""
+    """Draw one of these values twice as often as anything else."""
     return st.one_of(st.sampled_from(values), st.sampled_from(values), ANY)
 
 

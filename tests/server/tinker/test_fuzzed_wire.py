@@ -22,7 +22,7 @@ SHAPES = st.lists(st.one_of(st.integers(-2, 8), st.sampled_from([2**40, 2**62]))
 
 @pytest.fixture(scope="module")
 def models(one_server: Server) -> tuple[str, str]:
-    """One that is fuzzed, and one of another user's with a gradient."""
+    """Create a model that is fuzzed, and another user's model with a gradient."""
     mine, theirs = one_server.create(), one_server.create(key=OTHER)
     one_server.wait(one_server.post("forward_backward", body(theirs, 1, 1), OTHER).json(), OTHER)
     return mine, theirs
@@ -34,7 +34,7 @@ def gradients(server: Server, model: str) -> list[Tensor]:
 
 
 def told(server: Server, content: bytes, **headers: str) -> str:
-    """What a client is told of a body: in its promise, or at once; "" where it was done."""
+    """Return the error that a client gets for a body, in its promise or at once; "" if there is none."""
     reply = server.post("forward_backward", content, OWNER, **headers)
     assert reply.status_code in (200, 404, 422), reply.text
     if reply.status_code != 200:

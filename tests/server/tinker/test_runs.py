@@ -1,4 +1,4 @@
-"""What a client leaves behind: models that are unloaded, snapshots that are replaced, weights whose time is over."""
+"""Clients that leave: their models are unloaded, their snapshots replaced, their weights deleted in time."""
 
 import time
 from collections import defaultdict

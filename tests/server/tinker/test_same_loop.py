@@ -25,8 +25,8 @@ Row = tuple[list[int], list[int], list[float], list[float]]  # ids, targets, log
 
 @contextmanager
 def begun_together(served: HeldUp) -> Iterator[None]:
-    """The samples that are asked for inside are begun as soon as all of them wait: which of them are decoded together,
-    and so their last bits, depends on nothing else."""
+    """Start the samples of the block once all of them wait: which of them are decoded together, and so their last bits,
+    depends on nothing else."""
     with served.held_up():
         yield
         until(lambda: sum(map(len, served.model.worker.waiting.lines.values())) == COUNT)
@@ -59,7 +59,7 @@ class OverHttp:
 
 
 class InProcess:
-    """The verbs that the server calls, in this process: no requests, no ledger, no client."""
+    """The verbs that the server calls, in this process: no requests, no request store, no client."""
 
     def __init__(self, served: HeldUp, folder: Path) -> None:
         self.served, self.folder = served, folder

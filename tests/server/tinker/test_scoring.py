@@ -66,7 +66,7 @@ def test_the_likeliest_tokens_are_those_of_whole_logits_and_each_gets_as_many_as
     assert (seven.values[:3] == NONE).all() and torch.equal(seven.ids[3:].long(), top.indices[2:4])
 
 
-def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
+def test_what_is_too_much_for_one_job_of_the_worker_comes_in_later_ones(
     one_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.server.tinker.sampling.AT_ONCE", 7)
@@ -77,7 +77,7 @@ def test_what_is_too_much_for_one_turn_at_the_desk_comes_in_later_ones(
     assert [len(one.result(60).logprobs) for one in asked] == [3, 4, 9, 2] and scoring.waiting == []
 
 
-def test_an_error_and_a_closed_desk_are_told_to_all_that_wait(tmp_path: Path) -> None:
+def test_an_error_and_a_closed_worker_are_told_to_all_that_wait(tmp_path: Path) -> None:
     server = Server(tmp_path)
     scoring = PromptScoring(server.model.worker)
     with server.held_up():
