@@ -59,7 +59,7 @@ class LocalRun:
             adapted = await asyncio.to_thread(self.loaded, model)
             self.worker = EngineWorker(adapted, seed=self.own_seed())
             try:
-                await self.at_desk(partial(self.start_run, adapted), sleep=False)
+                await self.in_worker(partial(self.start_run, adapted), sleep=False)
             except BaseException:
                 self.worker.close()
                 raise
@@ -112,7 +112,7 @@ class LocalRun:
         self.session.__exit__(*((None,) * 3 if error is None else (type(error), error, error.__traceback__)))
         self.trainer.model.close_engine()
 
-    def at_desk(self, function: Callable[[], T], sleep: bool = True) -> "asyncio.Future[T]":
+    def in_worker(self, function: Callable[[], T], sleep: bool = True) -> "asyncio.Future[T]":
         """Run a function in the worker's thread, between calls, and return a future of its result."""
         future: Future[T] = self.worker.run(function, sleep)
         return asyncio.wrap_future(future)
@@ -159,7 +159,7 @@ class LocalRun:
         options = dict(options)
         save = options.pop("save_checkpoint", True)
         settings = settings_of(options, self.trainer.args.loss_type, PER_STEP)
-        return await self.at_desk(partial(self.update, groups, settings | ({} if save else {"save_strategy": "no"})))
+        return await self.in_worker(partial(self.update, groups, settings | ({} if save else {"save_strategy": "no"})))
 
     def update(self, gathered: Sequence[TrajectoryGroup], settings: Mapping[str, Any]) -> dict[str, Any]:
         sampled = Sampled(self.chat.histories, [name for name in self.names() if name != self.base_model])
@@ -194,7 +194,7 @@ class LocalRun:
         known = {name for line in self.trainer.state.log_history if line.get("step") == at for name in line}
         tally = tally_of([] if split == TRAIN else groups,
                          {name: value for name, value in metrics.items() if split != TRAIN or name not in known})
-        await self.at_desk(partial(self.note, tally, split, at), sleep=False)
+        await self.in_worker(partial(self.note, tally, split, at), sleep=False)
 
     def note(self, tally: Tally, split: str, step: int) -> None:
         """Write the sums and means over all ranks, if there are any."""
@@ -216,7 +216,7 @@ class LocalRun:
 
     async def delete_checkpoints(self, metric: str) -> None:
         """Delete all checkpoints except the newest and the best by this metric."""
-        await self.at_desk(partial(self.prune, metric), sleep=False)
+        await self.in_worker(partial(self.prune, metric), sleep=False)
 
     def prune(self, metric: str) -> None:
         if self.ranks.leads:

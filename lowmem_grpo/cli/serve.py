@@ -21,12 +21,13 @@ HOST = click.option(
 @click.option("--port", default=8400, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @HOST
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("~/.lowmem-grpo"),
-              show_default=True, help="What the server keeps; one server at a time has it.")
+              show_default=True, help="Where the server keeps its files; one server at a time uses it.")
 @click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
               help="Further users, a line NAME KEY each; with `jobs` after it, they may submit jobs. Limits of a user "
               "come after it too, as in --limits.")
-@click.option("--limits", default="", help="What each key may have, such as \"requests=4096 bodies=1GiB storage=100GiB "
-              "models=64\": unanswered requests, their bodies, what is saved, and models. These are the defaults.")
+@click.option("--limits", default="", help="The most that each key may have, such as \"requests=4096 bodies=1GiB "
+              "storage=100GiB models=64\": unanswered requests, their bodies, saved weights, and models. These are the "
+              "defaults.")
 @click.option("--model", help="A model that clients of the Tinker protocol train: its name on the hub, or a folder.")
 @click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
               help="Tokens of a sequence that clients train on.")

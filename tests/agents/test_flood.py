@@ -22,7 +22,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types.chat.chat_completion import Choice
-from served import chat_over, scripted_desk
+from served import chat_over, scripted_worker
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.agents.endpoint import AgentEndpoint
@@ -41,7 +41,7 @@ WORD = re.compile(r"w\d+-\d+-[0-9a-f]{8}")  # what each request has of its own
 
 def echoing() -> EngineWorker:
     """A worker whose engine answers with the last word of the prompt that is like WORD."""
-    return scripted_desk(lambda prompt: f"heard {WORD.findall(prompt)[-1]}", context=1024)
+    return scripted_worker(lambda prompt: f"heard {WORD.findall(prompt)[-1]}", context=1024)
 
 
 def sampling() -> EngineWorker:

@@ -147,7 +147,7 @@ class Noted:
         return found
 
 
-def scripted_desk(says: Callable[[str], str] = lambda prompt: "Yes.", context: int = 4096, seed: int = 0,
+def scripted_worker(says: Callable[[str], str] = lambda prompt: "Yes.", context: int = 4096, seed: int = 0,
                   **more: Any) -> EngineWorker:
     """A worker; `worker.engine` is a DeskEngine. Close it."""
     engine: Any = DeskEngine(says, **more)
@@ -173,7 +173,7 @@ class ScriptedBackend:
     """Answers as told, and notes what it is asked to train, log and delete. Close it with `worker.close()`."""
 
     def __init__(self, path: Path, says: Callable[[str], str] = lambda prompt: "Yes.") -> None:
-        self.path, self.worker, self.step = path, scripted_desk(says), 0
+        self.path, self.worker, self.step = path, scripted_worker(says), 0
         self.worker.model.loaded.name = "scripted"
         self.adapters: list[Any] = []  # other than the live one, with which there was computed
         worker: Any = self.worker

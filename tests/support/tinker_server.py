@@ -89,7 +89,7 @@ class Server(HeldUp):
 
         def read() -> dict[str, Tensor]:
             if model not in held:
-                training.load(training.ledger.model(model))
+                training.load(training.store.model(model))
             return training.adapters.state(model)
 
         return self.model.worker.run(read).result()

@@ -19,7 +19,7 @@ from lowmem_grpo.utils import TEXT, at_least, require
 
 logger = logging.getLogger(__name__)
 
-GONE = {"cache_file": "what was judged is kept as long as the judge; leave it out"} | dict.fromkeys(
+GONE = {"cache_file": "ratings are kept as long as the judge object; leave it out"} | dict.fromkeys(
     ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
 EQUAL = 0.5  # the reward of completions that have no other to be compared with
 

@@ -48,7 +48,8 @@ class ModelRoutes:
     """The routes of client sessions, of their models (the protocol's training runs), and of saved weights."""
 
     def __init__(self, training: Training, served: Served) -> None:
-        self.training, self.ledger, self.shelf, self.served = training, training.ledger, training.shelf, served
+        self.training, self.store = training, training.store
+        self.checkpoints, self.served = training.checkpoints, served
 
     def answers(self) -> dict[str, Answers]:
         capabilities = {"supported_models": [{"model_name": self.served.name, "trainable": True, "sampleable": True,
@@ -68,12 +69,12 @@ class ModelRoutes:
             "POST /get_info": self.model_info,
             f"POST /{UNLOAD}": self.unload_model,
             "GET /training_runs": self.training_runs,
-            f"GET {run}": lambda asked: self.run(self.ledger.model(asked.path["model"], asked.owner)),
+            f"GET {run}": lambda asked: self.run(self.store.model(asked.path["model"], asked.owner)),
             "POST /weights_info": self.weights_info,
-            "GET /checkpoints": self.checkpoints,
+            "GET /checkpoints": self.list_checkpoints,
             f"GET {run}/checkpoints": self.checkpoints_of_run,
-            f"DELETE {weights}": lambda asked: self.shelf.delete(path_in(asked), asked.owner),
-            f"PUT {weights}/ttl": lambda asked: self.shelf.keep_for(
+            f"DELETE {weights}": lambda asked: self.checkpoints.delete(path_in(asked), asked.owner),
+            f"PUT {weights}/ttl": lambda asked: self.checkpoints.keep_for(
                 path_in(asked), asked.owner, calls.read(calls.KeepFor, asked.body).ttl_seconds),
         }
 
@@ -84,12 +85,12 @@ class ModelRoutes:
 
     def create_session(self, asked: ApiRequest) -> Json:
         session = secrets.token_hex(16)
-        self.ledger.open_session(session, asked.owner)
+        self.store.open_session(session, asked.owner)
         return {"type": "create_session", "session_id": session, "info_message": HEAD}
 
     def heartbeat(self, asked: ApiRequest) -> Json:
         session = asked.json.get("session_id")
-        self.ledger.check_session(session, asked.owner)
+        self.store.check_session(session, asked.owner)
         self.training.runs.beat(str(session))
         self.training.sweep_saved()
         return {"type": "session_heartbeat"}
@@ -99,12 +100,12 @@ class ModelRoutes:
         named = reason.get("type") if isinstance(reason, dict) else reason
         if named not in REASONS:
             raise ValueError(f"reason.type is {named!r}; allowed are {', '.join(REASONS)}")
-        self.ledger.finish_session(asked.path["session"], asked.owner, str(named))
+        self.store.finish_session(asked.path["session"], asked.owner, str(named))
         return {"type": "finish_session"}
 
     def create_model(self, asked: ApiRequest) -> Json:
         session, body = asked.json.get("session_id"), asked.json
-        self.ledger.check_session(session, asked.owner)
+        self.store.check_session(session, asked.owner)
         self.served.check_base(body.get("base_model"))
         made = calls.read(calls.CreateModel, asked.body)
         model = f"{session}:train:{made.model_seq_id}"
@@ -112,7 +113,7 @@ class ModelRoutes:
         return {"request_id": promise, "model_id": model, "type": CREATE}
 
     def model_info(self, asked: ApiRequest) -> Json:
-        model, served = self.ledger.model(asked.json.get("model_id"), asked.owner), self.served
+        model, served = self.store.model(asked.json.get("model_id"), asked.owner), self.served
         data = {"arch": served.architecture, "model_name": served.name, "tokenizer_id": served.tokenizer}
         return {"type": "get_info", "model_data": data, "model_id": model.id, "is_lora": True,
                 "lora_rank": model.settings.rank, "model_name": served.name}
@@ -120,7 +121,7 @@ class ModelRoutes:
     def promise(self, kind: str, asked: ApiRequest) -> Json:
         """Store a model request with a JSON body, and return its promise."""
         call = calls.read(calls.ModelCall, asked.body)
-        model = self.ledger.model(call.model_id, asked.owner)
+        model = self.store.model(call.model_id, asked.owner)
         promise = self.training.ask(ModelRequest(model.id, call.seq_id, kind, asked.body))
         return {"request_id": promise, "model_id": model.id}
 
@@ -130,7 +131,7 @@ class ModelRoutes:
         if asked.headers.get("content-type", "").partition(";")[0].strip() == JSON:
             body = calls.request_of(body)
         request = wire.parsed(wire.ForwardBackwardRequest, body)
-        model = self.ledger.model(request.model_id, asked.owner)
+        model = self.store.model(request.model_id, asked.owner)
         if request.seq_id < 1:
             raise ValueError(f"seq_id is {request.seq_id}; it must be a whole number, at least 1")
         promise = self.training.ask(ModelRequest(model.id, request.seq_id, PASS, body))
@@ -141,36 +142,36 @@ class ModelRoutes:
         session = asked.json.get("session_id")
         if session is None:
             return self.promise(LOAD, asked)
-        self.ledger.check_session(session, asked.owner)
+        self.store.check_session(session, asked.owner)
         load = calls.read(calls.LoadIntoNew, asked.body)
         self.served.check_base(load.base_model or self.served.name)
-        saved = self.shelf.find(load.path, asked.owner, TRAINING)
+        saved = self.checkpoints.find(load.path, asked.owner, TRAINING)
         model = f"{session}:train:{load.model_seq_id}"
         promise = self.training.add_model(model, asked.owner, saved.settings, LOAD, asked.body)
         return {"request_id": promise, "model_id": model, "type": LOAD}
 
     def weights_info(self, asked: ApiRequest) -> Json:
-        settings = self.shelf.find(asked.json.get("tinker_path"), asked.owner).settings
+        settings = self.checkpoints.find(asked.json.get("tinker_path"), asked.owner).settings
         return {"base_model": self.served.name, "is_lora": True, "lora_rank": settings.rank, "train_unembed": False,
                 "train_mlp": settings.mlp, "train_attn": settings.attention}
 
-    def checkpoints(self, asked: ApiRequest) -> Json:
-        saved = self.shelf.all(asked.owner)
+    def list_checkpoints(self, asked: ApiRequest) -> Json:
+        saved = self.checkpoints.all(asked.owner)
         return {"checkpoints": list(map(listed, saved)),
                 "cursor": {"offset": 0, "limit": len(saved), "total_count": len(saved)}}
 
     def checkpoints_of_run(self, asked: ApiRequest) -> Json:
-        model = self.ledger.model(asked.path["model"], asked.owner)
-        return {"checkpoints": list(map(listed, self.shelf.all(asked.owner, model.id)))}
+        model = self.store.model(asked.path["model"], asked.owner)
+        return {"checkpoints": list(map(listed, self.checkpoints.all(asked.owner, model.id)))}
 
     def training_runs(self, asked: ApiRequest) -> Json:
-        page, models = calls.read(calls.ListPage, asked.query), self.ledger.models(asked.owner)[::-1]
+        page, models = calls.read(calls.ListPage, asked.query), self.store.models(asked.owner)[::-1]
         most = min(page.limit, MOST)
         return {"training_runs": list(map(self.run, models[page.offset:page.offset + most])),
                 "cursor": {"offset": page.offset, "limit": most, "total_count": len(models)}}
 
     def run(self, model: StoredModel) -> Json:
-        saved = self.shelf.all(model.owner, model.id)
+        saved = self.checkpoints.all(model.owner, model.id)
         newest = {kind: next((listed(entry) for entry in saved if entry.kind == kind), None) for kind in TYPES}
         return {"training_run_id": model.id, "base_model": self.served.name, "model_owner": model.owner,
                 "is_lora": True, "lora_rank": model.settings.rank, "last_request_time": moment(model.asked),
@@ -180,7 +181,7 @@ class ModelRoutes:
         """Unload a model, and return a promise that is already fulfilled. A repeated call returns it again."""
         model = asked.json.get("model_id")
         try:
-            self.training.unload(self.ledger.model(model, asked.owner))
+            self.training.unload(self.store.model(model, asked.owner))
         except UnknownError:
             self.training.runs.gone(str(model), asked.owner)
         return {"request_id": f"{model}:{UNLOAD}", "model_id": model, "type": UNLOAD}
@@ -190,25 +191,25 @@ class PromiseRoutes:
     """The routes of sampling sessions, their samples, and the answers of promises."""
 
     def __init__(self, training: Training, sampling: SampleService, served: Served) -> None:
-        self.training, self.ledger, self.sampling, self.served = training, training.ledger, sampling, served
-        self.snapshot_of = lru_cache(KNOWN)(training.ledger.snapshot_of)  # it stays the same until it is deleted
+        self.training, self.store, self.sampling, self.served = training, training.store, sampling, served
+        self.snapshot_of = lru_cache(KNOWN)(training.store.snapshot_of)  # it stays the same until it is deleted
 
     def create_sampler(self, asked: ApiRequest) -> Json:
         """Create a sampling session of the base model, or of named weights."""
         session, snapshot, training = asked.json.get("session_id"), None, self.training
-        self.ledger.check_session(session, asked.owner)
+        self.store.check_session(session, asked.owner)
         made = calls.read(calls.CreateSampler, asked.body)
         if made.base_model is not None or not made.model_path:
             self.served.check_base(made.base_model)
         if made.model_path is not None:
-            saved = training.shelf.find(made.model_path, asked.owner, SAMPLING)
-            snapshot = str((training.shelf.folder / saved.file).relative_to(training.folder))
+            saved = training.checkpoints.find(made.model_path, asked.owner, SAMPLING)
+            snapshot = str((training.checkpoints.folder / saved.file).relative_to(training.folder))
         sampler = f"{session}:sample:{made.sampling_session_seq_id}"
-        self.ledger.add_sampler(sampler, asked.owner, snapshot)
+        self.store.add_sampler(sampler, asked.owner, snapshot)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def sampler(self, asked: ApiRequest) -> Json:
-        self.ledger.snapshot_of(asked.path["sampler"], asked.owner)
+        self.store.snapshot_of(asked.path["sampler"], asked.owner)
         return {"sampler_id": asked.path["sampler"], "base_model": self.served.name, "model_path": None}
 
     async def asample(self, request: Request) -> Response:
@@ -246,12 +247,12 @@ class PromiseRoutes:
         if ":sample:" in promise:
             return await self.sampled(promise, owner)
         kept = self.training.kept(promise)
-        if (answer := await checked(lambda: self.ledger.answer(promise, owner))) is not None:
+        if (answer := await checked(lambda: self.store.answer(promise, owner))) is not None:
             return answer
-        model = await checked(lambda: self.ledger.model(promise.rpartition(":")[0], owner))
+        model = await checked(lambda: self.store.model(promise.rpartition(":")[0], owner))
         missing = await checked(lambda: self.training.look_for_gap(model))
         await asyncio.wait({asyncio.wrap_future(kept)}, timeout=min(POLL, SOON) if missing else POLL)
-        return await checked(lambda: self.ledger.answer(promise, owner))
+        return await checked(lambda: self.store.answer(promise, owner))
 
     async def sampled(self, name: str, owner: str) -> ModelReply | None:
         """Return the reply of a sample. ChatError (410), if an earlier server had it, makes a client send it again."""

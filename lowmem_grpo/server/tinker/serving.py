@@ -43,8 +43,8 @@ class SavedModels(Mapping[str, Path | str | None]):
     """The models of a user by name: the base model, and weights saved for sampling as RUN@NAME or
     tinker://RUN/sampler_weights/NAME. Each look-up reads the checkpoint store."""
 
-    def __init__(self, base: str, shelf: CheckpointStore, owner: str) -> None:
-        self.base, self.shelf, self.owner = base, shelf, owner
+    def __init__(self, base: str, checkpoints: CheckpointStore, owner: str) -> None:
+        self.base, self.checkpoints, self.owner = base, checkpoints, owner
 
     def __getitem__(self, name: str) -> Path | None:
         """Return the folder of an adapter; None is the base model. ChatError for weights saved for training."""
@@ -54,16 +54,16 @@ class SavedModels(Mapping[str, Path | str | None]):
         paths = [f"{SCHEME}{run}/{kind}/{short}" for kind in (SAMPLING, TRAINING)]
         for path in [name] if name.startswith(SCHEME) else paths:
             with suppress(UnknownError):
-                saved = self.shelf.find(path, self.owner)
+                saved = self.checkpoints.find(path, self.owner)
                 if saved.kind == TRAINING:
                     raise ChatError(400, f"{name} was saved to train on; save_weights_for_sampler saves what to sample "
                                          "with", "model")
-                return self.shelf.folder / saved.file
+                return self.checkpoints.folder / saved.file
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
         yield self.base
-        for saved in self.shelf.all(self.owner):
+        for saved in self.checkpoints.all(self.owner):
             if saved.kind == SAMPLING:
                 yield f"{saved.model}@{saved.path.rpartition('/')[2]}"
 
@@ -71,13 +71,13 @@ class SavedModels(Mapping[str, Path | str | None]):
         return sum(1 for _ in self)
 
 
-def chats_over(worker: EngineWorker, shelf: CheckpointStore, base: str) -> Callable[[User], ChatHandler]:
+def chats_over(worker: EngineWorker, checkpoints: CheckpointStore, base: str) -> Callable[[User], ChatHandler]:
     """Return a ChatHandler for each user, over one worker: users share no cached conversations."""
     keys = itertools.count()  # one for each conversation in the engine
 
     @cache
     def chat_of(user: User) -> ChatHandler:
-        return ChatHandler(worker, lambda: SavedModels(base, shelf, user.name),
+        return ChatHandler(worker, lambda: SavedModels(base, checkpoints, user.name),
                            ConversationCache(worker.tokenizer, keys=keys))
 
     return chat_of
@@ -118,8 +118,8 @@ def serve_model(
     served = Served(public_name(name), name, lora.loaded.tokenizer.name_or_path, config.model_type, bounds.context)
     router = tinker_router(training, SampleService(worker, bounds, training.usage), served)
     limits = Limits(concurrent=AT_A_TIME)
-    completions = Completions(chats_over(worker, training.shelf, name), OpenSessions(limits), limits, asyncio.Event(),
-                              partial(counted, training.usage))
+    completions = Completions(chats_over(worker, training.checkpoints, name), OpenSessions(limits), limits,
+                              asyncio.Event(), partial(counted, training.usage))
     return ServedModel(worker, training, router, completions)
 
 

@@ -47,21 +47,21 @@ class Training:
     """Runs one queue of requests for each model, in order of `seq_id`; models take turns request by request."""
 
     def __init__(
-        self, worker: EngineWorker, adapters: Adapters, ledger: RequestStore, folder: Path, bounds: ModelBounds,
+        self, worker: EngineWorker, adapters: Adapters, store: RequestStore, folder: Path, bounds: ModelBounds,
         allowances: Allowances | None = None,
     ) -> None:
         """`folder` holds the models' states; requests that an earlier server left are run. `allowances` limit users."""
-        self.worker, self.adapters, self.ledger, self.folder, self.bounds = worker, adapters, ledger, folder, bounds
+        self.worker, self.adapters, self.store, self.folder, self.bounds = worker, adapters, store, folder, bounds
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the worker
         # by promise, while a client polls for it: a future that is done once the promise is fulfilled
         self.told: WeakValueDictionary[str, Future[None]] = WeakValueDictionary()
         self.snapshots = folder / "snapshots"
         self.snapshots.mkdir(parents=True, exist_ok=True)
-        self.shelf = CheckpointStore(ledger.database, folder / "saved")
-        self.usage = Usage(allowances, ledger, self.shelf, folder)
-        self.runs = Runs(ledger.database, ledger)
-        for model in ledger.models():
+        self.checkpoints = CheckpointStore(store.database, folder / "saved")
+        self.usage = Usage(allowances, store, self.checkpoints, folder)
+        self.runs = Runs(store.database, store)
+        for model in store.models():
             self.pump(model.id)
 
     # Called from any thread
@@ -69,10 +69,10 @@ class Training:
     def ask(self, asked: ModelRequest) -> str:
         """Store a request and return its promise's id. ValueError if another request has its number, BusyError if it
         may be sent again later."""
-        earlier = self.ledger.asked(asked.model, asked.seq)
+        earlier = self.store.asked(asked.model, asked.seq)
         if earlier is None:
             self.runs.touch(asked.model)
-            earlier = self.ledger.ask(self.usage.taken(asked, self.ledger.model(asked.model)))
+            earlier = self.store.ask(self.usage.taken(asked, self.store.model(asked.model)))
         if earlier is not None and not earlier.agrees_with(asked):
             raise ValueError(f"seq_id is {asked.seq}, which {asked.model} was sent with another {earlier.kind} before: "
                              "two programs may be using one model; let each create its own")
@@ -82,7 +82,7 @@ class Training:
     def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
         """Add a model with its first request; return the promise's id. ValueError if the user is at the limit."""
         self.make_room(model, owner)
-        self.ledger.add_model(model, owner, settings, kind, body)
+        self.store.add_model(model, owner, settings, kind, body)
         self.pump(model)
         return f"{model}:0"
 
@@ -102,15 +102,15 @@ class Training:
         self.worker.run(lambda: self.clear(model.id), sleep=False)
 
     def sweep_saved(self) -> None:
-        if self.shelf.expired():
-            self.worker.run(self.shelf.sweep, sleep=False)
+        if self.checkpoints.expired():
+            self.worker.run(self.checkpoints.sweep, sleep=False)
 
     def look_for_gap(self, model: StoredModel) -> bool:
         """Return whether later requests wait for a missing one. After a while it is answered with a failure, so that
         the others can run: it was refused before it had a promise, or lost."""
-        missing = self.ledger.gap(model.id)
+        missing = self.store.gap(model.id)
         if gives_up := missing is not None and self.runs.gives_up(model):
-            self.ledger.step_over(model.id, missing, ModelReply.failed(
+            self.store.step_over(model.id, missing, ModelReply.failed(
                 f"seq_id {missing} did not come, or could not be read, while later ones waited: send it anew under a "
                 "number of its own"))
             self.pump(model.id)
@@ -118,7 +118,7 @@ class Training:
 
     def pump(self, model: str) -> None:
         with self.lock:
-            if model in self.busy or (asked := self.ledger.next(model)) is None:
+            if model in self.busy or (asked := self.store.next(model)) is None:
                 return
             self.busy.add(model)
         self.worker.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
@@ -157,14 +157,14 @@ class Training:
             if answer.effect == "changed":
                 state = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
                 self.write_state(asked.model, self.folder / state)
-            self.ledger.keep(asked, answer, state)
+            self.store.keep(asked, answer, state)
         except OSError:
-            self.load(self.ledger.model(asked.model))
+            self.load(self.store.model(asked.model))
             raise
         if state is not None:
             self.sweep(asked.model, state)
         if answer.also is not None:
-            self.shelf.sweep()
+            self.checkpoints.sweep()
         if asked.kind == SNAPSHOT:
             for name in self.runs.older_snapshots(asked.model, SNAPSHOTS):
                 remove(self.folder / name)
@@ -182,7 +182,7 @@ class Training:
                 return ModelReply.failed(asked.body.decode())
             self.hold(asked)
             if asked.kind == CREATE:
-                self.adapters.create(asked.model, self.ledger.model(asked.model).settings)
+                self.adapters.create(asked.model, self.store.model(asked.model).settings)
                 return ModelReply.from_json({"model_id": asked.model, "type": CREATE})
             kinds = {OPTIM_STEP: self.optim_step, SNAPSHOT: self.save, SAVE: self.save, LOAD: self.load_saved}
             return kinds.get(asked.kind, self.forward_backward)(asked)
@@ -202,30 +202,31 @@ class Training:
         return ModelReply(done, wire.PROTOBUF, "" if work.forward_only else "added")
 
     def optim_step(self, asked: ModelRequest) -> ModelReply:
-        adam, model = read(OptimStep, asked.body).adam_params, self.ledger.model(asked.model)
+        adam, model = read(OptimStep, asked.body).adam_params, self.store.model(asked.model)
         if model.state is None:
             self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=True))
         return ModelReply.from_json({"metrics": self.adapters.optim_step(asked.model, adam)}, "changed")
 
     def save(self, asked: ModelRequest) -> ModelReply:
         """Save a copy of a model under a name, or an unnamed snapshot with a sampling session that uses it."""
-        call, model = read(SaveWeights, asked.body), self.ledger.model(asked.model)
+        call, model = read(SaveWeights, asked.body), self.store.model(asked.model)
         if call.path is None:
             if asked.kind == SAVE or call.sampling_session_seq_id is None:
                 raise ValueError("path is missing; give the weights a name, or a snapshot a sampling_session_seq_id")
             return self.save_snapshot(call.sampling_session_seq_id, model)
         kind = SAMPLING if asked.kind == SNAPSHOT else TRAINING
         path = path_of(model.id, kind, call.path)
-        self.shelf.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
+        self.checkpoints.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
         self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING))
-        place, now = self.shelf.place(model.id, kind, call.path, asked.seq), time.time()
+        place, now = self.checkpoints.place(model.id, kind, call.path, asked.seq), time.time()
         if kind == SAMPLING:
             self.adapters.snapshot(model.id, place)
         else:
             self.write_state(model.id, place)
         expires = None if call.ttl_seconds is None else now + call.ttl_seconds
         saved = Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires)
-        return replace(ModelReply.from_json({"type": asked.kind, "path": path}), also=partial(self.shelf.put, saved))
+        answer = ModelReply.from_json({"type": asked.kind, "path": path})
+        return replace(answer, also=partial(self.checkpoints.put, saved))
 
     def save_snapshot(self, number: int, model: StoredModel) -> ModelReply:
         """Save an unnamed snapshot of a model, and add the sampling session of this number, which uses it."""
@@ -233,18 +234,18 @@ class Training:
         folder = self.snapshots / sampler.replace(":", "_")
         self.usage.check_storage(model.owner, self.adapters.size(model.id))
         self.adapters.snapshot(model.id, folder)
-        self.ledger.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
+        self.store.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
         return ModelReply.from_json({"type": SNAPSHOT, "sampling_session_id": sampler})
 
     def load_saved(self, asked: ModelRequest) -> ModelReply:
         """Load saved weights into a model, which is created if this is its first request."""
-        call, model = read(LoadWeights, asked.body), self.ledger.model(asked.model)
-        saved = self.shelf.find(call.path, model.owner, TRAINING)
+        call, model = read(LoadWeights, asked.body), self.store.model(asked.model)
+        saved = self.checkpoints.find(call.path, model.owner, TRAINING)
         if model.state is None:
             self.usage.check_storage(model.owner, saved.size)
         if asked.seq == 0:
             self.adapters.create(model.id, model.settings)
-        state = load_file(self.shelf.folder / saved.file)
+        state = load_file(self.checkpoints.folder / saved.file)
         kept = {name: value for name, value in state.items() if call.optimizer or "/" not in name}
         self.adapters.restore(model.id, kept)
         return ModelReply.from_json({"type": LOAD, "path": saved.path, "model_id": model.id}, "changed")
@@ -266,7 +267,7 @@ class Training:
         if asked.model in held:
             held[asked.model] = held.pop(asked.model)  # now the most recently used
         elif asked.seq > 0:
-            self.load(self.ledger.model(asked.model))
+            self.load(self.store.model(asked.model))
         while len(held) > HELD:
             self.adapters.delete(next(iter(held)))
 
@@ -275,6 +276,6 @@ class Training:
         self.adapters.create(model.id, model.settings)
         if model.state is not None:
             self.adapters.restore(model.id, load_file(self.folder / model.state))
-        for asked in self.ledger.since_step(model):
+        for asked in self.store.since_step(model):
             if asked.kind == PASS:
                 self.answer(asked)

@@ -35,17 +35,17 @@ class Usage:
     """Checks each user's requests, models and storage against their allowance. Thread-safe."""
 
     def __init__(
-        self, allowances: Allowances | None, ledger: RequestStore, shelf: CheckpointStore, folder: Path
+        self, allowances: Allowances | None, store: RequestStore, checkpoints: CheckpointStore, folder: Path
     ) -> None:
         """`folder` holds the models' states, and the snapshots that samplers name."""
-        self.ledger, self.shelf, self.folder = ledger, shelf, folder
+        self.store, self.checkpoints, self.folder = store, checkpoints, folder
         self.allowances = defaultdict(Allowance) if allowances is None else allowances
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
     def taken(self, asked: ModelRequest, model: StoredModel) -> ModelRequest:
         """Return the request, or above a limit one of kind REFUSED, which fails in its turn. BusyError if a request
         that is about to be answered will make room."""
-        (requests, bodies, is_next), may = self.ledger.open_of(model.owner), self.allowances[model.owner]
+        (requests, bodies, is_next), may = self.store.open_of(model.owner), self.allowances[model.owner]
         requests += self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:
             told = too_many(requests, may.requests)
@@ -63,7 +63,7 @@ class Usage:
         """Count a sample that waits, until `end_sample`. BusyError if the user's limit is reached."""
         may = self.allowances[owner].requests
         with self.lock:
-            requests = self.ledger.open_of(owner)[0] + self.samples[owner]
+            requests = self.store.open_of(owner)[0] + self.samples[owner]
             if requests >= may:
                 raise BusyError(too_many(requests, may))
             self.samples[owner] += 1
@@ -74,7 +74,7 @@ class Usage:
 
     def check_model(self, model: str, owner: str) -> None:
         """Raise ValueError if this is a new model and its user has reached the limit of models."""
-        have, may = {each.id for each in self.ledger.models(owner)}, self.allowances[owner].models
+        have, may = {each.id for each in self.store.models(owner)}, self.allowances[owner].models
         if model not in have and len(have) >= may:
             raise ValueError(f"models: this key has {len(have)}, and may have {may}: unload those that are done "
                              "(list_training_runs names them, and POST unload_model unloads one), or close their "
@@ -89,9 +89,9 @@ class Usage:
                              "them), or unload models that are done")
 
     def stored(self, owner: str) -> int:
-        states = [self.folder / model.state for model in self.ledger.models(owner) if model.state is not None]
-        snapshots = [self.folder / name for name in self.ledger.snapshots(owner)]
-        saved = [self.shelf.folder / entry.file for entry in self.shelf.all(owner)]
+        states = [self.folder / model.state for model in self.store.models(owner) if model.state is not None]
+        snapshots = [self.folder / name for name in self.store.snapshots(owner)]
+        saved = [self.checkpoints.folder / entry.file for entry in self.checkpoints.all(owner)]
         return sum(size_of(path) for path in {*states, *snapshots, *saved})
 
 
@@ -103,9 +103,9 @@ def too_many(requests: int, most: int) -> str:
 class Runs:
     """Records signs of life of clients, and unloads models. Thread-safe."""
 
-    def __init__(self, database: Database, ledger: RequestStore) -> None:
+    def __init__(self, database: Database, store: RequestStore) -> None:
         database.add([TABLE])
-        self.database, self.ledger = database, ledger
+        self.database, self.store = database, store
         self.began, self.beats = time.time(), dict[str, float]()  # the last heartbeat of each session
         self.refused: dict[str, float] = {}  # by user: the time of the last body that could not be read
 
@@ -129,7 +129,7 @@ class Runs:
         """Return this user's models whose session ended, or was silent for GONE seconds; the oldest first."""
         ended = {row["id"] for row in self.database.rows("SELECT id FROM tinker_sessions WHERE finished IS NOT NULL")}
         now, left = time.time(), []
-        for model in self.ledger.models(owner):
+        for model in self.store.models(owner):
             session = model.id.partition(":")[0]
             seen = max(self.beats.get(session, self.began), model.asked)
             if session in ended or now - seen > GONE:

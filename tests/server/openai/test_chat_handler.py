@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from random_talks import SCHEMAS
-from served import chat_over, scripted_desk
+from served import chat_over, scripted_worker
 from tables import every_row
 
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 @pytest.fixture
 def chat() -> Iterator[ChatHandler]:
-    worker = scripted_desk(lambda prompt: "Good day.", context=1000)
+    worker = scripted_worker(lambda prompt: "Good day.", context=1000)
     yield chat_over(worker)
     worker.engine.gate.set()  # type: ignore[union-attr]
     worker.close()
@@ -224,7 +224,7 @@ def test_what_goes_wrong_in_the_engine_or_after_the_end_is_an_error_of_the_serve
 
 
 def test_64_clients_at_once_each_get_their_own_conversation_token_by_token() -> None:
-    worker = scripted_desk(lambda prompt: f"I heard {prompt.rpartition('user')[2].partition('<|im_end|>')[0].strip()}")
+    worker = scripted_worker(lambda text: f"I heard {text.rpartition('user')[2].partition('<|im_end|>')[0].strip()}")
     chat = chat_over(worker)
 
     async def client(number: int) -> None:
@@ -247,7 +247,7 @@ def test_64_clients_at_once_each_get_their_own_conversation_token_by_token() -> 
 
 @pytest.mark.slow
 def test_memory_is_flat_over_a_thousand_calls() -> None:
-    worker = scripted_desk(lambda prompt: "Good day.")
+    worker = scripted_worker(lambda prompt: "Good day.")
     chat = chat_over(worker, histories=ConversationCache(worker.tokenizer, max_turns=50, max_tokens=5000))
 
     async def calls(numbers: range) -> int:

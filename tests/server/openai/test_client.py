@@ -9,7 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion import Choice
 from random_talks import SCHEMAS
-from served import chat_over, scripted_desk
+from served import chat_over, scripted_worker
 from tables import every_row
 
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
@@ -23,7 +23,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 
 @pytest.fixture
 def chat() -> Iterator[ChatHandler]:
-    worker = scripted_desk(lambda prompt: "3" if "<tool_response>" in prompt else CALL)
+    worker = scripted_worker(lambda prompt: "3" if "<tool_response>" in prompt else CALL)
     yield chat_over(worker)
     engine_of(worker).gate.set()
     worker.close()

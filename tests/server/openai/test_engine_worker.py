@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from scripted_chat import until
-from served import call_of, scripted_desk
+from served import call_of, scripted_worker
 
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import WorkerClosedError
@@ -17,7 +17,7 @@ from lowmem_grpo.types import Turn
 
 @pytest.fixture
 def worker() -> Iterator[EngineWorker]:
-    made = scripted_desk(lambda prompt: f"heard {prompt}")
+    made = scripted_worker(lambda prompt: f"heard {prompt}")
     yield made
     engine(made).gate.set()
     made.close()
@@ -37,7 +37,7 @@ def held_up(worker: EngineWorker) -> "Future[Turn]":
 
 
 def test_one_caller_with_another_batch_key_waits_for_about_one_turn_of_64() -> None:
-    worker = scripted_desk(slots=8)
+    worker = scripted_worker(slots=8)
     asked = [held_up(worker), *(worker.submit(call_of(worker, "crowd")) for _ in range(64)),
              worker.submit(call_of(worker, "alone", temperature=0.5))]
     engine(worker).gate.set()
@@ -188,7 +188,7 @@ def test_closing_finishes_what_is_in_the_engine_and_refuses_the_rest(worker: Eng
 def test_seeds_follow_from_the_workers_seed_and_the_number_of_the_call() -> None:
     found = []
     for seed in (1, 1, 2):
-        worker = scripted_desk(seed=seed)
+        worker = scripted_worker(seed=seed)
         for _ in range(3):
             worker.submit(call_of(worker, "x")).result(60)
         call = call_of(worker, "x")

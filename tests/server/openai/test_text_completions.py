@@ -7,7 +7,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from served import chat_over, scripted_desk
+from served import chat_over, scripted_worker
 from small_models import TINY
 from transformers import AutoTokenizer
 
@@ -20,7 +20,7 @@ ASKED: dict[str, Any] = {"model": "agent", "prompt": "Once upon"}
 
 @pytest.fixture
 def chat() -> Iterator[ChatHandler]:
-    worker = scripted_desk(lambda prompt: f"<{len(prompt)}> a time", context=1000)
+    worker = scripted_worker(lambda prompt: f"<{len(prompt)}> a time", context=1000)
     yield chat_over(worker)
     worker.close()
 

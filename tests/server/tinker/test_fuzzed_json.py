@@ -95,8 +95,8 @@ def test_no_request_breaks_the_server_or_tells_of_its_inside(
 
 
 def test_after_all_that_the_server_works_and_the_other_users_model_is_as_it_was(one_server: Server) -> None:
-    theirs = one_server.model.training.ledger.models("other")
+    theirs = one_server.model.training.store.models("other")
     assert all(model.done == 0 and model.state is None for model in theirs)
-    assert one_server.model.training.shelf.all("other") == []
+    assert one_server.model.training.checkpoints.all("other") == []
     model = one_server.create(number=7, key=OTHER)
     assert one_server.post("get_info", {"model_id": model}, OTHER).status_code == 200

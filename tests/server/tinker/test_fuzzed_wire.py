@@ -52,14 +52,14 @@ def test_a_body_that_is_cut_off_or_has_a_wrong_byte_touches_no_other_model(
 ) -> None:
     mine, theirs = models
     before = gradients(one_server, theirs)
-    whole = body(mine, one_server.model.training.ledger.model(mine).done + 1, place)
+    whole = body(mine, one_server.model.training.store.model(mine).done + 1, place)
     place %= len(whole)
     for wrong in (whole[:place], whole[:place] + bytes([byte]) + whole[place + 1:]):
         said = told(one_server, wrong)
         assert "Traceback" not in said and "server, whose log" not in said
     after = gradients(one_server, theirs)
     assert before and all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert one_server.model.training.ledger.model(theirs).done == 1
+    assert one_server.model.training.store.model(theirs).done == 1
 
 
 @given(name=st.sampled_from(["target_tokens", "weights", "advantages", "x", ""]), dtype=NUMBERS, shape=SHAPES,
@@ -71,7 +71,7 @@ def test_a_wrong_tensor_fails_its_promise_with_the_field(
     tokens: bytes, loss: str, forward_only: bool,
 ) -> None:
     request = wire.ForwardBackwardRequest(model_id=models[0], loss_fn=loss, forward_only=forward_only,
-                                          seq_id=one_server.model.training.ledger.model(models[0]).done + 1)
+                                          seq_id=one_server.model.training.store.model(models[0]).done + 1)
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = tokens
     good = as_bytes(torch.ones(len(tokens) // 4))

@@ -164,6 +164,6 @@ def test_weights_that_are_deleted_are_a_model_no_more(served: Serving, trained: 
     trained.save_weights_for_sampler("gone").result()
     name = f"{trained.model_id}@gone"
     assert client.completions.create(model=name, prompt="a", max_tokens=2).choices
-    served.model.training.shelf.delete(f"tinker://{trained.model_id}/sampler_weights/gone", "owner")
+    served.model.training.checkpoints.delete(f"tinker://{trained.model_id}/sampler_weights/gone", "owner")
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.completions.create(model=name, prompt="a")

@@ -38,4 +38,4 @@ def test_its_gradient_is_made_once_and_its_sample_is_there(served: Serving) -> N
     assert passed["metrics"]["loss:sum"] > 0 and stepped["metrics"]["grad_norm"] > 0
     assert [len(one["tokens"]) for one in sampled["sequences"]] == [2, 2]
     assert poll(promises[0]) == passed, "an answer may be asked for twice"
-    assert served.model.training.ledger.model(made["model_id"]).done == 2
+    assert served.model.training.store.model(made["model_id"]).done == 2

@@ -63,7 +63,7 @@ def test_lists_tell_what_there_is_and_what_was_deleted_is_gone(server: Server) -
     assert server.get(f"training_runs/{model}/checkpoints/weights/a", method="DELETE").status_code == 204
     left = server.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
     assert [one["checkpoint_id"] for one in left] == ["sampler_weights/b"]
-    assert len(list(server.model.training.shelf.folder.iterdir())) == 1
+    assert len(list(server.model.training.checkpoints.folder.iterdir())) == 1
     assert "no such weights" in server.asked("load_weights", model_id=model, seq_id=5, path=f"tinker://{model}/weights/a",
                                       optimizer=True)["error"]
 
@@ -83,7 +83,7 @@ def test_a_wrong_save_is_named_and_costs_nothing(server: Server) -> None:
     replaced = server.asked("save_weights", model_id=model, seq_id=4 + len(WRONG), path="taken", overwrite=True)
     assert replaced["path"].endswith("/weights/taken")
     server.model.worker.run(lambda: None).result()  # the older file goes after the answer
-    assert len(list(server.model.training.shelf.folder.iterdir())) == 1
+    assert len(list(server.model.training.checkpoints.folder.iterdir())) == 1
 
 
 def test_anothers_weights_are_as_weights_that_are_not_there(server: Server) -> None:
@@ -119,18 +119,18 @@ def test_weights_of_another_rank_are_refused_and_the_model_stays_as_it_was(serve
 
 
 def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:
-    shelf = CheckpointStore(Database(tmp_path / "server.sqlite"), tmp_path / "saved")
+    checkpoints = CheckpointStore(Database(tmp_path / "server.sqlite"), tmp_path / "saved")
     settings = LoraSettings(rank=4, seed=1)
     for name, expires in (("old", 1.0), ("new", None)):
-        place = shelf.place("run:train:0", TRAINING, name, 1)
+        place = checkpoints.place("run:train:0", TRAINING, name, 1)
         place.write_bytes(b"x")
-        with shelf.database.write() as connection:
-            shelf.put(Saved(path_of("run:train:0", TRAINING, name), "me", "run:train:0", settings, place.name, 1, 0.5,
-                            expires), connection)
-    (shelf.folder / "left").mkdir()
-    assert [one.path for one in shelf.all("me")] == ["tinker://run:train:0/weights/new"]
+        with checkpoints.database.write() as connection:
+            checkpoints.put(Saved(path_of("run:train:0", TRAINING, name), "me", "run:train:0", settings, place.name, 1,
+                                  0.5, expires), connection)
+    (checkpoints.folder / "left").mkdir()
+    assert [one.path for one in checkpoints.all("me")] == ["tinker://run:train:0/weights/new"]
     with pytest.raises(UnknownError):
-        shelf.find("tinker://run:train:0/weights/old", "me")
-    again = CheckpointStore(shelf.database, shelf.folder)
+        checkpoints.find("tinker://run:train:0/weights/old", "me")
+    again = CheckpointStore(checkpoints.database, checkpoints.folder)
     assert [path.name for path in again.folder.iterdir()] == ["run_train_0.weights.1.new.safetensors"]
     assert again.place("run:train:0", SAMPLING, "n", 2).name == "run_train_0.sampler_weights.2.n"

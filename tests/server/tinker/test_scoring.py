@@ -16,7 +16,7 @@ from lowmem_grpo.server.tinker.sampling import NONE, PromptScoring, Scored
 def adapter(one_server: Server) -> Path:
     """A folder of a trained model's weights."""
     one_server.asked("save_weights_for_sampler", model_id=one_server.trained(), seq_id=3, path="s")
-    [path] = one_server.model.training.shelf.folder.iterdir()
+    [path] = one_server.model.training.checkpoints.folder.iterdir()
     return path
 
 

@@ -132,7 +132,7 @@ def test_a_step_whose_answer_was_not_written_is_made_once_by_the_next_server(
     models = [one.create() for one in (clean, server)]
     for one, model in zip((clean, server), models, strict=True):
         one.wait(one.forward_backward(model, 1, seed=1))
-    failing = server.model.training if broken == "write_state" else server.model.training.ledger
+    failing = server.model.training if broken == "write_state" else server.model.training.store
 
     def fails(*given: Any) -> Any:
         raise OSError("no space left")

@@ -20,7 +20,7 @@ def served(start: Any) -> Any:
 
 
 def kept(server: Server, owner: str = "owner") -> int:
-    return server.model.training.ledger.open_of(owner)[1]
+    return server.model.training.store.open_of(owner)[1]
 
 
 def forward(model: str, seq: int) -> bytes:
@@ -98,7 +98,7 @@ def test_what_is_written_is_bounded_and_told_before_it_is_written(served: Any, t
     for kind, more in (("optim_step", {"adam_params": {}}), ("save_weights", {"path": "a"}),
                        ("save_weights_for_sampler", {"path": "a"}),
                        ("save_weights_for_sampler", {"sampling_session_seq_id": 1})):
-        seq = server.model.training.ledger.model(model).done + 1
+        seq = server.model.training.store.model(model).done + 1
         told = server.asked(kind, model_id=model, seq_id=seq, **more)
         assert told["error"].startswith("storage: this key has 0.0 MiB on the disk"), kind
     assert server.model.training.usage.stored("owner") == 0
