@@ -120,12 +120,12 @@ class Scripted(Judge):
         self.fails = fails
 
     def rate(self, questions: list[Question]) -> Round:
-        now, waiting = self.begin(questions)
+        now, waiting = self.start_round(questions)
         self.asked += waiting
         for question in waiting:
             now.prompt_tokens += 10
             if self.fails:
                 now.report("babble", "it babbles", "take another")
             else:
-                self.learn(now, question, [(min(len(text), question.high), text[:3]) for text in question.answers])
-        return self.end(now)
+                self.keep_ratings(now, question, [(min(len(text), question.high), text[:3]) for text in question.answers])
+        return self.end_round(now)
