@@ -127,5 +127,6 @@ class Scripted(Judge):
             if self.fails:
                 now.report("babble", "it babbles", "take another")
             else:
-                self.keep_ratings(now, question, [(min(len(text), question.high), text[:3]) for text in question.answers])
+                ratings = [(min(len(text), question.high), text[:3]) for text in question.answers]
+                self.keep_ratings(now, question, ratings)
         return self.end_round(now)
