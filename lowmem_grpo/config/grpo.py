@@ -5,9 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.loading import GPU_SHARE
-from lowmem_grpo.config.sampling import Draws, EpisodeSettings, SamplingParams, as_sampling_params
+from lowmem_grpo.config.sampling import (
+    Draws,
+    EpisodeSettings,
+    OverlapSettings,
+    SamplingParams,
+    StrategySettings,
+    as_sampling_params,
+)
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.config.strategies import OverlapSettings, StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.utils import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, count_text, one_of
