@@ -135,26 +135,25 @@ def read_only(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make()
 
 
-def with_free(patch: Any, free: int) -> None:
-    patch.setattr(room, "free_bytes", lambda path: free)
+def with_free(free: int, **settings: Any) -> Build:
+    """What makes a trainer of these settings, with so many bytes free on the disk."""
+    def build(make: Any, tokenizer: Any, patch: Any) -> Any:
+        patch.setattr(room, "free_bytes", lambda path: free)
+        return make(**settings)
+
+    return build
 
 
-@case("disk", "error", r"0\.1 MiB free, but one checkpoint needs 0\.\d MiB\. What to do: free some space")
-def no_room(make: Any, tokenizer: Any, patch: Any) -> Any:
-    with_free(patch, 100_000)
-    return make(save_strategy="steps")
-
-
-@case("disk", "error", r"0\.0 MiB free, but the adapter needs 0\.\d MiB\. What to do: free some space, or choose")
-def no_room_for_the_adapter(make: Any, tokenizer: Any, patch: Any) -> Any:
-    with_free(patch, 100)
-    return make(save_strategy="no")
-
-
-@case("disk", "warning", r"2\.0 MiB free; 5 checkpoints need \d\.\d MiB, and completions.jsonl up to ")
-def little_room(make: Any, tokenizer: Any, patch: Any) -> Any:
-    with_free(patch, 2**21)
-    return make(save_strategy="steps", save_steps=1, max_steps=9)
+CASES |= {
+    "no room": ("disk", "error", r"0\.1 MiB free, but one checkpoint needs 0\.\d MiB\. What to do: free some space",
+                with_free(100_000, save_strategy="steps")),
+    "no room for the adapter": (
+        "disk", "error", r"0\.0 MiB free, but the adapter needs 0\.\d MiB\. What to do: free some space, or choose",
+        with_free(100, save_strategy="no")),
+    "little room": (
+        "disk", "warning", r"2\.0 MiB free; 5 checkpoints need \d\.\d MiB, and completions.jsonl up to ",
+        with_free(2**21, save_strategy="steps", save_steps=1, max_steps=9)),
+}
 
 
 def planned(trainer: Any, card: str, **settings: Any) -> Any:
@@ -350,5 +349,5 @@ def test_a_run_without_checkpoints_only_needs_room_for_its_adapter(
     needed = room.checkpoint_bytes(subject)
     subject.args = replace(trainer.args, save_strategy="steps")
     whole = room.checkpoint_bytes(subject)
-    with_free(monkeypatch, whole - 1)
+    monkeypatch.setattr(room, "free_bytes", lambda path: whole - 1)
     assert needed < whole and not [line for line in found(trainer, "error") if "adapter" in line]
