@@ -203,8 +203,8 @@ class EpisodeSettings:
 
 @dataclass(kw_only=True)
 class StrategySettings:
-    """Options that choose the groups of an update; none of these is in TRL. They do not change the number of steps, or
-    of groups in a step; rows are used up faster, and `epoch` counts the rows used."""
+    """Options that choose the groups of an update and when they are trained; none of these is in TRL. The number of
+    steps and of groups in a step stays the same. Some use up rows faster, and `epoch` counts the rows used."""
 
     dynamic_sampling_rounds: int = 0
     """Maximum extra sampling rounds per step, which replace groups without signal; 0 turns it off."""
@@ -214,10 +214,15 @@ class StrategySettings:
     """Number of groups to keep, each to be used once more in place of a group without signal; 0 turns it off."""
     replay_max_age: int | None = None
     """Optimizer steps after which a kept group is discarded; None: never."""
+    train_while_sampling: bool | str = False
+    """True: gradients of complete groups are computed between decode steps of the last sequences. "parallel": at the
+    same time as these, in another thread (on a card, in another stream). False: after all sampling. The policy does not
+    change before the step ends, so the gradient is the same up to rounding."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "dynamic_sampling_rounds": at_least(0, Integral), "difficulty_pools": TRUTH,
         "replay_buffer_size": at_least(0, Integral), "replay_max_age": at_least(1, Integral),
+        "train_while_sampling": one_of(False, True, PARALLEL),
     }
 
     def __post_init__(self) -> None:
@@ -227,22 +232,8 @@ class StrategySettings:
     def check_replay(self) -> None:
         """Raise ValueError for a `replay_max_age` without replay."""
         if self.replay_max_age is not None and not self.replay_buffer_size:
-            raise ValueError(
-                f"replay_max_age is {self.replay_max_age}, and nothing is replayed: set replay_buffer_size, or leave "
-                "replay_max_age out"
-            )
-
-
-@dataclass(kw_only=True)
-class OverlapSettings:
-    """Fields of GRPOConfig for training while sampling; none is in TRL, and all are off by default."""
-
-    train_while_sampling: bool | str = False
-    """True: gradients of complete groups are computed between decode steps of the last sequences. "parallel": at the
-    same time as these, in another thread (on a card, in another stream). False: after all sampling. The policy does not
-    change before the step ends, so the gradient is the same up to rounding."""
-
-    RANGES: ClassVar[dict[str, Rule]] = {"train_while_sampling": one_of(False, True, PARALLEL)}
+            raise ValueError(f"replay_max_age is {self.replay_max_age}, and nothing is replayed: set "
+                             "replay_buffer_size, or leave replay_max_age out")
 
     def check_overlap(self) -> None:
         """Raise ValueError for a setting that needs all groups sampled before one is trained."""
