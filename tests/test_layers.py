@@ -47,7 +47,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "rewards": {"jsonschema", "latex2sympy2_extended", "math_verify", "openai", "pydantic", "rich", "sympy",
                 "transformers"},
     "rollout": {"transformers"},
-    "trainer": {"bitsandbytes", "numpy", "packaging", "peft", "transformers"},
+    "trainer": {"bitsandbytes", "packaging", "peft", "transformers"},
     "server": {"anyio", "fastapi", "google", "openai", "peft", "pydantic", "safetensors", "starlette",
                "transformers", "uvicorn", "zstandard"},
     "agents": {"openai", "pydantic", "tenacity", "tqdm"},

@@ -25,7 +25,7 @@ def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Return processor, cores, installed versions, commit and date; card and driver if there is a card."""
     import torch
 
-    from lowmem_grpo.trainer.distributed import cpu_model
+    from lowmem_grpo.trainer.preflight.resources import cpu_model
 
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {

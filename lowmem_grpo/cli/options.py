@@ -10,7 +10,7 @@ from typing import Any
 from lowmem_grpo import recipes
 from lowmem_grpo.config.grpo import GRPOConfig, check_weights
 from lowmem_grpo.config.loading import VLLM, EngineSettings, form_of_weights
-from lowmem_grpo.config.strategies import LATE, MEND
+from lowmem_grpo.config.sampling import LATE, MEND
 from lowmem_grpo.data.files import check_columns, columns_of, is_file_name, refuse_unreadable
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.models.hub import REPO, find_dataset

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.loading import GPU_SHARE
-from lowmem_grpo.config.sampling import Draws, EpisodeSettings, SamplingParams, as_sampling_params
+from lowmem_grpo.config.sampling import Draws, EpisodeSettings, SamplingParams, StrategySettings, as_sampling_params
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.config.strategies import OverlapSettings, StrategySettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.utils import COUNT, POSITIVE, SHARE, TRUTH, ZERO_OR_MORE, Rule, at_least, count_text, one_of
@@ -18,7 +17,7 @@ GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 
 @dataclass
-class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSettings, OverlapSettings, TrainSettings):
+class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSettings, TrainSettings):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
@@ -29,8 +28,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     evaluated: ClassVar[str] = "reward"
 
-    # Inherited fields: TrainSettings; StrategySettings, how groups are chosen; EpisodeSettings, episodes of several
-    # turns; OverlapSettings, training while sampling; LossSettings and AdvantageSettings, the loss.
+    # Inherited fields: TrainSettings; StrategySettings, how groups are chosen, and training while sampling;
+    # EpisodeSettings, episodes of several turns; LossSettings and AdvantageSettings, the loss.
 
     max_prompt_length: int | None = None
     """Maximum tokens of a prompt; longer rows are skipped and counted. None: the context less max_completion_length."""

@@ -1,16 +1,20 @@
-"""Sampling parameters under vLLM's names, also read from vLLM's own class; and settings of episodes of several turns:
-limits, how the next prompt is made, and credit assignment."""
+"""Sampling parameters under vLLM's names, also read from vLLM's own class; and fields of GRPOConfig about sampling:
+episodes of several turns, strategies that choose the groups of an update, and training while sampling."""
 
 import random
 import sys
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from numbers import Integral
 from typing import Any, ClassVar
 
 from lowmem_grpo.config.shared import CheckedCall
 from lowmem_grpo.config.unsupported import Table, only
-from lowmem_grpo.utils import COUNT, POSITIVE, TEXTS, ZERO_OR_MORE, Rule, check_ranges, number, one_of
+from lowmem_grpo.utils import COUNT, POSITIVE, TEXTS, TRUTH, ZERO_OR_MORE, Rule, at_least, check_ranges, number, one_of
 
+PARALLEL = "parallel"
+LATE = "the rewards {} are computed after sampling (score_while_sampling=True computes them before)"
+MEND = "mend that, or leave train_while_sampling out"
 PENALTY = "A penalty makes the sampled tokens others than the model's own; reward the text instead."
 FORMAT = "The form of the text is not constrained; reward it instead."
 FIXED: Table = {
@@ -150,9 +154,6 @@ def check_others(params: Any, names: list[str]) -> None:
                          f"Supported are {', '.join(OURS)}")
 
 
-HISTORIES = ("append", "template")
-
-
 @dataclass(kw_only=True)
 class EpisodeSettings:
     """Fields of GRPOConfig for runs with tools or an environment. Only `max_tool_calling_iterations` is TRL's.
@@ -185,7 +186,7 @@ class EpisodeSettings:
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "max_turns": COUNT, "max_tool_calling_iterations": ZERO_OR_MORE, "max_turn_tokens": COUNT,
-        "history": one_of(*HISTORIES), "environment_timeout": POSITIVE, "episode_timeout": POSITIVE,
+        "history": one_of("append", "template"), "environment_timeout": POSITIVE, "episode_timeout": POSITIVE,
         "max_tool_tokens": COUNT, "turn_discount": number("in [0, 1]", lambda value: 0 <= value <= 1),
         "state_weight": ZERO_OR_MORE,
     }
@@ -198,3 +199,59 @@ class EpisodeSettings:
             raise ValueError(f"max_turns is {self.max_turns} and max_tool_calling_iterations is {tools}: that many "
                              f"calls are {tools + 1} turns; give one of them")
         return self.max_turns if tools is None else int(tools) + 1
+
+
+@dataclass(kw_only=True)
+class StrategySettings:
+    """Options that choose the groups of an update and when they are trained; none of these is in TRL. The number of
+    steps and of groups in a step stays the same. Some use up rows faster, and `epoch` counts the rows used."""
+
+    dynamic_sampling_rounds: int = 0
+    """Maximum extra sampling rounds per step, which replace groups without signal; 0 turns it off."""
+    difficulty_pools: bool = False
+    """True skips rows whose completions all earned the same, for 1 epoch, then 2, 4 and 8."""
+    replay_buffer_size: int = 0
+    """Number of groups to keep, each to be used once more in place of a group without signal; 0 turns it off."""
+    replay_max_age: int | None = None
+    """Optimizer steps after which a kept group is discarded; None: never."""
+    train_while_sampling: bool | str = False
+    """True: gradients of complete groups are computed between decode steps of the last sequences. "parallel": at the
+    same time as these, in another thread (on a card, in another stream). False: after all sampling. The policy does not
+    change before the step ends, so the gradient is the same up to rounding."""
+
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "dynamic_sampling_rounds": at_least(0, Integral), "difficulty_pools": TRUTH,
+        "replay_buffer_size": at_least(0, Integral), "replay_max_age": at_least(1, Integral),
+        "train_while_sampling": one_of(False, True, PARALLEL),
+    }
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        self.check_replay()
+
+    def check_replay(self) -> None:
+        """Raise ValueError for a `replay_max_age` without replay."""
+        if self.replay_max_age is not None and not self.replay_buffer_size:
+            raise ValueError(f"replay_max_age is {self.replay_max_age}, and nothing is replayed: set "
+                             "replay_buffer_size, or leave replay_max_age out")
+
+    def check_overlap(self) -> None:
+        """Raise ValueError for a setting that needs all groups sampled before one is trained."""
+        if not self.train_while_sampling:
+            return
+        for name, wanted in needs(self).items():
+            value = getattr(self, name)
+            if value not in wanted:
+                raise ValueError(f"train_while_sampling={self.train_while_sampling!r} trains a group before the others "
+                                 f"are sampled, and {name}={value!r} needs all of them; set {name}={wanted[0]!r}, or "
+                                 "leave train_while_sampling out")
+
+
+def needs(config: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the values that other fields must have so that a group's gradient does not depend on other groups."""
+    once = {"num_iterations": (1,), "steps_per_generation": (None, *range(1, config.gradient_accumulation_steps + 1)),
+            "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
+            "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),
+            "advantage_estimator": ("grpo", "rloo", "passk"), "multi_objective_aggregation": ("sum_then_normalize",),
+            "score_while_sampling": (None, True), "normalize_advantages": (False,)}
+    return once | ({"beta": (0.0,)} if config.train_while_sampling == PARALLEL else {})

@@ -5,8 +5,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from lowmem_grpo.config.sampling import Draws, SamplingParams
-from lowmem_grpo.config.strategies import StrategySettings
+from lowmem_grpo.config.sampling import Draws, SamplingParams, StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
 from lowmem_grpo.engines.progress import Pace
 from lowmem_grpo.losses.objective import Objective

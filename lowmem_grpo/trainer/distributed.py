@@ -1,45 +1,105 @@
 """`Ranks`: the processes of a run over torch.distributed. Each process has the whole model and a card, and samples,
 scores and trains a share of a step's groups. Gradients are summed, so all processes hold the same state. The process
-groups are made here because vLLM makes the default group for its own process alone, and destroys it."""
+groups are made here because vLLM makes the default group for its own process alone, and destroys it. `Heartbeat` finds
+lost ranks: torch alone cannot tell a rank that samples for ten minutes from a rank that was stopped."""
 
-import hashlib
+import atexit
 import json
 import logging
 import pickle
 import platform
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
+from uuid import uuid4
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import set_seed
 
-from lowmem_grpo import __version__
-from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.launcher import Place, balanced, this_place
-from lowmem_grpo.data.stream import Stream
-from lowmem_grpo.models.card_check import LARGER
-from lowmem_grpo.models.fp8_layers import form_in_fp8
-from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
-from lowmem_grpo.trainer.rendezvous import Heartbeat, RankError, find_others
-from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-CONNECT, FOREVER = timedelta(seconds=30), timedelta(days=365)  # limits; the heartbeat ends a transfer without a partner
+START, FOREVER = timedelta(minutes=10), timedelta(days=365)  # limits to join, and of a transfer, which heartbeats end
+CONNECT = timedelta(seconds=30)  # limit to connect to the other ranks
+BEAT, PATIENCE = 1.0, 30.0  # seconds between two beats of a rank; seconds without one after which it is lost
+LAST = 5.0  # the most seconds that the first rank waits at its exit, so that other ranks can read why the run failed
 PAUSE, WIDTH, NAME = 0.001, 2048, 100  # seconds between two polls; bytes of `meet`'s message, characters of its name
+LONGEST = 500  # the most characters of an error
 SLOW, STEPS = 1.5, 3  # a rank is slow if it takes SLOW times the other ranks' median, for STEPS steps in a row
-PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # their versions must be the same in all ranks
-OWN = ("card", "card_bytes", "processor")  # entries that may differ from rank to rank
-ROWS = 8  # rows that are compared, spread from the first to the last
+GOOD = "The last checkpoint is good; start all of them again to go on from it"
+
+
+class RankError(RuntimeError):
+    """Another process of the run failed, is lost, or called another collective operation; the message says which."""
+
+
+class Heartbeat:
+    """Writes a beat to the store every second, in a thread, and reads the other ranks' beats. So the ranks wait for a
+    slow rank however long it takes, but an error names a rank that was killed, was stopped or cannot be reached. Only
+    the thread uses the store: if the store's process (first rank or launcher) is stopped, a call never returns."""
+
+    def __init__(self, store: Any, place: Place, beat: float = BEAT, patience: float = PATIENCE) -> None:
+        self.store, self.place, self.beat, self.patience = store, place, beat, patience
+        self.answered = time.monotonic()  # when the store last answered
+        self.seen = [(0, self.answered)] * place.count  # each rank's beats, and since when
+        self.broken, self.ended = "", threading.Event()  # why the run ends; set when this rank closes
+        self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)  # a thread inside torch at interpreter exit would abort the process
+
+    def close(self, limit: float | None = None) -> None:
+        """Stop the beats, and wait for the thread, by default for `patience` seconds."""
+        self.ended.set()
+        self.thread.join(limit or self.patience)
+
+    def run(self) -> None:
+        """Beat until this rank closes or the run is broken; then tell the others why."""
+        with suppress(RuntimeError):  # the store has ended, with the process that holds it
+            while not self.ended.wait(self.beat) and not self.broken:
+                self.exchange()
+            if self.broken:
+                self.store.set("broken", json.dumps(self.broken))
+            left, until = self.store.add("left", 1), time.monotonic() + LAST
+            while self.place.leads and left < self.place.count and time.monotonic() < until:  # it may hold the store
+                time.sleep(PAUSE)
+                left = self.store.add("left", 0)
+
+    def exchange(self) -> None:
+        """Write this rank's beat, and read the beats of all ranks and, if the run is broken, the reason."""
+        beats = [self.store.add(f"beat/{rank}", int(rank == self.place.rank)) for rank in range(self.place.count)]
+        now = time.monotonic()
+        self.seen = [old if old[0] == beat else (beat, now) for old, beat in zip(self.seen, beats, strict=True)]
+        told = json.loads(self.store.get("broken")) if self.store.check(["broken"]) else ""
+        lost = [self.missing(rank) for rank, (_, since) in enumerate(self.seen) if now - since > self.patience]
+        self.broken = self.broken or told or (lost[0] if lost else "")
+        self.answered = now
+
+    def missing(self, rank: int) -> str:
+        """Return the message for a lost rank."""
+        return (f"rank {rank} is lost: no sign of life for {self.patience:.0f} s while rank {self.place.rank} waits "
+                f"for it. Its process was killed or hangs, or its machine cannot be reached. {GOOD}")
+
+    def check(self, began: float) -> None:
+        """Raise RankError if a rank failed or is lost, or if the store was silent for too long since `began`."""
+        if not self.broken and time.monotonic() - max(began, self.answered) > self.patience + self.beat:
+            self.broken = self.missing(0)
+        if self.broken or self.ended.is_set():
+            raise RankError(self.broken or "the ranks have parted already")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank fails, unless the error came from them."""
+        if not isinstance(error, RankError) and not self.broken:
+            self.broken = f"rank {self.place.rank} has failed: {type(error).__name__}: {error}"[:LONGEST]
+            self.close(2 * LAST)
 
 
 class Ranks:
@@ -52,7 +112,8 @@ class Ranks:
         self.rank, self.count, self.leads, self.here = self.place.rank, self.place.count, self.place.leads, 1
         self.slow: dict[int, int] = {}  # steps in a row in which a rank was slow
         self.waited = 0.0  # seconds spent waiting for other ranks, since the last step's metrics
-        self.store, self.card_group = store, cast(Any, None)
+        self.store: Any = store
+        self.card_group: Any = None  # sums gradients
         if self.count > 1:
             self.heartbeat = Heartbeat(store, self.place, **pace)
             self.group: Any = dist.ProcessGroupGloo(dist.PrefixStore("data", store), self.rank, self.count, CONNECT)
@@ -101,7 +162,7 @@ class Ranks:
         return [part.numpy().tobytes() for part in held]
 
     def finish(self, what: str, work: Any) -> None:
-        """Wait for a transfer; raise RankError if it breaks off."""
+        """Wait for a transfer. RankError if it breaks off, with the reason as soon as a heartbeat knows it."""
         began = time.monotonic()
         try:
             while not work.is_completed():
@@ -113,7 +174,12 @@ class Ranks:
                 group.abort()  # else the process would wait for this transfer when it exits
             if isinstance(error, RankError):
                 raise
-            self.heartbeat.explain(what, error)
+            began = time.monotonic()
+            while time.monotonic() - began < self.heartbeat.patience + 3 * self.heartbeat.beat:
+                self.heartbeat.check(began)
+                time.sleep(PAUSE)
+            raise RankError(f"the connection between the ranks broke off at {what!r} ({error}): one of them has died, "
+                            f"or cannot be reached. {GOOD}") from error
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -121,7 +187,7 @@ class Ranks:
         A parameter that has a gradient in one process has a gradient in all processes afterwards."""
         if self.count == 1:
             return
-        group, device = self.reducer(parameters)
+        device = self.choose_group(parameters[0].device)
         sizes = [parameter.numel() for parameter in parameters]
         totals = self.meet("the gradients", sum(sizes))
         if len(set(totals)) > 1:
@@ -134,15 +200,15 @@ class Ranks:
             if parameter.grad is not None:
                 view.copy_(parameter.grad.flatten())
                 counts[place] = 1
-        self.finish("the gradients", group.allreduce([flat]))
+        self.finish("the gradients", self.card_group.allreduce([flat]))
         for parameter, view, count in zip(parameters, views, counts.tolist(), strict=True):
             if count:
-                parameter.grad = (torch.empty_like(parameter) if parameter.grad is None else parameter.grad).copy_(
-                    view.view_as(parameter))
+                parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad.copy_(view.view_as(parameter))
 
-    def reducer(self, parameters: Sequence[nn.Parameter]) -> tuple[Any, torch.device]:
-        """Return the group that sums gradients and its device: NCCL if each process has its own GPU, else Gloo."""
-        device = parameters[0].device
+    def choose_group(self, device: torch.device) -> torch.device:
+        """Choose, in the first call, the group that sums gradients: NCCL if each process has its own GPU, else Gloo.
+        Return the device on which it sums."""
         if self.card_group is None:
             cards = self.gather("their cards", card_of(device))
             self.card_group = self.group
@@ -150,7 +216,7 @@ class Ranks:
                 self.card_group = dist.ProcessGroupNCCL(
                     dist.PrefixStore("cards", self.store), self.rank, self.count, dist.ProcessGroupNCCL.Options())
                 self.card_group.set_timeout(FOREVER)
-        return self.card_group, torch.device("cpu") if self.card_group is self.group else device
+        return torch.device("cpu") if self.card_group is self.group else device
 
     def metrics(self, step_time: float, own: dict[str, float]) -> dict[str, float]:
         """Return the step's `own` metrics of all ranks, and their waiting and busy seconds, named ranks/RANK/NAME."""
@@ -176,10 +242,7 @@ class Ranks:
     def seed(self, seed: int, step: int) -> None:
         """Seed this process from seed, step and rank, so that checkpoints need not store every rank's random state."""
         if self.count > 1:
-            own = random.Random(f"{seed}-{step}-{self.rank}").getrandbits(31)
-            random.seed(own)
-            np.random.seed(own)
-            torch.manual_seed(own)
+            set_seed(random.Random(f"{seed}-{step}-{self.rank}").getrandbits(31))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -192,11 +255,6 @@ class Ranks:
             raise
 
 
-def card_of(device: torch.device) -> str | None:
-    """Return the UUID of a GPU; None for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
 def ranks() -> Ranks:
     """Return the ranks of this run. The first call joins them, and raises ValueError or RankError if that fails."""
     return joined(this_place())
@@ -204,92 +262,38 @@ def ranks() -> Ranks:
 
 @cache
 def joined(place: Place) -> Ranks:
-    return Ranks(place, find_others(place) if place.count > 1 else None)
+    """Return the ranks once all processes of this launch have joined; RankError if they do not."""
+    if place.count == 1:
+        return Ranks(place)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=START))
+        store.set_timeout(START)
+        store = part_of_start(store, place.rank, place.count, START)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise RankError(f"rank {place.rank} of {place.count} did not find the others: {error}. Start all of them with "
+                        "one torchrun, or with the same MASTER_ADDR and MASTER_PORT") from error
+    return Ranks(place, store)
 
 
-def check_settings(config: Any, count: int, samples: bool = True) -> None:
-    """Raise ValueError for settings that need a single process, or for a step with fewer prompts than ranks."""
-    if count > 1 and (mode := getattr(config, "train_while_sampling", None)):
-        raise ValueError(f"train_while_sampling is {mode!r}, and the run has {count} processes: a rank trains other "
-                         "groups than it has sampled; leave it out")
-    prompts = config.prompts_per_generation if isinstance(config, GRPOConfig) else config.batch_size
-    if samples and prompts < count > 1:
-        raise ValueError(f"a step has {prompts} prompts, and the run has {count} processes, each of which takes whole "
-                         "prompts: raise per_device_train_batch_size or gradient_accumulation_steps, or start fewer")
+def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
+    """Return a part of the store that only this launch uses, because a launcher that restarts the processes may keep
+    its store with the former processes' keys. Each process takes a new name, and all agree on the list of names as the
+    prefix, since torchrun's counts of restarts differ from machine to machine. TimeoutError, with the missing ranks, if
+    they do not all join in time."""
+    keys, end = [f"name/{each}" for each in range(count)], time.monotonic() + timeout.total_seconds()
+    store.set(keys[rank], uuid4().hex)
+    while True:
+        names = "-".join(store.get(key).decode() if store.check([key]) else "" for key in keys)
+        agreed = [f"{names}/{each}" for each in range(count)]
+        store.set(agreed[rank], "")
+        if store.check(agreed):
+            return dist.PrefixStore(names, store)
+        if time.monotonic() > end:
+            late = ", ".join(str(each) for each, key in enumerate(agreed) if not store.check([key]))
+            raise TimeoutError(f"rank {late} did not come within {timeout.total_seconds():.0f} s")
+        time.sleep(10 * PAUSE)
 
 
-def check_ranks_agree(trainer: Any) -> None:
-    """Raise ValueError if the processes differ in settings, data or versions, or if two local ranks share a GPU."""
-    if trainer.ranks.count == 1:
-        return
-    told = trainer.ranks.gather("what the ranks are", described(trainer))
-    device = trainer.policy.device
-    cards = trainer.ranks.gather("their cards", (card_of(device), trainer.ranks.place.local,
-                                                 describe_machine(trainer.model, device)["card_bytes"] or 0))
-    sizes = [size for *_, size in cards]
-    if trainer.ranks.place.leads and max(sizes) > LARGER * min(sizes):
-        logger.warning("the ranks have cards of different size (%s): each plans its own memory, but all get as many "
-                       "prompts and wait for the slowest. Cards of one kind would not wait; CUDA_VISIBLE_DEVICES names "
-                       "those to use", ", ".join(map(size_text, sizes)))
-    for card in {card for card, *_ in cards if card is not None}:
-        on_it = {rank: local for rank, (other, local, _) in enumerate(cards) if other == card}
-        if len(set(on_it.values())) > 1:
-            raise ValueError(f"the ranks {' and '.join(map(str, on_it))} are on one card ({card}), and each takes a "
-                             "card of its own: start them with `torchrun --nproc-per-node N -m lowmem_grpo run "
-                             "RECIPE`, or let each see only its card (CUDA_VISIBLE_DEVICES) before torch is imported")
-    if differing := [name for name in told[0] if len({str(each[name]) for each in told}) > 1]:
-        lines = "; ".join(f"{name} is " + " and ".join(
-            f"{value} (rank {', '.join(str(rank) for rank, each in enumerate(told) if str(each[name]) == value)})"
-            for value in dict.fromkeys(str(each[name]) for each in told)) for name in differing)
-        raise ValueError(f"the ranks are not alike: {lines}. Start all of them with the same program, versions, "
-                         "settings, model and rows")
-
-
-def described(trainer: Any) -> dict[str, Any]:
-    """Return, as plain values, the properties of a run that must be the same in all processes."""
-    model, rows = trainer.model, trainer.source.dataset
-    known = describe_machine(model, trainer.policy.device)
-    return {
-        **{f"the version of {name}": version(name) for name in PACKAGES},
-        **{f"the setting {name}": value for name, value in trainer.args.to_dict().items()},
-        **{name.replace("_", " "): value for name, value in known.items() if name not in OWN},
-        "the device": trainer.policy.device.type, "the model": model.loaded.name,
-        "the model's config": digest(model.get_base_model().config.to_json_string().encode()),
-        "the adapter's weights": digest(*(held.detach().cpu().float().numpy().tobytes()
-                                          for held in adapter_tensors(model).values())),
-        "the rows": digest_of_rows(rows),
-        "the rewards": list(trainer.rewards),
-    }
-
-
-def digest_of_rows(rows: Any) -> str:
-    """Return the number of rows and a short hash of some of them; "a stream" for a stream."""
-    if isinstance(rows, Stream) or not len(rows):
-        return "a stream" if isinstance(rows, Stream) else "none"
-    some = [rows[place] for place in sorted({n * (len(rows) - 1) // (ROWS - 1) for n in range(ROWS)})]
-    return f"{len(rows)} ({digest(json.dumps(some, default=str).encode())})"
-
-
-def digest(*parts: bytes) -> str:
-    """Return a short hash of the bytes."""
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
-
-
-def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
-    """Return a PEFT model's numbers of parameters, the GPU and its bytes, the processor, and the versions."""
-    trainable, whole = model.get_nb_trainable_parameters()  # peft counts each weight in packed 4-bit tensors
-    on_card, base = device.type == "cuda", model.get_base_model()
-    dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
-    return {"parameters": whole - trainable, "trainable_parameters": trainable,
-            "weights": "4-bit" if getattr(base, "is_loaded_in_4bit", False) else "FP8" if form_in_fp8(base) else dtype,
-            "card": torch.cuda.get_device_name(device) if on_card else None,
-            "card_bytes": torch.cuda.get_device_properties(device).total_memory if on_card else None,
-            "processor": cpu_model(), "version": __version__, "torch": torch.__version__}
-
-
-def cpu_model() -> str:
-    """Return the processor's name, as Linux gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+def card_of(device: torch.device) -> str | None:
+    """Return the UUID of a GPU; None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

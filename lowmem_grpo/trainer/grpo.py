@@ -11,8 +11,7 @@ from torch.utils.data import ConcatDataset
 
 from lowmem_grpo.config.from_trl import check_model, either, settings_of, taken_in
 from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
-from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.config.strategies import PARALLEL
+from lowmem_grpo.config.sampling import PARALLEL, SamplingParams
 from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine

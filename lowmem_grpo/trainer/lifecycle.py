@@ -15,7 +15,7 @@ from lowmem_grpo.runs.records import FINAL
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.state import error_text, summary
 from lowmem_grpo.runs.views.report import write_report
-from lowmem_grpo.trainer.distributed import describe_machine
+from lowmem_grpo.trainer.preflight.resources import describe_machine
 from lowmem_grpo.trainer.trl_api import TrlApi
 
 logger = logging.getLogger(__name__)

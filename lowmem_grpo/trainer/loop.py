@@ -17,13 +17,13 @@ from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
-from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree
+from lowmem_grpo.trainer.distributed import RankError
 from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_rows, evaluation_sets, indexed_rows
 from lowmem_grpo.trainer.journal import FirstSteps, Journal
 from lowmem_grpo.trainer.lifecycle import running, signals_after_steps
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.parts import TrainerParts
-from lowmem_grpo.trainer.preflight.checks import before_training, preflight
+from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_agree, preflight
 from lowmem_grpo.trainer.saver import Saver
 from lowmem_grpo.trainer.step_accumulator import PartialGradient, members
 from lowmem_grpo.trainer.trl_api import TrlApi

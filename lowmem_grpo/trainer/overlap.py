@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lowmem_grpo.config.strategies import LATE, MEND, PARALLEL
+from lowmem_grpo.config.sampling import LATE, MEND, PARALLEL
 from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import MEANWHILE, ON_GROUP, Engine, capabilities_of
 from lowmem_grpo.losses.objective import StepTotals

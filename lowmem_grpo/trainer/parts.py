@@ -27,12 +27,13 @@ from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.records import NoRecords, RunRecords
 from lowmem_grpo.runs.state import Clock, TrainerState
-from lowmem_grpo.trainer.distributed import Ranks, check_settings, ranks
+from lowmem_grpo.trainer.distributed import Ranks, ranks
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.model_setup import Brought, check_vocabulary, tokenizer_of
 from lowmem_grpo.trainer.nonfinite import Guard
 from lowmem_grpo.trainer.optim import own_or_made
+from lowmem_grpo.trainer.preflight.checks import check_settings
 from lowmem_grpo.trainer.run_memory import PlannedTime, plan_memory
 from lowmem_grpo.types import RolloutGroup
 

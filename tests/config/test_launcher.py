@@ -26,7 +26,8 @@ GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*GIVEN, "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what a test sets is taken back
+        monkeypatch.delenv(name)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -62,11 +63,7 @@ def test_variables_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("visible", "taken"), [(None, "1"), ("4,7", "7"), ("", "")])
 def test_a_process_sees_only_its_own_card(monkeypatch: pytest.MonkeyPatch, visible: str | None, taken: str) -> None:
     launched(monkeypatch, **GIVEN)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    else:  # so that it is taken back afterwards
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "before")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    launched(monkeypatch, **{} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     take_card()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
 

@@ -17,8 +17,8 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 from lowmem_grpo.config.launcher import Place
 from lowmem_grpo.trainer import distributed
-from lowmem_grpo.trainer.distributed import STEPS, Ranks, check_ranks_agree
-from lowmem_grpo.trainer.rendezvous import RankError, part_of_start
+from lowmem_grpo.trainer.distributed import STEPS, RankError, Ranks, part_of_start
+from lowmem_grpo.trainer.preflight import checks, resources
 
 
 @contextmanager
@@ -195,14 +195,14 @@ def test_two_ranks_on_one_card_are_refused_and_cards_of_other_sizes_are_said_onc
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`cards` are the id, the local rank and the bytes of each rank's card."""
-    told = {"what the ranks are": [{}, {}], "their cards": cards}
-    monkeypatch.setattr(distributed, "described", lambda trainer: {})
-    monkeypatch.setattr(distributed, "describe_machine", lambda model, device: {"card_bytes": None})
+    told = [({}, *card) for card in cards]
+    monkeypatch.setattr(checks, "described", lambda trainer, machine: {})
+    monkeypatch.setattr(resources, "describe_machine", lambda model, device: {"card_bytes": None})
     for rank in range(2):
         with pytest.raises(ValueError, match=refused) if refused else nullcontext():
-            check_ranks_agree(SimpleNamespace(
-                model=None, policy=SimpleNamespace(device=torch.device("cpu")),
-                ranks=SimpleNamespace(count=2, place=Place(rank, 2, rank), gather=lambda what, own: told[what])))
+            checks.check_ranks_agree(SimpleNamespace(
+                model=None, policy=SimpleNamespace(device=torch.device("cpu")), ranks=SimpleNamespace(
+                    count=2, leads=not rank, place=Place(rank, 2, rank), gather=lambda what, own: told)))
     assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)
 
 

@@ -55,7 +55,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from lowmem_grpo.config.launcher import Place
-from lowmem_grpo.trainer.rendezvous import Heartbeat
+from lowmem_grpo.trainer.distributed import Heartbeat
 
 PORTS = [int(word) for word in sys.argv[1:]]
 children = []

@@ -5,26 +5,37 @@
 
 `train()` runs the checks first, unless GRPOConfig(preflight=False): an error ends the run before anything is sampled
 or written, and warnings are logged. This module also has the checks of columns that reward functions read; it calls
-none of these functions.
+none of these functions. Last come the checks that the processes of a run fit together.
 """
 
+import hashlib
 import inspect
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.data.stream import Stream
+from lowmem_grpo.models.card_check import LARGER
 from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.checking.diagnosis import failed, faulty_rows
+from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
 from lowmem_grpo.runs.findings import Finding, by_severity, has_error, mistakes, warn
+from lowmem_grpo.trainer.distributed import card_of
 from lowmem_grpo.trainer.preflight import prompts, template
 from lowmem_grpo.trainer.preflight import resources as room
 from lowmem_grpo.trainer.preflight.subject import Subject
 from lowmem_grpo.trainer.run_memory import how_long
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
+PACKAGES = ("transformers", "peft", "bitsandbytes", "vllm", "triton")  # their versions must be the same in all ranks
+OWN = ("card", "card_bytes", "processor")  # entries of `describe_machine` that may differ from rank to rank
+ROWS = 8  # rows that the ranks compare, spread from the first to the last
 
 
 def reserved_columns(subject: Subject) -> Iterator[Finding]:
@@ -174,3 +185,73 @@ def refuse_errors(findings: list[Finding]) -> None:
         lines = "\n".join(f"- {finding}" for finding in wrong)
         raise PreflightError(f"preflight found {len(wrong)} problem{'s' if len(wrong) > 1 else ''}; nothing was "
                              f"sampled or written:\n{lines}")
+
+
+def check_settings(config: Any, count: int, samples: bool = True) -> None:
+    """Raise ValueError for settings that need a single process, or for a step with fewer prompts than ranks."""
+    if count > 1 and (mode := getattr(config, "train_while_sampling", None)):
+        raise ValueError(f"train_while_sampling is {mode!r}, and the run has {count} processes: a rank trains other "
+                         "groups than it has sampled; leave it out")
+    prompts = config.prompts_per_generation if isinstance(config, GRPOConfig) else config.batch_size
+    if samples and prompts < count > 1:
+        raise ValueError(f"a step has {prompts} prompts, and the run has {count} processes, each of which takes whole "
+                         "prompts: raise per_device_train_batch_size or gradient_accumulation_steps, or start fewer")
+
+
+def check_ranks_agree(trainer: Any) -> None:
+    """Raise ValueError if the processes differ in settings, data or versions, or if two local ranks share a GPU."""
+    ranks, device = trainer.ranks, trainer.policy.device
+    if ranks.count == 1:
+        return
+    machine = room.describe_machine(trainer.model, device)
+    told = ranks.gather("what the ranks are", (described(trainer, machine), card_of(device), ranks.place.local,
+                                               machine["card_bytes"] or 0))
+    facts, cards, places, sizes = zip(*told, strict=True)
+    if ranks.leads and max(sizes) > LARGER * min(sizes):
+        logger.warning("the ranks have cards of different size (%s): each plans its own memory, but all get as many "
+                       "prompts and wait for the slowest. Cards of one kind would not wait; CUDA_VISIBLE_DEVICES names "
+                       "those to use", ", ".join(map(size_text, sizes)))
+    for card in {*cards} - {None}:
+        on_it = [rank for rank, other in enumerate(cards) if other == card]
+        if len({places[rank] for rank in on_it}) > 1:
+            raise ValueError(f"the ranks {' and '.join(map(str, on_it))} are on one card ({card}), and each takes a "
+                             "card of its own: start them with `torchrun --nproc-per-node N -m lowmem_grpo run "
+                             "RECIPE`, or let each see only its card (CUDA_VISIBLE_DEVICES) before torch is imported")
+    lines = []
+    for name in facts[0]:
+        by_value: dict[str, list[str]] = {}
+        for rank, known in enumerate(facts):
+            by_value.setdefault(str(known[name]), []).append(str(rank))
+        if len(by_value) > 1:
+            values = " and ".join(f"{value} (rank {', '.join(its)})" for value, its in by_value.items())
+            lines.append(f"{name} is {values}")
+    if lines:
+        raise ValueError(f"the ranks are not alike: {'; '.join(lines)}. Start all of them with the same program, "
+                         "versions, settings, model and rows")
+
+
+def described(trainer: Any, machine: dict[str, Any]) -> dict[str, Any]:
+    """Return, as plain values, the properties of a run that must be the same in all processes."""
+    adapter = (held.detach().cpu().float().numpy().tobytes() for held in adapter_tensors(trainer.model).values())
+    return {
+        **{f"the version of {name}": version(name) for name in PACKAGES},
+        **{f"the setting {name}": value for name, value in trainer.args.to_dict().items()},
+        **{name.replace("_", " "): value for name, value in machine.items() if name not in OWN},
+        "the device": trainer.policy.device.type, "the model": trainer.model.loaded.name,
+        "the model's config": digest(trainer.model.get_base_model().config.to_json_string().encode()),
+        "the adapter's weights": digest(*adapter), "the rows": digest_of_rows(trainer.source.dataset),
+        "the rewards": list(trainer.rewards),
+    }
+
+
+def digest_of_rows(rows: Any) -> str:
+    """Return the number of rows and a short hash of some of them; "a stream" for a stream."""
+    if isinstance(rows, Stream) or not len(rows):
+        return "a stream" if isinstance(rows, Stream) else "none"
+    some = [rows[place] for place in sorted({n * (len(rows) - 1) // (ROWS - 1) for n in range(ROWS)})]
+    return f"{len(rows)} ({digest(json.dumps(some, default=str).encode())})"
+
+
+def digest(*parts: bytes) -> str:
+    """Return a short hash of the bytes."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]

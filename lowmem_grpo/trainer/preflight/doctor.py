@@ -57,15 +57,6 @@ class Checkup:
         return facts | {"advice": self.advice, "can_train": self.can_train}
 
 
-@dataclass(frozen=True)
-class MachineProbe:
-    """The functions that examine the machine, which tests replace."""
-
-    version: Callable[[str], str] = importlib.metadata.version
-    load: Callable[[str], Any] = import_module
-    files: Callable[[str], Any] = importlib.metadata.files
-
-
 def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
     """Return (the call's value, None), or (None, its error in one line)."""
     try:
@@ -75,31 +66,31 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-def examine(look: MachineProbe | None = None) -> Checkup:
-    """Return the checkup of this machine; `look` is for tests."""
-    look, checkup = look or MachineProbe(), Checkup()
-    look_at_versions(look, checkup)
-    broken = look_at_imports(look, checkup)
-    torch = None if "torch" in broken else attempt(look.load, "torch")[0]
+def examine() -> Checkup:
+    """Return the checkup of this machine."""
+    checkup = Checkup()
+    look_at_versions(checkup)
+    broken = look_at_imports(checkup)
+    torch = None if "torch" in broken else attempt(import_module, "torch")[0]
     look_at_card(torch, checkup)
-    look_at_host(look, checkup)
-    look_at_engine(look, checkup)
+    look_at_host(checkup)
+    look_at_engine(checkup)
     look_at_kernels(torch, checkup)
-    look_at_weights(look, torch, broken, checkup)
-    look_at_training(look, checkup)
-    sandbox, fault = attempt(lambda: look.load("lowmem_grpo.rewards.sandbox.isolation").what_works())
+    look_at_weights(torch, broken, checkup)
+    look_at_training(checkup)
+    sandbox, fault = attempt(lambda: import_module("lowmem_grpo.rewards.sandbox.isolation").what_works())
     checkup.used["code sandbox"] = sandbox or f"unknown ({fault})"
     checkup.used["model families"] = trained()
     checkup.used["sampled by vLLM"] = trained(by_vllm=True)
     return checkup
 
 
-def look_at_versions(look: MachineProbe, checkup: Checkup) -> None:
+def look_at_versions(checkup: Checkup) -> None:
     """Record the version of every library; add findings for missing ones and for versions that the package excludes."""
     checkup.versions["python"] = platform.python_version()
     wanted = requirements()
     for name in (PACKAGE, *NEEDED, *OPTIONAL):
-        version, why = attempt(look.version, name)
+        version, why = attempt(importlib.metadata.version, name)
         missing = why is None or why.startswith("PackageNotFoundError")
         checkup.versions[name] = str(version) if why is None else absent(name) if missing else f"unreadable ({why})"
         if why is not None and name in NEEDED:
@@ -134,14 +125,14 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
     return name in wanted and bool(attempt(outside)[0])
 
 
-def look_at_imports(look: MachineProbe, checkup: Checkup) -> set[str]:
+def look_at_imports(checkup: Checkup) -> set[str]:
     """Import each library of TRIED and return those that fail or are missing; those on torch only if torch works."""
     broken: set[str] = set()
     for name in TRIED:
         if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):
             broken.add(name)
             continue
-        _, why = attempt(look.load, name)
+        _, why = attempt(import_module, name)
         if why is not None:
             broken.add(name)
             checkup.versions[name] += " (broken)"
@@ -177,15 +168,15 @@ def card_facts(torch: Any) -> dict[str, Any]:
             "free_bytes": free, "capability": f"{major}.{minor}", "bf16": major >= 8}
 
 
-def look_at_host(look: MachineProbe, checkup: Checkup) -> None:
+def look_at_host(checkup: Checkup) -> None:
     """Record available host memory, and free bytes on the disks of this folder and of the model cache."""
-    memory, _ = attempt(lambda: look.load("lowmem_grpo.memory.offload.pages").available_host_bytes())
-    cache, _ = attempt(lambda: Path(look.load("huggingface_hub.constants").HF_HUB_CACHE))
+    memory, _ = attempt(lambda: import_module("lowmem_grpo.memory.offload.pages").available_host_bytes())
+    cache, _ = attempt(lambda: Path(import_module("huggingface_hub.constants").HF_HUB_CACHE))
     checkup.host = {"available_bytes": memory, "disk_free_bytes": free_bytes(Path.cwd()),
                     "model_cache": None if cache is None else str(cache),
                     "model_cache_free_bytes": None if cache is None else free_bytes(cache)}
-    if attempt(lambda: look.load("lowmem_grpo.memory.offload.pages").on_wsl())[0]:
-        checkup.say(*look.load("lowmem_grpo.memory.offload.pages").WSL_ADVICE.split(". ", 1))
+    if attempt(lambda: import_module("lowmem_grpo.memory.offload.pages").on_wsl())[0]:
+        checkup.say(*import_module("lowmem_grpo.memory.offload.pages").WSL_ADVICE.split(". ", 1))
     if memory is not None and memory < LITTLE_HOST:
         checkup.say(f"{size_text(memory)} of host memory are free, and layer inputs are kept there with "
                     'use_gradient_checkpointing="offload"', "set it to True, which keeps them on the card")
@@ -195,14 +186,14 @@ def look_at_host(look: MachineProbe, checkup: Checkup) -> None:
                         "free some space: an 8B model takes 15 GiB")
 
 
-def look_at_engine(look: MachineProbe, checkup: Checkup) -> None:
+def look_at_engine(checkup: Checkup) -> None:
     """Record the rollout engine that a run would use, with findings if it is not vLLM or lacks a part."""
     if not checkup.can_train:
         checkup.used["engine"] = "none: see the findings below"
         return
     device = "cuda:0" if checkup.card.get("name") else "cpu"
     wanted = True if checkup.card.get("name") else "transformers"  # as `lowmem-grpo run` chooses
-    choice, why = attempt(lambda: look.load("lowmem_grpo.engines.choice").choose_engine(wanted, device))
+    choice, why = attempt(lambda: import_module("lowmem_grpo.engines.choice").choose_engine(wanted, device))
     if why is not None:
         checkup.used["engine"] = f"unknown ({why})"
         return
@@ -211,7 +202,7 @@ def look_at_engine(look: MachineProbe, checkup: Checkup) -> None:
     if float(capability) < 8:
         checkup.say(f"vLLM is not known to work on a card of compute capability {capability}",
                     'sample with the transformers engine (fast_inference="transformers")')
-    elif choice.name == "vllm" and device != "cpu" and not has_pool(look):
+    elif choice.name == "vllm" and device != "cpu" and not has_pool():
         checkup.say("this vLLM has no memory pool (vllm.cumem_allocator): its key-value cache stays on the card during "
                     "training", "install vLLM's own build for CUDA")
     elif choice.name != "vllm" and device != "cpu":
@@ -219,9 +210,9 @@ def look_at_engine(look: MachineProbe, checkup: Checkup) -> None:
                     "correct that, because transformers samples several times slower")
 
 
-def has_pool(look: MachineProbe) -> bool:
+def has_pool() -> bool:
     """Return whether the installed vLLM has the memory pool of its sleep mode, without importing vLLM."""
-    files, _ = attempt(look.files, "vllm")
+    files, _ = attempt(importlib.metadata.files, "vllm")
     return any(str(file).startswith("vllm/cumem_allocator") for file in files or [])
 
 
@@ -251,7 +242,7 @@ def run_kernel(torch: Any) -> None:
     torch.cuda.synchronize()
 
 
-def look_at_weights(look: MachineProbe, torch: Any, broken: set[str], checkup: Checkup) -> None:
+def look_at_weights(torch: Any, broken: set[str], checkup: Checkup) -> None:
     """Record whether weights can be held in 4 bit, by quantizing a small tensor."""
     if torch is None or "bitsandbytes" in broken:
         checkup.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load_in_fp8=True does without it"
@@ -259,7 +250,7 @@ def look_at_weights(look: MachineProbe, torch: Any, broken: set[str], checkup: C
     device = "cuda" if checkup.card.get("name") else "cpu"
 
     def quantize() -> None:
-        look.load("bitsandbytes").functional.quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4")
+        import_module("bitsandbytes").functional.quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4")
 
     _, why = attempt(quantize)
     checkup.used["4-bit weights"] = "NF4 by bitsandbytes" if why is None else f"no: {why}"
@@ -267,10 +258,10 @@ def look_at_weights(look: MachineProbe, torch: Any, broken: set[str], checkup: C
         checkup.say(f"bitsandbytes cannot quantize here ({why})", "install it again, or use load_in_fp8=True")
 
 
-def look_at_training(look: MachineProbe, checkup: Checkup) -> None:
+def look_at_training(checkup: Checkup) -> None:
     """Add a finding if the package's own loader or trainer cannot be imported."""
     for name in ("lowmem_grpo.loader", "lowmem_grpo.trainer.grpo"):
-        _, why = attempt(look.load, name) if checkup.can_train else (None, None)
+        _, why = attempt(import_module, name) if checkup.can_train else (None, None)
         if why is not None:
             checkup.say(f"{name} cannot be imported ({why})", "install this package and its requirements again",
                         fatal=True)

@@ -1,14 +1,20 @@
-"""Checks of disk space, host memory, and card memory against the memory plan."""
+"""Checks of disk space, host memory, and card memory against the memory plan; and what machine this is."""
 
 import math
+import platform
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from lowmem_grpo import __version__
 from lowmem_grpo.memory.cards import in_8_bits
 from lowmem_grpo.memory.offload.pages import SPARE, available_host_bytes
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
+from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.runs.files import existing, free_bytes, place_fault
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
@@ -135,3 +141,21 @@ def completion_bytes(subject: Subject) -> int:
     line = LINE_BYTES + REWARD_BYTES * len(subject.rewards) + TOKEN_BYTES * args.max_completion_length
     line += TURN_BYTES * (args.turn_limit or 0)
     return int(count * (line + sum(prompts) / max(len(prompts), 1)))
+
+
+def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
+    """Return a PEFT model's numbers of parameters, the GPU and its bytes, the processor, and the versions."""
+    trainable, whole = model.get_nb_trainable_parameters()  # peft counts each weight in packed 4-bit tensors
+    base, card = model.get_base_model(), torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    return {"parameters": whole - trainable, "trainable_parameters": trainable,
+            "weights": "4-bit" if getattr(base, "is_loaded_in_4bit", False) else "FP8" if form_in_fp8(base) else dtype,
+            "card": card and card.name, "card_bytes": card and card.total_memory,
+            "processor": cpu_model(), "version": __version__, "torch": torch.__version__}
+
+
+def cpu_model() -> str:
+    """Return the processor's name, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:(.*)", info.read_text(), re.MULTILINE) if info.exists() else None
+    return name[1].strip() if name else platform.processor()

@@ -24,10 +24,11 @@ def shared() -> Any:
 
 @pytest.fixture
 def tokenizer(shared: Any) -> Iterator[Any]:
-    """Its tokenizer, as it was afterwards."""
-    found = shared.loaded.tokenizer
+    """Its tokenizer; template and special tokens, and the model's own end tokens, are restored afterwards."""
+    found, settings = shared.loaded.tokenizer, shared.get_base_model().generation_config
     names = ("chat_template", "eos_token", "pad_token", "bos_token")
-    before = {name: getattr(found, name) for name in names}
+    before, ends = {name: getattr(found, name) for name in names}, settings.eos_token_id
     yield found
     for name, value in before.items():
         setattr(found, name, value)
+    settings.eos_token_id = ends

@@ -85,48 +85,17 @@ def some_without_an_end(make: Any, tokenizer: Any, patch: Any) -> Any:
     return fine_tuned(make(), [{"messages": TALK["messages"] * 2}] * 4, assistant_only_loss=True)
 
 
-@case("no end token", "warning", r"^no token ends a completion: .*set tokenizer\.eos_token")
-def no_end(make: Any, tokenizer: Any, patch: Any) -> Any:
-    trainer = make()
-    tokenizer.eos_token = None
-    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", None)
+def with_ends(trainer: Any, token: str | None, ids: Any = None) -> Any:
+    """With this end token of the tokenizer, and these of the model's generation config."""
+    trainer.tokenizer.eos_token, trainer.policy.base.generation_config.eos_token_id = token, ids
     return trainer
 
 
-@case("another end token", "warning", r"an answer with '<\|im_end\|>', but only '<\|endoftext\|>' ends a completion")
-def another_end(make: Any, tokenizer: Any, patch: Any) -> Any:
-    trainer = make()
-    tokenizer.eos_token = "<|endoftext|>"
-    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", None)
-    return trainer
-
-
-@case("unknown tokens", "error", r"^the end token 9999 is beyond the model's vocabulary of 384")
-def end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
-    trainer = make(TEXTS)
-    tokenizer.eos_token = None
-    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", 9999)
-    return trainer
-
-
-@case("unknown tokens", "warning", r"^the end token 9999 is beyond")
-def one_end_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
-    trainer = make()
-    patch.setattr(trainer.policy.base.generation_config, "eos_token_id", [2, 9999])
-    return trainer
-
-
-def with_new_tokens() -> Any:
+def with_new_tokens(padding: str = "") -> Any:
     model = load()
     model.loaded.tokenizer.add_tokens([f"<new {n}>" for n in range(100)])
+    model.loaded.tokenizer.pad_token = padding or model.loaded.tokenizer.pad_token
     return model
-
-
-@case("unknown tokens", "error", r"^the padding token 4\d\d is beyond")
-def padding_beyond(make: Any, tokenizer: Any, patch: Any) -> Any:
-    model = with_new_tokens()
-    model.loaded.tokenizer.pad_token = "<new 99>"
-    return make(model=model)
 
 
 def calculator(expression: str) -> str:
@@ -166,26 +135,25 @@ def read_only(make: Any, tokenizer: Any, patch: Any) -> Any:
     return make()
 
 
-def with_free(patch: Any, free: int) -> None:
-    patch.setattr(room, "free_bytes", lambda path: free)
+def with_free(free: int, **settings: Any) -> Build:
+    """What makes a trainer of these settings, with so many bytes free on the disk."""
+    def build(make: Any, tokenizer: Any, patch: Any) -> Any:
+        patch.setattr(room, "free_bytes", lambda path: free)
+        return make(**settings)
+
+    return build
 
 
-@case("disk", "error", r"0\.1 MiB free, but one checkpoint needs 0\.\d MiB\. What to do: free some space")
-def no_room(make: Any, tokenizer: Any, patch: Any) -> Any:
-    with_free(patch, 100_000)
-    return make(save_strategy="steps")
-
-
-@case("disk", "error", r"0\.0 MiB free, but the adapter needs 0\.\d MiB\. What to do: free some space, or choose")
-def no_room_for_the_adapter(make: Any, tokenizer: Any, patch: Any) -> Any:
-    with_free(patch, 100)
-    return make(save_strategy="no")
-
-
-@case("disk", "warning", r"2\.0 MiB free; 5 checkpoints need \d\.\d MiB, and completions.jsonl up to ")
-def little_room(make: Any, tokenizer: Any, patch: Any) -> Any:
-    with_free(patch, 2**21)
-    return make(save_strategy="steps", save_steps=1, max_steps=9)
+CASES |= {
+    "no room": ("disk", "error", r"0\.1 MiB free, but one checkpoint needs 0\.\d MiB\. What to do: free some space",
+                with_free(100_000, save_strategy="steps")),
+    "no room for the adapter": (
+        "disk", "error", r"0\.0 MiB free, but the adapter needs 0\.\d MiB\. What to do: free some space, or choose",
+        with_free(100, save_strategy="no")),
+    "little room": (
+        "disk", "warning", r"2\.0 MiB free; 5 checkpoints need \d\.\d MiB, and completions.jsonl up to ",
+        with_free(2**21, save_strategy="steps", save_steps=1, max_steps=9)),
+}
 
 
 def planned(trainer: Any, card: str, **settings: Any) -> Any:
@@ -260,12 +228,23 @@ SIMPLE: list[tuple[Any, ...]] = [  # what is wrong, check, severity, what is sai
      r"^in all 4 rows, no answer is trained with a token that ends a completion \('<\|im_end\|>'\), so the model "
      r"does not learn to stop\. What to do: ",
      lambda make: fine_tuned(make(), [TALK] * 4, assistant_only_loss=True), ENDS_OUTSIDE),
+    ("no end token", "no end token", "warning", r"^no token ends a completion: .*set tokenizer\.eos_token",
+     lambda make: with_ends(make(), None)),
+    ("another end", "another end token", "warning",
+     r"an answer with '<\|im_end\|>', but only '<\|endoftext\|>' ends a completion",
+     lambda make: with_ends(make(), "<|endoftext|>")),
+    ("end beyond", "unknown tokens", "error", r"^the end token 9999 is beyond the model's vocabulary of 384",
+     lambda make: with_ends(make(TEXTS), None, 9999)),
+    ("one end beyond", "unknown tokens", "warning", r"^the end token 9999 is beyond",
+     lambda make: with_ends(make(), "<|im_end|>", [2, 9999])),
     ("ids without an end", "answers without an end", "warning",
      r"^in all 4 rows, no answer is trained with a token that ends a completion",
      lambda make: fine_tuned(make(), [{"input_ids": [5, 6, 7]}] * 4)),
     ("added tokens", "unknown tokens", "error",
      r"^a row contains the token 4\d\d \('<new 99>'\), but the model's vocabulary has 384 tokens",
      lambda make: make([*TEXTS, {"prompt": "what is <new 99>?"}], model=with_new_tokens())),
+    ("padding beyond", "unknown tokens", "error", r"^the padding token 4\d\d is beyond",
+     lambda make: make(model=with_new_tokens("<new 99>"))),
     ("no schemas", "turns", "error",
      r"^the chat template does not tell the policy about its tools \(calculator\)\. What to do: use a model family "
      r"whose template has tools \(Qwen2\.5, Qwen3, ", lambda make: of_turns(make(), tools=True)),
@@ -351,17 +330,14 @@ def test_every_check_is_tested_here_with_its_worst_severity() -> None:
     assert worst == {one.name: one.severity for one in CHECKS}
 
 
-def test_stop_strings_and_stop_tokens_count_as_ends(
-    tmp_path: Path, shared: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_strings_and_stop_tokens_count_as_ends(tmp_path: Path, shared: Any, tokenizer: Any) -> None:
     def found_with(**stops: Any) -> list[str]:
         params = SamplingParams(max_tokens=8, n=4, **stops)
         return [line.partition(":")[0] for line in found(make(tmp_path, model=shared, vllm_sampling_params=params))]
 
     assert found_with(ignore_eos=True, stop="<|im_end|>") == []
     assert found_with(ignore_eos=True) == ["no token ends a completion"]
-    trainer = another_end(lambda: make(tmp_path, model=shared), tokenizer, monkeypatch)
-    assert len(found(trainer)) == 1
+    assert len(found(with_ends(make(tmp_path, model=shared), "<|endoftext|>"))) == 1
     assert found_with(stop="<|im_end|>") == found_with(stop_token_ids=[2]) == []
 
 
@@ -373,5 +349,5 @@ def test_a_run_without_checkpoints_only_needs_room_for_its_adapter(
     needed = room.checkpoint_bytes(subject)
     subject.args = replace(trainer.args, save_strategy="steps")
     whole = room.checkpoint_bytes(subject)
-    with_free(monkeypatch, whole - 1)
+    monkeypatch.setattr(room, "free_bytes", lambda path: whole - 1)
     assert needed < whole and not [line for line in found(trainer, "error") if "adapter" in line]

@@ -19,8 +19,9 @@ from lowmem_grpo import __version__
 from lowmem_grpo.cli.doctor import report
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.trainer.preflight import doctor
-from lowmem_grpo.trainer.preflight.doctor import NEEDED, TRIED, Checkup, MachineProbe, examine
+from lowmem_grpo.trainer.preflight.doctor import NEEDED, TRIED, Checkup, examine
 
+VERSION = importlib.metadata.version
 BLOCK = """
     import importlib.abc, importlib.metadata, sys
 
@@ -60,15 +61,23 @@ def fake_torch(cuda: Any) -> Any:
     return SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"))
 
 
-def fake_look(**libraries: Any) -> MachineProbe:
-    """This machine, but for the libraries that are given: a value, or the error that loading them raises."""
+def fake_load(**libraries: Any) -> Callable[[str], Any]:
+    """Loads what this machine has, but for the libraries that are given: a value, or the error of loading them."""
     def load(name: str) -> Any:
         found = libraries.get(name.replace(".", "_"))
         if isinstance(found, BaseException):
             raise found
         return import_module(name) if found is None else found
 
-    return MachineProbe(load=load)
+    return load
+
+
+def examined(load: Callable[[str], Any], version: Callable[[str], str] = VERSION) -> Checkup:
+    """The checkup of a machine that loads libraries, and reads their versions, in this way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "import_module", load)
+        patch.setattr(importlib.metadata, "version", version)
+        return examine()
 
 
 def without(*names: str) -> Callable[[str], str]:
@@ -76,7 +85,7 @@ def without(*names: str) -> Callable[[str], str]:
     def version(name: str) -> str:
         if name in names:
             raise importlib.metadata.PackageNotFoundError(name)
-        return importlib.metadata.version(name)
+        return VERSION(name)
 
     return version
 
@@ -87,7 +96,7 @@ def light(name: str) -> Any:
 
 
 def test_without_an_installed_package_it_says_which_version_is_used_all_the_same() -> None:
-    found = examine(MachineProbe(version=without("lowmem-grpo"), load=light))
+    found = examined(light, without("lowmem-grpo"))
     assert found.versions["lowmem-grpo"] == f"{__version__} (not installed: used from its folder)"
     assert found.used["code sandbox"] == "unknown (ImportError: no lowmem_grpo.rewards.sandbox.isolation)"
 
@@ -116,7 +125,7 @@ def test_json_holds_the_same_and_nothing_else() -> None:
 
 @every_row("name", NEEDED)
 def test_each_needed_library_may_be_missing(name: str) -> None:
-    found = examine(MachineProbe(without(name), light))
+    found = examined(light, without(name))
     assert not found.can_train
     assert found.versions[name] == "missing"
     said = f"{name} is missing, and training needs it. What to do: pip install '{name}"
@@ -131,7 +140,7 @@ def test_each_needed_library_may_be_missing(name: str) -> None:
 ])
 def test_a_library_may_break_in_any_way(name: str, error: Exception) -> None:
     others = {other: object() for other in TRIED if other != name}  # nothing else is loaded
-    found = examine(fake_look(**(others | {
+    found = examined(fake_load(**(others | {
         name: error, "torch": error if name == "torch" else fake_torch(fake_cuda()),
         "lowmem_grpo_loader": ImportError("no"), "lowmem_grpo_engines_choice": ImportError("no"),
     })))
@@ -162,8 +171,8 @@ def with_card(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Checkup:
     monkeypatch.setattr(doctor, "run_kernel", lambda torch: None)
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.1")
     libraries = {name: object() for name in TRIED} | {"torch": fake_torch(cuda)}
-    return examine(fake_look(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
-                             lowmem_grpo_trainer_grpo=object(), lowmem_grpo_memory_offload_pages=object()))
+    return examined(fake_load(**libraries, lowmem_grpo_engines_choice=engines, lowmem_grpo_loader=object(),
+                              lowmem_grpo_trainer_grpo=object(), lowmem_grpo_memory_offload_pages=object()))
 
 
 def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +223,8 @@ def test_little_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_bytes", lambda folder: 2**30)
     room = SimpleNamespace(available_host_bytes=lambda: 2 * 2**30)
     found = Checkup()
-    doctor.look_at_host(fake_look(lowmem_grpo_memory_offload_pages=room), found)
+    monkeypatch.setattr(doctor, "import_module", fake_load(lowmem_grpo_memory_offload_pages=room))
+    doctor.look_at_host(found)
     assert "2.00 GiB of host memory are free" in found.advice[0]
     assert "1.00 GiB are free on this folder's disk" in found.advice[1]
 
@@ -226,7 +236,10 @@ def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pyte
     def advice(major: int, files: list[str]) -> str:
         choice = SimpleNamespace(choose_engine=lambda *_: EngineChoice("vllm", "it is here"))
         found = Checkup(card={"name": "NVIDIA Test", "capability": f"{major}.5"})
-        doctor.look_at_engine(MachineProbe(load=lambda name: choice, files=lambda name: files), found)
+        with monkeypatch.context() as patch:
+            patch.setattr(doctor, "import_module", lambda name: choice)
+            patch.setattr(importlib.metadata, "files", lambda name: files)
+            doctor.look_at_engine(found)
         return "\n".join(found.advice)
 
     assert "compute capability 7.5. What to do: sample with the transformers engine" in advice(7, [])
@@ -235,5 +248,5 @@ def test_an_old_card_wsl_and_a_vllm_without_its_pool_are_named(monkeypatch: pyte
     for release, wsl in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-45-generic", False)):
         monkeypatch.setattr(pages.platform, "uname", lambda release=release: SimpleNamespace(release=release))
         found = Checkup()
-        doctor.look_at_host(MachineProbe(), found)
+        doctor.look_at_host(found)
         assert any("this is WSL" in line for line in found.advice) == wsl
