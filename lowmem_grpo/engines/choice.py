@@ -4,7 +4,6 @@ import gc
 import logging
 import weakref
 from dataclasses import dataclass, field
-from importlib.metadata import requires
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from lowmem_grpo.config.loading import TRANSFORMERS, VLLM, EngineSettings, check
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed, why_not_beside, why_unavailable
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed, why_unusable
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, is_of_start, living
 from lowmem_grpo.memory.cards import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.memory.oom import RolloutLimit
@@ -58,11 +57,7 @@ def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
 def why_not_here(device: str) -> str | None:
     """Return why vLLM cannot sample with a model on `device`; None if it can, judged by its package metadata."""
     package = installed()
-    if package is None:
-        return why_unavailable(None)
-    name, number = package
-    beside = why_not_beside(torch.__version__, requires(name) or [])
-    return why_unavailable(number) or beside or why_other_device(name, number, device)
+    return why_unusable(package) or why_other_device(*package or ("", ""), device)
 
 
 def faster_engine(device: str) -> str | None:
@@ -167,8 +162,7 @@ class EngineKeeper:
         """Make a vLLM engine, and keep it."""
         import_from_a_thread()
         with collectable():
-            self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, bound=self.bound, sampled=self.sampled,
-                                   **vars(self.settings))
+            self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, self.settings, self.sampled, self.bound)
         EngineKeeper.holder = weakref.ref(self)
         return self.kept
 

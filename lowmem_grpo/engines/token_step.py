@@ -1,9 +1,8 @@
 """Decode steps of a batch. A step is one forward pass whose inputs and outputs stay at fixed addresses.
 
-On a card the step is recorded as a CUDA graph, once per number of rows and cache length (rounded up), because launching
-a small step's kernels takes the host longer than the card takes to run them. Where graphs cannot be used the same code
-runs eagerly, and one warning says why; `enforce_eager=False` makes that an error. A graph's first result is compared
-with the eager step's.
+On a card the step is recorded as a CUDA graph, once per number of rows and cache length (rounded up), because the host
+takes longer to launch a small step's kernels than the card to run them. A graph's first result is compared with the
+eager step's. Without graphs the same code runs eagerly, and a warning says why; `enforce_eager=False` refuses that.
 
 Rows of `generate` use buffers that live as long as the engine, so that the graphs of one call serve the next. Rows of
 `converse`, and all rows if no graphs are recorded, get new buffers.

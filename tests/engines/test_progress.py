@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines import progress as module
-from lowmem_grpo.engines.progress import ExpectedLengths, Pace
+from lowmem_grpo.engines import base as module
+from lowmem_grpo.engines.base import ExpectedLengths, Pace
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.types import Rollout
 
