@@ -64,8 +64,8 @@ class StopCriteria:
         self.reach = max((len(text.encode()) for text in self.texts), default=0) + 4  # tokens; one may be a single byte
 
     def ends(self, tokens: Tensor, last_tokens: Callable[[int], list[list[int]]]) -> Tensor:
-        """Return a mask (B,), True if the token just drawn (B,) ends its completion. If there are stop strings,
-        `last_tokens(count)` supplies the last tokens of each row."""
+        """Return a mask (B,), True if the token just drawn (B,) ends its completion. Stop strings are looked for in
+        `last_tokens(count)` of each row."""
         ended = (tokens[:, None] == self.ids).any(-1)  # `isin` may sort, which synchronizes with the device
         if not self.texts:
             return ended

@@ -14,8 +14,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 class GrowingLayer(DynamicLayer):
     """Keys and values (B, H_kv, L, K), as views of storage with room to grow, so that older tokens are not copied.
 
-    After `GrowingCache.fix`, new tokens are written at the place that a tensor holds and no storage moves, so that a
-    decode step can be recorded as a CUDA graph.
+    After `GrowingCache.fix`, a tensor says where new tokens are written and no storage moves, as CUDA graphs need.
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)

@@ -86,8 +86,7 @@ class TokenStep:
             say_plain(why)
 
     def prepare(self, rows: int, width: int) -> None:
-        """Make sure that the lasting buffers hold `rows` rows of `width` places, if steps are recorded. Buffers that
-        must grow are replaced, and lose their graphs."""
+        """If steps are recorded, make room for `rows` rows of `width` places; buffers that grow lose their graphs."""
         width, old = up_to_multiple(width, self.block), self.lasting
         if self.record is None:
             self.lasting = None
@@ -98,8 +97,7 @@ class TokenStep:
             self.lasting = StepBuffers(rows, width, self.passes.policy.device, LastingStorage(rows, width))
 
     def storage_for(self, width: int, running: int) -> LastingStorage | None:
-        """Return lasting storage for sequences of up to `width` tokens, after the `running` rows in use; None without
-        lasting storage, or if it is too narrow."""
+        """Return lasting storage of at least `width` places, after the `running` rows in use; None if there is none."""
         storage = None if self.lasting is None else self.lasting.storage
         if storage is None or width > storage.capacity:
             return None

@@ -121,8 +121,7 @@ class TransformersEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns in rounds; see `Engine.converse`. Without a limit on rows, there is room for twice the largest
-        round, running and kept rows together."""
+        """Decode turns in rounds; see `Engine.converse`. Without a limit, twice the largest round's rows have room."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         self.step.drop()  # its memory is needed for kept rows
         if not goes_on:
@@ -254,8 +253,7 @@ class TransformersEngine:
         return logits
 
     def start_rows(self, generation: GenerationState, rows: list[int], running: int) -> tuple[DecodeState, Tensor]:
-        """Prefill the prompts of B rows, and the tokens that they drew before an interruption, equally many; returns
-        their state and the next tokens' logits (B, V)."""
+        """Prefill B rows' prompts and equally many tokens drawn before an interruption; return state, logits (B, V)."""
         start = generation.drawn[rows[0]]
         made = [self.prefill(generation, each, running, start) for each in generation.prefills(rows, running)]
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])

@@ -162,8 +162,7 @@ class VLLMEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns of episodes; see `Engine.converse`. A dead engine and exhausted memory are handled as in
-        `generate`, for the turns in progress."""
+        """Decode turns, see `Engine.converse`; a dead engine and a shortage are handled as in `generate`."""
         self.check_open()
         call = OpenTurns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
         self.in_less_memory(lambda: self.run_with_restart(call), call)

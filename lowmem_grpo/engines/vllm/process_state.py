@@ -178,8 +178,7 @@ def drop_workspaces() -> None:
 
 
 def reset_pool() -> None:
-    """Drop the pools left by an ended engine or a failed start. Memory freed while an error is set leaks, so the error
-    is cleared before and after."""
+    """Drop the pools of an ended engine or a failed start, and clear the error, during which freed memory leaks."""
     drop_workspaces()
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance

@@ -56,8 +56,7 @@ class CallSampling:
         ) for request in asked]
 
     def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
-        """Return vLLM's completion as a rollout, with routes if vLLM returned them. RuntimeError if vLLM aborted it,
-        ArithmeticError for NaN log-probabilities."""
+        """Return vLLM's completion as a rollout; RuntimeError if vLLM aborted it, ArithmeticError for NaN log-probs."""
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)

@@ -222,8 +222,7 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes: bool = False) -> dict[str, Any]:
-    """Return the options of vLLM's `LLM`. `name` is that of our quantization method and loader; with `routes`, vLLM
-    returns the experts chosen for each token."""
+    """Return the options of `LLM`; `name` is our quantization method and loader, `routes` asks for chosen experts."""
     policy, context, cache_dtype = capacity.policy, capacity.max_seq_length, capacity.settings.kv_cache_dtype
     family = family_of(policy.base.config)
     # vLLM caches the states of gated delta nets only with chunked prefill (see `device_options`)
