@@ -23,10 +23,6 @@ from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-OTHER_CARD = ("vLLM takes the first card that its process sees, and the model is on {}: start with lowmem-grpo run, or "
-              "set CUDA_VISIBLE_DEVICES={} before torch is imported")
-OLD_CARD = "vLLM was not tested on compute capability {}.{}, where the transformers engine is the checked one"
-
 
 @dataclass(frozen=True)
 class EngineChoice:
@@ -73,14 +69,16 @@ def old_card(device: str) -> str | None:
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else OLD_CARD.format(major, minor)
+    return None if major >= 8 else (f"vLLM was not tested on compute capability {major}.{minor}, where the "
+                                    "transformers engine is the checked one")
 
 
 def why_other_device(name: str, number: str, device: str) -> str | None:
     """Return why this build of vLLM cannot compute on that device; None if it can."""
     for_cpus = name.endswith("-cpu") or "cpu" in number.partition("+")[2]
     if not for_cpus and device.startswith("cuda:") and device != "cuda:0":
-        return OTHER_CARD.format(device, device.partition(":")[2])
+        return (f"vLLM takes the first card that its process sees, and the model is on {device}: start with "
+                f"lowmem-grpo run, or set CUDA_VISIBLE_DEVICES={device.partition(':')[2]} before torch is imported")
     if for_cpus == device.startswith("cpu"):
         return None
     return f"{name} {number} is built for {'CPUs' if for_cpus else 'cards'} and the model is on {device}"

@@ -59,8 +59,7 @@ class Capacity:
 
     @property
     def seqs(self) -> int:
-        bound = self.bound.under(self.wanted_seqs)
-        return self.wanted_seqs if bound is None else bound
+        return self.bound.under(self.wanted_seqs) or self.wanted_seqs
 
     def check(self) -> None:
         """Raise ValueError if one sequence of `max_seq_length` does not fit in the cache, or the cache exceeds the free
