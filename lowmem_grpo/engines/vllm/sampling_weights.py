@@ -143,13 +143,13 @@ class AdapterCopy:
         """Return the engine's LoRAs of a layer, all A before all B in memory; new ones get the values of `live`."""
         if layer not in self.sampled:
             present = [lora for lora in live if lora is not None]
-            a = [self.take(lora.a) for lora in present]
-            pairs = zip(a, [self.take(lora.b) for lora in present], strict=True)
+            a = [self.next_tensor(lora.a) for lora in present]
+            pairs = zip(a, [self.next_tensor(lora.b) for lora in present], strict=True)
             self.sampled[layer] = [None if lora is None else LoRA(*next(pairs), lora.scale) for lora in live]
             fill({layer: self.sampled[layer]}, {layer: live})
         return self.sampled[layer]
 
-    def take(self, like: Tensor) -> Tensor:
+    def next_tensor(self, like: Tensor) -> Tensor:
         """Return the next tensor of that shape in `room`."""
         self.taken += like.numel()
         return self.room[self.taken - like.numel() : self.taken].view(like.shape)

@@ -143,12 +143,12 @@ def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
     asked of a model that is not quantized, EngineUnavailableError if 16 bits are asked for and the pool cannot be used.
     """
     asked, policy, kept = capacity.settings.sampling_weights, capacity.policy, (FOUR, capacity.kv_budget)
-    size, given = wide_bytes(policy), capacity.settings.kv_cache_bytes is not None
+    size, fixed = wide_bytes(policy), capacity.settings.kv_cache_bytes is not None
     check_four_bit(asked, size > 0)
     if asked == FOUR or not size or (asked is None and policy.device.type != "cuda"):
         return kept
-    left = capacity.kv_budget if given or policy.device.type != "cuda" else capacity.kv_budget - size
-    if asked is None and not is_worth_widening(capacity, size, left, given):
+    left = capacity.kv_budget if fixed or policy.device.type != "cuda" else capacity.kv_budget - size
+    if asked is None and not is_worth_widening(capacity, size, left, fixed):
         return kept
     why = None if eager else why_no_pool()
     if why is None:
@@ -160,16 +160,16 @@ def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
     return kept
 
 
-def is_worth_widening(capacity: Capacity, size: int, left: int, given: bool) -> bool:
+def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> bool:
     """Return True if a card decodes faster with dequantized weights of `size` bytes, as far as is known, and has room
-    for them: beside a `given` cache, or if the `left` bytes hold the cache of the wanted sequences."""
+    for them: beside a cache of `fixed` size, or if the `left` bytes hold the cache of the wanted sequences."""
     policy, tokens, sequences = capacity.policy, capacity.max_seq_length, capacity.wanted_seqs
     known = known_of(policy.base, policy.device)
     if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):
         return False
     wanted = sequences * kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK,
                                      cache_dtype=capacity.settings.kv_cache_dtype)
-    fits = size + capacity.kv_budget <= free_share(policy.device) if given else left >= wanted
+    fits = size + capacity.kv_budget <= free_share(policy.device) if fixed else left >= wanted
     logger.info("sampling with weights in %s: dequantized they take %s, the cache of %d sequences %s",
                 "16 bits" if fits else "the form they are held in", size_text(size), sequences, size_text(wanted))
     return fits
