@@ -116,7 +116,7 @@ class FastLanguageModel:
         check_stored(path, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.cuda_graphs import check_graphs
-        from lowmem_grpo.engines.vllm.sampling_weights import check_four_bit
+        from lowmem_grpo.engines.vllm.settings import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
         from lowmem_grpo.memory.offload.embedding import embed_on_host, movable
         from lowmem_grpo.models.card_check import compute_dtype, larger_card, use_card

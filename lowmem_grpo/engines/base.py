@@ -1,10 +1,17 @@
-"""The interface between the trainer and a rollout engine."""
+"""The interface between the trainer and a rollout engine, and what the engines share: the finished prompts of a call,
+the expected lengths of completions, and the time per phase."""
 
-from collections.abc import Callable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Any, Protocol, Self
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.memory.time_plan import TAIL
 from lowmem_grpo.types import OnGroup, Rollout
 
 Meanwhile = Callable[[int], None]  # (number of unfinished sequences)
@@ -12,6 +19,9 @@ Meanwhile = Callable[[int], None]  # (number of unfinished sequences)
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
 EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
 NEEDED = ("name", "kv_bytes", "generate", "on_policy_update", "sleep")  # attributes a user-supplied engine must have
+MOST_PROMPTS = 100_000  # prompts whose lengths are remembered, at about 150 bytes each
+# The phases of a call's time: prefill, decode steps with many sequences, and the tail, when few are left to decode
+PHASES = ("prefill", "full", "tail")
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ class Engine(Protocol):
         """Get ready to generate; `generate` does this itself if needed."""
         ...
 
-    # An engine may have an attribute `pace` (`engines/progress.py`), whose timings go into the step's log.
+    # An engine may have an attribute `pace` (a `Pace`), whose timings go into the step's log.
 
     @property
     def slots(self) -> int | None:
@@ -107,3 +117,145 @@ def check_own_engine(engine: Any) -> None:
 def capabilities_of(engine: Any) -> frozenset[str]:
     """Return the engine's declared capabilities; none for a user-supplied engine that declares nothing."""
     return frozenset(getattr(engine, "capabilities", ()))
+
+
+class Calls:
+    """Records the error that a callback of a call raised, to tell it from an error of the engine."""
+
+    failed_outside: Exception | None = None  # an error raised by our own code or the caller's, not by the engine
+
+    @contextmanager
+    def outside_the_engine(self) -> Iterator[None]:
+        """Record that an error in this context is not the engine's, so that the call is not repeated."""
+        try:
+            yield
+        except Exception as error:
+            self.failed_outside = error
+            raise
+
+
+class FinishedPrompts(Calls):
+    """The rollouts of finished prompts. Each prompt is reported once, even if the call is restarted."""
+
+    def __init__(self, prompts: int, on_group: OnGroup | None, meanwhile: Meanwhile | None = None) -> None:
+        self.prompts, self.on_group, self.meanwhile = prompts, on_group, meanwhile
+        self.rollouts: dict[int, list[Rollout]] = {}
+
+    def add(self, prompt: int, rollouts: list[Rollout]) -> None:
+        """Keep all rollouts of a prompt, and pass them to `on_group`."""
+        assert prompt not in self.rollouts, prompt
+        self.rollouts[prompt] = rollouts
+        if self.on_group is not None:
+            self.on_group(prompt, rollouts)
+
+    def between(self, running: int) -> None:
+        """Call `meanwhile` between two decode steps, with the number of unfinished sequences, unless that is 0."""
+        if self.meanwhile is not None and running:
+            with self.outside_the_engine():
+                self.meanwhile(running)
+
+    @property
+    def missing(self) -> list[int]:
+        return [prompt for prompt in range(self.prompts) if prompt not in self.rollouts]
+
+    def result(self) -> list[list[Rollout]]:
+        """Return the rollouts of all prompts, in the order of the prompts."""
+        assert not self.missing, f"the device reported no end of prompts {self.missing}"
+        return [self.rollouts[prompt] for prompt in range(self.prompts)]
+
+
+class ExpectedLengths:
+    """The mean completion length of each prompt in its last call. Prompts sampled longest ago are forgotten first.
+
+    If not all sequences have room at once, the sequences expected to be longest start first, so that no long sequence
+    decodes alone at the end. The sampled tokens do not depend on the order.
+    """
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[int, float] = OrderedDict()  # by the hash of a prompt's tokens
+
+    def note_groups(self, prompts: list[list[int]], groups: list[list[Rollout]]) -> None:
+        """Note the completion lengths of a call."""
+        for prompt, rollouts in zip(prompts, groups, strict=True):
+            key = hash(tuple(prompt))
+            self.known[key] = fmean(len(rollout.completion_ids) for rollout in rollouts)
+            self.known.move_to_end(key)
+            if len(self.known) > MOST_PROMPTS:
+                self.known.popitem(last=False)
+
+    def order(self, prompts: list[list[int]]) -> list[int]:
+        """Return the prompts' indices, longest expected first, else in order; an unknown prompt counts as the mean."""
+        means = [self.known.get(hash(tuple(prompt))) for prompt in prompts]
+        usual = fmean([length for length in means if length is not None] or [0.0])
+        lengths = [usual if length is None else length for length in means]
+        return sorted(range(len(prompts)), key=lambda place: -lengths[place])
+
+
+class Pace:
+    """Seconds and tokens per phase since `pop_measured`. Engines call `step` when they synchronize anyway."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.tokens = dict.fromkeys(PHASES, 0)  # prompt tokens computed in prefill, else tokens drawn
+        self.preemptions = 0  # sequences evicted for lack of KV cache, which are recomputed
+        self.most = 0  # the most sequences that ran together
+        self.start_call()
+
+    def start_call(self) -> None:
+        """Begin a call; its tail is measured against its own widest batch."""
+        self.widest = 0
+        self.resume()
+
+    def resume(self) -> None:
+        """Restart the clock: the time until now was not spent in the engine."""
+        self.mark, self.reading = time.perf_counter(), False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time spent inside out of the measurements."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.mark += time.perf_counter() - began
+
+    def read(self, tokens: int) -> None:
+        """Note that the next `step` also computes `tokens` prompt tokens, so that its time counts as prefill."""
+        self.reading = True
+        self.tokens["prefill"] += tokens
+
+    def step(self, running: int, drawn: int | None = None) -> None:
+        """Note the end of a decode step of `running` sequences, which drew `drawn` tokens (None: one each)."""
+        now = time.perf_counter()
+        self.widest = max(self.widest, running)
+        self.most = max(self.most, running)
+        phase = "prefill" if self.reading else "tail" if running < TAIL * self.widest else "full"
+        self.seconds[phase] += now - self.mark
+        if not self.reading:
+            self.tokens[phase] += running if drawn is None else drawn
+        self.mark, self.reading = now, False
+
+    def add(self, other: "Pace") -> None:
+        for phase in PHASES:
+            self.seconds[phase] += other.seconds[phase]
+            self.tokens[phase] += other.tokens[phase]
+        self.preemptions += other.preemptions
+        self.most = max(self.most, other.most)
+
+    def pop_measured(self) -> Self:
+        """Return the measurements and reset them."""
+        taken = copy(self)
+        self.seconds, self.tokens = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0)
+        self.preemptions = self.most = 0
+        return taken
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds per phase, the tail's share of the time, and tokens per second; empty if nothing ran."""
+        if not self.most:
+            return {}
+        seconds = {f"time/sampling/{name}_s": spent for name, spent in self.seconds.items()}
+        speeds = {f"tokens_per_second/{name}": self.tokens[name] / spent
+                  for name, spent in self.seconds.items() if spent}
+        share = self.seconds["tail"] / max(sum(self.seconds.values()), 1e-9)
+        return {**seconds, "time/sampling/tail_share": share, **speeds,
+                "sampling/most_together": self.most, "sampling/preemptions": self.preemptions}

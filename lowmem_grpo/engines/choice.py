@@ -4,7 +4,6 @@ import gc
 import logging
 import weakref
 from dataclasses import dataclass, field
-from importlib.metadata import requires
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from lowmem_grpo.config.loading import TRANSFORMERS, VLLM, EngineSettings, check
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed, why_not_beside, why_unavailable
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed, why_unusable
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, is_of_start, living
 from lowmem_grpo.memory.cards import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.memory.oom import RolloutLimit
@@ -23,10 +22,6 @@ from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
-
-OTHER_CARD = ("vLLM takes the first card that its process sees, and the model is on {}: start with lowmem-grpo run, or "
-              "set CUDA_VISIBLE_DEVICES={} before torch is imported")
-OLD_CARD = "vLLM was not tested on compute capability {}.{}, where the transformers engine is the checked one"
 
 
 @dataclass(frozen=True)
@@ -58,11 +53,7 @@ def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
 def why_not_here(device: str) -> str | None:
     """Return why vLLM cannot sample with a model on `device`; None if it can, judged by its package metadata."""
     package = installed()
-    if package is None:
-        return why_unavailable(None)
-    name, number = package
-    beside = why_not_beside(torch.__version__, requires(name) or [])
-    return why_unavailable(number) or beside or why_other_device(name, number, device)
+    return why_unusable(package) or why_other_device(*package or ("", ""), device)
 
 
 def faster_engine(device: str) -> str | None:
@@ -78,14 +69,16 @@ def old_card(device: str) -> str | None:
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else OLD_CARD.format(major, minor)
+    return None if major >= 8 else (f"vLLM was not tested on compute capability {major}.{minor}, where the "
+                                    "transformers engine is the checked one")
 
 
 def why_other_device(name: str, number: str, device: str) -> str | None:
     """Return why this build of vLLM cannot compute on that device; None if it can."""
     for_cpus = name.endswith("-cpu") or "cpu" in number.partition("+")[2]
     if not for_cpus and device.startswith("cuda:") and device != "cuda:0":
-        return OTHER_CARD.format(device, device.partition(":")[2])
+        return (f"vLLM takes the first card that its process sees, and the model is on {device}: start with "
+                f"lowmem-grpo run, or set CUDA_VISIBLE_DEVICES={device.partition(':')[2]} before torch is imported")
     if for_cpus == device.startswith("cpu"):
         return None
     return f"{name} {number} is built for {'CPUs' if for_cpus else 'cards'} and the model is on {device}"
@@ -167,8 +160,7 @@ class EngineKeeper:
         """Make a vLLM engine, and keep it."""
         import_from_a_thread()
         with collectable():
-            self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, bound=self.bound, sampled=self.sampled,
-                                   **vars(self.settings))
+            self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, self.settings, self.sampled, self.bound)
         EngineKeeper.holder = weakref.ref(self)
         return self.kept
 

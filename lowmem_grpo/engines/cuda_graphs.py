@@ -24,8 +24,7 @@ Record = Callable[[Run, Any], Run]  # (work, a graph whose memory pool it may sh
 
 
 class CudaGraph:
-    """A recorded CUDA graph, replayed in one launch. Its work must use tensors at fixed addresses and never
-    synchronize with the device."""
+    """A recorded CUDA graph, replayed in one launch. Its work must use fixed addresses and never synchronize."""
 
     def __init__(self, work: Run, beside: "CudaGraph | None" = None) -> None:
         """Record the work without running it. If `beside` is given, use the memory pool of that graph; the two graphs

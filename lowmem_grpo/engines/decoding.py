@@ -3,7 +3,7 @@ turns with a user-supplied engine that only has `generate`: each round decodes a
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,8 @@ class StopCriteria:
         self.reach = max((len(text.encode()) for text in self.texts), default=0) + 4  # tokens; one may be a single byte
 
     def ends(self, tokens: Tensor, last_tokens: Callable[[int], list[list[int]]]) -> Tensor:
-        """Return a mask (B,), True if the token just drawn (B,) ends its completion. If there are stop strings,
-        `last_tokens(count)` supplies the last tokens of each row."""
+        """Return a mask (B,), True if the token just drawn (B,) ends its completion. Stop strings are looked for in
+        `last_tokens(count)` of each row."""
         ended = (tokens[:, None] == self.ids).any(-1)  # `isin` may sort, which synchronizes with the device
         if not self.texts:
             return ended
@@ -106,8 +106,7 @@ def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw tokens (B,) from logits (B, V) fp32; returns them with their log-probabilities (B,) under the sampling
-    distribution.
+    """Draw tokens (B,) from logits (B, V) fp32; returns them and their log-probabilities (B,) as sampled.
 
     Inverse-CDF sampling uses one number per row from [0, 1), `uniform` (B, 1) fp64, and never draws a token of
     probability 0. Greedy decoding (temperature 0) reports the log-probability at temperature 1.
@@ -137,22 +136,6 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = logits.softmax(-1)
         logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return logits
-
-
-def as_rollouts(rows: Sequence[Tensor], params: SamplingParams, tokenizer: "PreTrainedTokenizerBase",
-                policy_version: int) -> list[Rollout]:
-    """Return the rollouts of host tensors: token ids (B, C), log-probabilities (B, C), lengths (B,), and flags (B,),
-    True if a stop token or string ended the row."""
-    ids, logprobs, lengths, stopped = rows
-    completions = [row[:length].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=params.skip_special_tokens)
-    return [
-        Rollout(
-            completion_ids=completion, rollout_logprobs=row[: len(completion)].tolist(),
-            finish_reason="stop" if stop else "length", text=cut_at_stop(text, params), policy_version=policy_version,
-        )
-        for completion, row, stop, text in zip(completions, logprobs, stopped.tolist(), texts, strict=True)
-    ]
 
 
 def converse(engine: Any, conversation: Conversation, params: SamplingParams,

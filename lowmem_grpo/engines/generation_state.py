@@ -1,5 +1,4 @@
-"""The tokens that a call of the transformers engine has drawn so far, and the KV cache of finished turns, which later
-turns of the same episodes reuse.
+"""The tokens that a call of the transformers engine has drawn, and the KV cache of turns, which later turns reuse.
 
 Only the tokens after the cached turn are computed. Rows that continue together are fed the same number of tokens, so
 that each row is contiguous in the cache. A row with fewer new tokens therefore recomputes some of its cached tokens.
@@ -12,12 +11,12 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, Request
-from lowmem_grpo.engines.decoding import Uniforms, own_numbers
+from lowmem_grpo.engines.base import Conversation, FinishedPrompts, Request
+from lowmem_grpo.engines.decoding import Uniforms, cut_at_stop, own_numbers
 from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, right_aligned
-from lowmem_grpo.engines.progress import FinishedPrompts
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import Rollout
 
@@ -144,8 +143,7 @@ class GenerationState:
     @classmethod
     def from_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
                    conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
-        """Return the state of a round of turns, one row each, before the first token. Each turn uses its own seed, and
-        is passed to the conversation as soon as it is finished."""
+        """Return the state of a round of turns, one row each with its own seed, passed on as soon as it is finished."""
         assert len({request.key for request in requests}) == len(requests), "one turn of a key at a time"
 
         def give(row: int, rollouts: list[Rollout]) -> None:
@@ -207,11 +205,27 @@ class GenerationState:
             self.routes = fed.new_zeros(*self.ids.shape, *fed.shape[2:])
         self.routes[rows, counts - 1] = fed[:, -1]
 
-    def give_routes(self, rows: list[int], rollouts: list[Rollout]) -> None:
-        """Attach to these rows' rollouts the routes of all prompt and drawn tokens but the last, which was not fed."""
+    def routes_of(self, row: int, ran: int) -> Routes | None:
+        """Return the routes of a row's prompt and its first `ran` drawn tokens, which were fed; None without experts.
+        """
         if not self.prompt_routes:
-            return
-        for row, rollout in zip(rows, rollouts, strict=True):
-            ran = len(rollout.completion_ids) - 1
-            own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
-            rollout.routes = Routes((*self.prompt_routes[row].parts, *own))
+            return None
+        own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
+        return Routes((*self.prompt_routes[row].parts, *own))
+
+    # Finished rows
+
+    def rollouts(self, rows: list[int], tokenizer: PreTrainedTokenizerBase, policy_version: int) -> list[Rollout]:
+        """Copy finished rows to the host and return their rollouts; RuntimeError for NaN log-probabilities."""
+        parts, at = (self.ids, self.logprobs, self.lengths, self.stopped), torch.tensor(rows, device=self.ids.device)
+        ids, logprobs, lengths, stopped = (part[at].cpu() for part in parts)
+        if logprobs.isnan().any():
+            raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
+        completions = [drawn[:length].tolist() for drawn, length in zip(ids, lengths.tolist(), strict=True)]
+        texts = tokenizer.batch_decode(completions, skip_special_tokens=self.params.skip_special_tokens)
+        return [
+            Rollout(drawn, row_logprobs[: len(drawn)].tolist(), "stop" if stop else "length",
+                    cut_at_stop(text, self.params), policy_version, routes=self.routes_of(row, len(drawn) - 1))
+            for row, drawn, row_logprobs, stop, text in zip(rows, completions, logprobs, stopped.tolist(), texts,
+                                                            strict=True)
+        ]

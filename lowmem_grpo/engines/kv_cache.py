@@ -14,8 +14,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 class GrowingLayer(DynamicLayer):
     """Keys and values (B, H_kv, L, K), as views of storage with room to grow, so that older tokens are not copied.
 
-    After `GrowingCache.fix`, new tokens are written at the place that a tensor holds and no storage moves, so that a
-    decode step can be recorded as a CUDA graph.
+    After `GrowingCache.fix`, a tensor says where new tokens are written and no storage moves, as CUDA graphs need.
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)
@@ -247,9 +246,8 @@ class CacheSlice:
 
 
 def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: bool = False) -> GrowingCache:
-    """Return a cache of `width` places and `room` for more, with the rows of all pieces in order, right-aligned. The
-    padding is zeros, as an attention weight of 0 would not hide a NaN. With `give`, the source caches lose each layer
-    once it is copied."""
+    """Return a cache of `width` places and `room` for more, with the rows of all pieces in order, right-aligned;
+    padding is 0, as a weight of 0 would not hide a NaN. With `give`, the sources lose each layer once it is copied."""
     made, lasting = list[Any](), pieces[0].cache.lasting
     for place in range(len(pieces[0].cache.layers)):
         layers = [piece.cache.layers[place] for piece in pieces]

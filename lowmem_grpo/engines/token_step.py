@@ -1,9 +1,8 @@
 """Decode steps of a batch. A step is one forward pass whose inputs and outputs stay at fixed addresses.
 
-On a card the step is recorded as a CUDA graph, once per number of rows and cache length (rounded up), because launching
-a small step's kernels takes the host longer than the card takes to run them. Where graphs cannot be used the same code
-runs eagerly, and one warning says why; `enforce_eager=False` makes that an error. A graph's first result is compared
-with the eager step's.
+On a card the step is recorded as a CUDA graph, once per number of rows and cache length (rounded up), because the host
+takes longer to launch a small step's kernels than the card to run them. A graph's first result is compared with the
+eager step's. Without graphs the same code runs eagerly, and a warning says why; `enforce_eager=False` refuses that.
 
 Rows of `generate` use buffers that live as long as the engine, so that the graphs of one call serve the next. Rows of
 `converse`, and all rows if no graphs are recorded, get new buffers.
@@ -87,8 +86,7 @@ class TokenStep:
             say_plain(why)
 
     def prepare(self, rows: int, width: int) -> None:
-        """Make sure that the lasting buffers hold `rows` rows of `width` places, if steps are recorded. Buffers that
-        must grow are replaced, and lose their graphs."""
+        """If steps are recorded, make room for `rows` rows of `width` places; buffers that grow lose their graphs."""
         width, old = up_to_multiple(width, self.block), self.lasting
         if self.record is None:
             self.lasting = None
@@ -99,8 +97,7 @@ class TokenStep:
             self.lasting = StepBuffers(rows, width, self.passes.policy.device, LastingStorage(rows, width))
 
     def storage_for(self, width: int, running: int) -> LastingStorage | None:
-        """Return lasting storage for sequences of up to `width` tokens, after the `running` rows in use; None without
-        lasting storage, or if it is too narrow."""
+        """Return lasting storage of at least `width` places, after the `running` rows in use; None if there is none."""
         storage = None if self.lasting is None else self.lasting.storage
         if storage is None or width > storage.capacity:
             return None

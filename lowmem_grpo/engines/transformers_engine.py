@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.loading import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile
+from lowmem_grpo.engines.base import EVERYTHING, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, Pace
 from lowmem_grpo.engines.batch import FED, Batch, DecodeState, Passes
-from lowmem_grpo.engines.decoding import StopCriteria, as_rollouts, budget_of, shared_numbers
+from lowmem_grpo.engines.decoding import StopCriteria, budget_of, shared_numbers
 from lowmem_grpo.engines.generation_state import GenerationState, Prefill, PrefixCache
-from lowmem_grpo.engines.progress import ExpectedLengths, FinishedPrompts, Pace
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
 from lowmem_grpo.kernels.frozen import WideWeights
@@ -74,8 +73,7 @@ class TransformersEngine:
                 torch.cuda.empty_cache()
 
     def use_weights(self, form: str | None) -> None:
-        """Sample with quantized weights as they are stored, or dequantized if `form` is "16bit" (except for so few rows
-        that reading the codes is faster)."""
+        """Sample with weights as stored, or dequantized if `form` is "16bit", except for few rows."""
         self.free_weights()
         self.sampling_weights = form
         self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None
@@ -111,8 +109,7 @@ class TransformersEngine:
             return []
         finished, device, n = FinishedPrompts(len(prompts), on_group, meanwhile), self.policy.device, params.n
         self.forget()
-        budgets = [budget for prompt in prompts
-                   for budget in [budget_of(prompt, params.max_tokens, self.max_seq_length)] * n]
+        budgets = [budget_of(prompt, params.max_tokens, self.max_seq_length) for prompt in prompts for _ in range(n)]
         seed = time.time_ns() % 2**63 if params.seed is None else params.seed
         part = None if params.part is None else (params.part[0] * n, params.part[1] * n)
         self.kv_bytes = 0
@@ -124,8 +121,7 @@ class TransformersEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns in rounds; see `Engine.converse`. Without a limit on rows, there is room for twice the largest
-        round, running and kept rows together."""
+        """Decode turns in rounds; see `Engine.converse`. Without a limit, twice the largest round's rows have room."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         self.step.drop()  # its memory is needed for kept rows
         if not goes_on:
@@ -195,8 +191,7 @@ class TransformersEngine:
     # One batch: rows that are decoded together
 
     def decode_together(self, batch: Batch) -> None:
-        """Draw rows to their ends, until none wait. After an error, `batch.rows` holds the unfinished rows that had
-        entered."""
+        """Draw rows to their ends, until none wait. After an error, `batch.rows` holds the entered, unfinished rows."""
         logits = torch.empty(0)
         self.pace.resume()
         while batch.rows or batch.waiting:
@@ -232,18 +227,12 @@ class TransformersEngine:
         return left < (COMPACT_BELOW if self.step.record is None else RARELY) * rows
 
     def report(self, generation: GenerationState, prompts: list[int]) -> None:
-        """Copy the rows of finished prompts to the host, and report each prompt."""
+        """Report each of the prompts whose rows are all finished."""
         if not prompts:
             return
         n = generation.params.n
-        rows = torch.tensor([prompt * n + row for prompt in prompts for row in range(n)])
-        parts = (generation.ids, generation.logprobs, generation.lengths, generation.stopped)
-        ids, logprobs, lengths, stopped = (part[rows.to(part.device)].cpu() for part in parts)
-        if logprobs.isnan().any():
-            raise RuntimeError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning rate")
-        rollouts = as_rollouts((ids, logprobs, lengths, stopped), generation.params, self.tokenizer,
-                               self.policy_version)
-        generation.give_routes(rows.tolist(), rollouts)
+        rows = [prompt * n + row for prompt in prompts for row in range(n)]
+        rollouts = generation.rollouts(rows, self.tokenizer, self.policy_version)
         for place, prompt in enumerate(prompts):
             generation.finished.add(prompt, rollouts[place * n : place * n + n])
 
@@ -264,8 +253,7 @@ class TransformersEngine:
         return logits
 
     def start_rows(self, generation: GenerationState, rows: list[int], running: int) -> tuple[DecodeState, Tensor]:
-        """Prefill the prompts of B rows, and the tokens that they drew before an interruption, equally many; returns
-        their state and the next tokens' logits (B, V)."""
+        """Prefill B rows' prompts and equally many tokens drawn before an interruption; return state, logits (B, V)."""
         start = generation.drawn[rows[0]]
         made = [self.prefill(generation, each, running, start) for each in generation.prefills(rows, running)]
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
@@ -278,9 +266,8 @@ class TransformersEngine:
 
     def prefill(self, generation: GenerationState, prefill: Prefill, running: int, start: int
                 ) -> tuple[DecodeState, Tensor]:
-        """Feed the uncached tokens of prompts, each prompt once; returns the state of their B rows and the next tokens'
-        logits (B, V). The cache of `generate` is placed in the lasting storage, behind `running` rows, if that has room
-        for `start` more tokens."""
+        """Feed the uncached tokens of prompts, each prompt once; returns the state of their B rows and the next logits
+        (B, V). The lasting storage holds the cache of `generate`, behind `running` rows, if `start` more tokens fit."""
         device, cache, held = self.policy.device, prefill.held_cache(), prefill.held
         input_ids, real = prefill.inputs(self.pad_id, device)
         state = DecodeState.holding(torch.arange(len(held), device=device), cache, torch.tensor(held, device=device))

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowmem_grpo.config.sampling import Draws, SamplingParams, StrategySettings
 from lowmem_grpo.data.prompts import Prompt, PromptSource
-from lowmem_grpo.engines.progress import Pace
+from lowmem_grpo.engines.base import Pace
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rollout.parity import ParityGate

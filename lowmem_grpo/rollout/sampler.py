@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, as_group
-from lowmem_grpo.engines.base import ON_GROUP, Engine, capabilities_of
-from lowmem_grpo.engines.progress import Pace
+from lowmem_grpo.engines.base import ON_GROUP, Engine, Pace, capabilities_of
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy

@@ -24,6 +24,7 @@ from tables import every_row
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.engines import choice
 from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, why_not_here
+from lowmem_grpo.engines.vllm import installed as vllm_installed
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.process_state import explain
@@ -63,7 +64,7 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 def pretend(monkeypatch: pytest.MonkeyPatch, found: tuple[str, str] | None, torch_wanted: str = "") -> None:
     """What is installed, as far as the choice can see."""
     monkeypatch.setattr(choice, "installed", lambda: found)
-    monkeypatch.setattr(choice, "requires", lambda _: [f"torch=={torch_wanted}"] if torch_wanted else None)
+    monkeypatch.setattr(vllm_installed, "requires", lambda _: [f"torch=={torch_wanted}"] if torch_wanted else None)
 
 
 NOT_USABLE = [
@@ -385,7 +386,7 @@ def test_another_tokenizer_gets_an_engine_that_decodes_with_it(sampled: FastPeft
 def test_an_engine_that_somebody_made_by_hand_is_not_closed_behind_their_back(sampled: FastPeftModel) -> None:
     sampled.close_engine()
     model = load(False)
-    mine = VLLMEngine(Policy(model.inner), model.loaded.tokenizer, 128, kv_cache_bytes=2**26)
+    mine = VLLMEngine(Policy(model.inner), model.loaded.tokenizer, 128, EngineSettings(kv_cache_bytes=2**26))
     try:
         with pytest.raises(EngineUnavailableError, match="made by hand"):
             sampled.fast_generate("Start", GREEDY)

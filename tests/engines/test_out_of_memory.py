@@ -54,9 +54,7 @@ def test_tokens_drawn_before_a_shortage_are_kept_and_the_rest_follows_the_seed(
     assert remembered[0][0].completion_ids != remembered[1][2].completion_ids
 
 
-def test_a_single_sequence_without_memory_ends_the_run(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
+def test_a_single_sequence_without_memory_ends_the_run(engine: TransformersEngine, prompts: list[list[int]]) -> None:
     plan: Any = SimpleNamespace(rows=[SimpleNamespace(name="KV cache", train=0, rollout=GIB)])
     engine.bound.advice = MemoryAdvice({"rollout": ["a lower max_completion_length"]}, plan)
     engine.policy.model.train()
@@ -67,9 +65,7 @@ def test_a_single_sequence_without_memory_ends_the_run(
     assert engine.policy.model.training
 
 
-def test_other_errors_of_the_sampler_are_raised(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
+def test_other_errors_of_the_sampler_are_raised(engine: TransformersEngine, prompts: list[list[int]]) -> None:
     hook = Failing(1, error=lambda: RuntimeError("a bug near memory"))
     engine.policy.backbone.norm.register_forward_hook(hook)
     with pytest.raises(RuntimeError, match="a bug near memory"):

@@ -144,7 +144,8 @@ def test_looking_rarely_at_which_rows_are_done_changes_no_token(
 ) -> None:
     params = SamplingParams(n=3, max_tokens=37, seed=20, **ENDINGS[ends])
     prompts = [*PROMPTS, [7] * (small.max_seq_length - 20)]  # the last one has the smallest budget
-    expected = plain(small).generate(prompts, params)
+    other = plain(small)
+    expected = other.generate(prompts, params)
     assert ends == "the budget" or len({len(one.completion_ids) for one in chain(*expected)}) > 5
     recorder, looks, steps = Recorder(small), [], []
     small.bound.lowered = rows
@@ -152,11 +153,13 @@ def test_looking_rarely_at_which_rows_are_done_changes_no_token(
     monkeypatch.setattr(Batch, "find_done", lambda batch: looks.append(batch.since) or look(batch))
     monkeypatch.setattr(TokenStep, "extend", lambda step, state: steps.append(1) or extend(step, state))
     check_same(small.generate(prompts, params), expected)
-    counted = small.pace.tokens["full"] + small.pace.tokens["tail"]
-    first = len(expected) * params.n if rows is None else 0  # tokens drawn straight after prompts count as prefill
-    drawn = sum(len(one.completion_ids) for one in chain(*expected))
-    assert counted <= drawn
-    assert rows is not None or counted == drawn - first, "no token after an end"
+    first = len(expected) * params.n  # tokens that are drawn from the prompts' own logits
+    drawn = sum(len(one.completion_ids) for one in chain(*expected)) - first
+    for engine, most in ((small, rows), (other, None)):
+        tokens = engine.pace.tokens
+        assert engine.pace.most == (most or first) and 0 < tokens["full"] + tokens["tail"] <= drawn
+        assert most or tokens["full"] + tokens["tail"] == drawn, "no token after an end"
+        assert most or tokens["prefill"] == sum(map(len, prompts))
     if ends == "a stop string":
         assert {*looks} == {1}
     else:

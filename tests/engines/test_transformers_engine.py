@@ -112,9 +112,7 @@ def test_greedy_tokens_are_those_of_transformers(any_engine: TransformersEngine,
         base.set_attn_implementation(attention.NAME)
 
 
-def test_rows_that_finish_early_do_not_disturb_the_others(
-    engine: TransformersEngine, prompts: list[list[int]]
-) -> None:
+def test_rows_that_finish_early_do_not_disturb_the_others(engine: TransformersEngine, prompts: list[list[int]]) -> None:
     engine.on_policy_update(3)
     sampled = engine.generate(prompts, SamplingParams(n=8, max_tokens=40, seed=5))
     lengths = {len(rollout.completion_ids) for group in sampled for rollout in group}

@@ -96,16 +96,12 @@ def test_turns_that_go_on_from_kept_rows_are_those_of_a_full_computation(
             assert 0 <= len(asked[turn]) - rollouts[turn].cached_tokens - new <= 64
 
 
-def test_a_conversation_is_the_same_to_the_bit_when_it_is_repeated(
-    engine: TransformersEngine, usual: Usual
-) -> None:
+def test_a_conversation_is_the_same_to_the_bit_when_it_is_repeated(engine: TransformersEngine, usual: Usual) -> None:
     same(usual[0], played(engine), to=0)
     same(usual[0], played(engine, wait=lambda key, turn: False), to=0)
 
 
-def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(
-    engine: TransformersEngine, usual: Usual
-) -> None:
+def test_replies_that_come_in_a_later_round_go_on_from_what_was_kept(engine: TransformersEngine, usual: Usual) -> None:
     """One episode waits while the others play on; its own numbers do not depend on who is decoded beside it."""
     class Late(Talk):
         def next_requests(self, busy: bool) -> list[Any]:

@@ -13,7 +13,7 @@ from vllm_models import differences, ids_of, move_adapter
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.engines import transformers_engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
-from lowmem_grpo.engines.vllm.sampling_weights import wide_bytes
+from lowmem_grpo.engines.vllm.settings import wide_bytes
 
 
 @pytest.fixture

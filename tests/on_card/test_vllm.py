@@ -19,6 +19,7 @@ from vllm_models import (
     CONTEXT,
     KV_BYTES,
     NEEDS_VLLM,
+    PLAIN,
     REAL,
     assert_borrowed,
     differences,
@@ -94,7 +95,7 @@ def engine(device: torch.device) -> Iterator[VLLMEngine]:
         close_all()
         Shared.policy, Shared.device = policy_of("tiny", own_dtype(device), device == CARD, TINY, device), device
         tokenizer = AutoTokenizer.from_pretrained(TINY)
-        living = VLLMEngine(Shared.policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES, max_num_seqs=SEQS)
+        living = VLLMEngine(Shared.policy, tokenizer, CONTEXT, replace(PLAIN, max_num_seqs=SEQS))
     move_adapter(Shared.policy, 0.05)
     living.on_policy_update(living.policy_version + 1)
     yield living
@@ -172,9 +173,7 @@ def test_sleep_frees_the_cache_and_waking_samples_the_same(
 
 @gpu
 @pytest.mark.parametrize("held", [False, True])
-def test_the_cache_wakes_beside_memory_that_training_had_cached_or_holds(
-    held: bool, prompts: list[list[int]]
-) -> None:
+def test_the_cache_wakes_beside_memory_that_training_had_cached_or_holds(held: bool, prompts: list[list[int]]) -> None:
     """What torch has cached is given back; what it still holds makes the cache smaller. Nothing sampled is lost."""
     skip_elsewhere(CARD)
     close_all()

@@ -11,7 +11,7 @@ from template_tokenizers import CharTokenizer
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource
-from lowmem_grpo.engines.progress import Pace
+from lowmem_grpo.engines.base import Pace
 from lowmem_grpo.rewards import Reward, RewardScorer
 from lowmem_grpo.rollout.collector import Collector
 from lowmem_grpo.rollout.scoring import Scoring

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from small_models import HYBRIDS, TINY, scatter, shallow, with_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import installed
@@ -43,6 +45,7 @@ OTHER = 1e-3  # what an adapter that moved changes, at least
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 Groups = list[list[Rollout]]
 KV_BYTES = 256 << 20
+PLAIN = EngineSettings(kv_cache_bytes=KV_BYTES)
 # vLLM's attention for CPUs needs heads of a multiple of 32
 WIDER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "initializer_range": 0.02}
 HEADS: dict[str, dict[str, Any]] = {
@@ -99,10 +102,9 @@ def move_adapter(policy: Policy, size: float, seed: int = 1) -> None:
 
 
 @contextmanager
-def engine_on(policy: Policy, **options: Any) -> Iterator[VLLMEngine]:
+def engine_on(policy: Policy, max_seq_length: int = CONTEXT, **options: Any) -> Iterator[VLLMEngine]:
     """An engine that is closed at the end, whatever happens."""
-    settings: dict[str, Any] = {"max_seq_length": CONTEXT, "kv_cache_bytes": KV_BYTES} | options
-    engine = VLLMEngine(policy, AutoTokenizer.from_pretrained(TINY), **settings)
+    engine = VLLMEngine(policy, AutoTokenizer.from_pretrained(TINY), max_seq_length, replace(PLAIN, **options))
     try:
         yield engine
     finally:

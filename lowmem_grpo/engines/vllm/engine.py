@@ -12,20 +12,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.loading import FOUR
+from lowmem_grpo.config.loading import FOUR, EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import EVERYTHING, Conversation, Meanwhile
-from lowmem_grpo.engines.progress import Calls, ExpectedLengths, Pace
-from lowmem_grpo.engines.vllm import pool as vllm_pool
-from lowmem_grpo.engines.vllm import sampling_weights as wide
+from lowmem_grpo.engines.base import EVERYTHING, Calls, Conversation, ExpectedLengths, Meanwhile, Pace
+from lowmem_grpo.engines.vllm import process_state
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
-from lowmem_grpo.engines.vllm.process_state import PROCESS, check_alone, end, explain, random_states_kept
+from lowmem_grpo.engines.vllm.process_state import PROCESS, random_states_kept
 from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns, Prompts, Steps
+from lowmem_grpo.engines.vllm.sampling_weights import new_buffer
 from lowmem_grpo.engines.vllm.settings import Capacity
 from lowmem_grpo.engines.vllm.shared_linear import check_family
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing, active_adapter
-from lowmem_grpo.memory.cards import AUTO, in_8_bits
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, catch_oom, free, is_out_of_memory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import OnGroup, Rollout
@@ -42,37 +40,26 @@ class VLLMEngine:
     capabilities = EVERYTHING
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
-                 gpu_memory_utilization: float = 0.5, kv_cache_bytes: int | None = None,
-                 max_num_seqs: int | None = None, enforce_eager: bool | None = None,
-                 sampling_weights: str | None = None, bound: RolloutLimit | None = None, sampled: int | None = None,
-                 block_size: int | None = None, kv_cache_dtype: str = AUTO) -> None:
-        """`kv_cache_bytes` is the size of the KV cache; None takes what is free of the card's `gpu_memory_utilization`
-        share. `max_num_seqs` sequences are decoded together; None takes the `sampled` sequences of a call, as far as
-        the cache has room. If a call has more, the others wait. `block_size` is the cache's block size in tokens;
-        None takes vLLM's default, or 32 on the CPU for contexts of at most 2,048 tokens. `kv_cache_dtype` is "auto" for
-        the model's dtype, or "fp8", "fp8_e4m3" or "fp8_e5m2" for an 8-bit cache.
-
-        `enforce_eager=None` decodes with CUDA graphs on a card, and without them elsewhere. `sampling_weights="16bit"`
-        dequantizes 4-bit weights once per sampling phase, "4bit" never does; None does it on a card if that is expected
-        to be faster and memory has room. `bound` has the sizes for which memory had room before.
+                 settings: EngineSettings | None = None, sampled: int | None = None,
+                 bound: RolloutLimit | None = None) -> None:
+        """Without `settings.max_num_seqs`, `sampled` is how many sequences of a call are decoded together, as far as
+        the cache has room. If a call has more, the others wait. `bound` has the sizes for which memory had room before.
 
         Raises EngineUnavailableError if vLLM cannot be used, BorrowError if the model does not map onto vLLM's,
-        ValueError if the cache is too small for one sequence, and MemoryExhaustedError if memory has no room even for
-        the smallest cache.
+        ValueError if the cache is too small for one sequence, MemoryExhaustedError if even such a cache does not fit.
         """
-        check_alone()
+        process_state.check_alone()
+        settings = settings or EngineSettings()
         check_family(policy.base.config, policy.head.weight.dtype, policy.device)
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
         self.on_card = self.sleeps = vllm_settings.on_card(policy)
         free(policy.device)
         self.tells_routes = policy.routed_layers > 0
-        self.eager = vllm_settings.is_eager(policy, enforce_eager)
+        self.eager = vllm_settings.is_eager(policy, settings.enforce_eager)
         self.vllm = import_plugin()
-        self.capacity = Capacity(policy, max_seq_length, kv_cache_bytes, gpu_memory_utilization, max_num_seqs, sampled,
-                                 bound, block_size, kv_cache_dtype)
-        self.sampling_weights, self.capacity.kv_budget = vllm_pool.choose_for_engine(
-            sampling_weights, policy, self.capacity, self.eager)
-        self.capacity.check(policy)
+        self.capacity = Capacity(policy, max_seq_length, settings, sampled, bound)
+        self.sampling_weights, self.capacity.kv_budget = vllm_settings.choose_weights(self.capacity, self.eager)
+        self.capacity.check()
         self.kv_bytes, self.policy_version, self.asleep, self.base = 0, 0, False, False
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.llm: Any = None
@@ -81,8 +68,8 @@ class VLLMEngine:
         self.adapter = active_adapter(policy.base)
         if self.tells_routes:
             self.vllm.check_routes()
-        if in_8_bits(kv_cache_dtype):
-            self.vllm.check_cache_dtype(kv_cache_dtype)
+        if settings.in_8_bits:
+            self.vllm.check_cache_dtype(settings.kv_cache_dtype)
         self.in_less_memory(self.start_or_do_without)
 
     @property
@@ -100,7 +87,7 @@ class VLLMEngine:
 
     @property
     def cache_dtype(self) -> str:
-        return self.capacity.cache_dtype
+        return self.capacity.settings.kv_cache_dtype
 
     def start_or_do_without(self) -> None:
         """Start vLLM; if it lacks an optional feature here, start again without it (see `does_without`)."""
@@ -115,7 +102,7 @@ class VLLMEngine:
     def does_without(self, error: Exception) -> bool:
         """Turn off the optional feature that kept vLLM from starting: sleep, if there is no memory pool for it, or
         expert routes. Returns False if the error has another cause."""
-        if self.sleeps and vllm_pool.is_missing(error):
+        if self.sleeps and process_state.is_pool_missing(error):
             self.sleeps = False
             self.sampling_weights = self.sampling_weights if self.eager else FOUR
             logger.warning("vLLM has no memory pool here (%s): the key-value cache of %s stays on the card while "
@@ -131,11 +118,11 @@ class VLLMEngine:
     def start(self) -> None:
         """Start vLLM on the trainer's tensors. If it fails, stop sharing them and add advice to the error."""
         if not PROCESS.clean:
-            vllm_pool.reset()
+            process_state.reset_pool()
         vllm_settings.check_room(self.policy.device, self.capacity.cache)
         PROCESS.clean = not self.on_card  # set True again after a successful start; a failed one leaves the pool dirty
         # dequantized weights lie in vLLM's pool, whose addresses last as CUDA graphs need, or in plain memory
-        room = wide.new_buffer if self.eager else vllm_pool.SleepingRoom()
+        room = new_buffer if self.eager else process_state.SleepingRoom()
         with torch.inference_mode(False):
             self.loan = WeightSharing(self.policy.base, self.policy.device, self.adapter,
                                       None if self.sampling_weights == FOUR else room)
@@ -144,19 +131,18 @@ class VLLMEngine:
             try:
                 with random_states_kept(self.policy.device):
                     self.llm = self.vllm.LLM(folder, **vllm_settings.llm_options(
-                        self.policy, self.max_seq_length, self.vllm.NAME, self.capacity, self.eager, self.sleeps,
-                        self.tells_routes))
+                        self.capacity, self.vllm.NAME, self.eager, self.sleeps, self.tells_routes))
             except BaseException as error:
                 self.loan.close()
                 self.vllm.cleanup_dist_env_and_memory()
-                explain(error, self.policy)
+                process_state.explain(error, self.policy)
                 raise
         if self.loan.wide is None:
             self.sampling_weights = FOUR
         PROCESS.clean, self.asleep, self.seqs = True, False, self.capacity.seqs
         self.cache = self.kv_bytes = self.capacity.cache
         self.prefixes: Hashable = None  # identifies the policy that the cached prefixes were computed with
-        self.ending = weakref.finalize(self, end, self.llm, self.loan)
+        self.ending = weakref.finalize(self, process_state.end, self.llm, self.loan)
         PROCESS.engine = weakref.ref(self)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
@@ -176,8 +162,7 @@ class VLLMEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns of episodes; see `Engine.converse`. A dead engine and exhausted memory are handled as in
-        `generate`, for the turns in progress."""
+        """Decode turns, see `Engine.converse`; a dead engine and a shortage are handled as in `generate`."""
         self.check_open()
         call = OpenTurns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
         self.in_less_memory(lambda: self.run_with_restart(call), call)
@@ -187,8 +172,7 @@ class VLLMEngine:
                         self.vllm.SamplingParams, self.policy.routed_places)
 
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
-        """Repeat the attempt with smaller sizes until memory has room for it. If memory ran out in one of the caller's
-        callbacks, its error is raised."""
+        """Repeat the attempt with smaller sizes until memory has room. A shortage in a caller's callback is raised."""
         while isinstance(shortage := catch_oom(attempt, self.policy.device), OutOfMemory):
             if call is not None and call.failed_outside is not None:
                 raise call.failed_outside
@@ -274,8 +258,7 @@ class VLLMEngine:
 
     def wake(self) -> None:
         """Map the KV cache and the room for dequantized weights again. Frees torch's cached blocks, which vLLM's pool
-        cannot use, if there is no room beside them. OutOfMemoryError if there is still none; then everything stays
-        asleep."""
+        cannot use, if there is no room beside them. OutOfMemoryError, and all stays asleep, if there is still none."""
         self.check_open()
         if not self.asleep:
             return
@@ -286,7 +269,7 @@ class VLLMEngine:
         try:
             self.llm.wake_up()
         except BaseException:
-            vllm_pool.unmap(self.llm)
+            process_state.unmap(self.llm)
             raise
         self.asleep, self.kv_bytes, self.prefixes = False, self.cache, None  # the cache came back empty
 
@@ -295,8 +278,7 @@ class VLLMEngine:
         self.start_or_do_without()
 
     def close(self) -> None:
-        """Free the KV cache and everything else that vLLM owns, but no tensor of the trainer. A second call does
-        nothing."""
+        """Free all that vLLM owns, the KV cache too, but no tensor of the trainer. A second call does nothing."""
         if self.llm is None:
             return
         self.llm, self.kv_bytes, PROCESS.engine = None, 0, None

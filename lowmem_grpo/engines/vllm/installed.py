@@ -41,13 +41,11 @@ def why_unavailable(number: str | None) -> str | None:
     return None
 
 
-def refuse_absent() -> tuple[str, str]:
-    """Return the package name and version of vLLM. EngineUnavailableError if it is not installed or not in a tested
-    version; its torch version is not checked."""
+def refuse_absent() -> None:
+    """Raise EngineUnavailableError if vLLM is not installed in a tested version; its torch version is not checked."""
     package = installed()
-    if package is None or why_unavailable(package[1]):
-        raise EngineUnavailableError(f"{why_unavailable(package and package[1])}, {OTHER_ENGINE}")
-    return package
+    if why := why_unavailable(package and package[1]):
+        raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
 
 
 def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
@@ -56,6 +54,13 @@ def why_not_beside(torch_version: str, requirements: list[str]) -> str | None:
     if wanted is None or numbers_of(wanted) == numbers_of(torch_version):
         return None
     return f"this vLLM was built for torch {wanted} and torch {torch_version} is installed; pip install torch=={wanted}"
+
+
+def why_unusable(package: tuple[str, str] | None) -> str | None:
+    """Return why the installed vLLM cannot be used with this torch, judged by package metadata; None if it can."""
+    if package is None:
+        return why_unavailable(None)
+    return why_unavailable(package[1]) or why_not_beside(torch.__version__, requires(package[0]) or [])
 
 
 def numbers_of(text: str) -> tuple[int, int] | None:
@@ -76,15 +81,15 @@ def set_environment() -> None:
 
 def import_plugin() -> Any:
     """Return our `plugin` module, which imports vLLM; EngineUnavailableError if that fails."""
-    package = refuse_absent()
-    if why := why_not_beside(torch.__version__, requires(package[0]) or []):
+    package = installed()
+    if why := why_unusable(package):
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")
     set_environment()
     try:
         from lowmem_grpo.engines.vllm import plugin
     except Exception as error:  # a broken installation may raise errors of any kind
         raise EngineUnavailableError(
-            f"{' '.join(package)} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
+            f"{' '.join(package or ())} cannot be imported beside torch {torch.__version__}: {type(error).__name__}: "
             f"{error}. Install it anew with the torch that it was built for, {OTHER_ENGINE}"
         ) from error
     if plugin.envs.VLLM_ENABLE_V1_MULTIPROCESSING:

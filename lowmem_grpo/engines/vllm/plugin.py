@@ -167,8 +167,9 @@ class BorrowedConfig(QuantizationConfig):
         """Return a layer's method on the trainer's tensors; None leaves it to vLLM. BorrowError on a mismatch."""
         loan = current()
         if isinstance(layer, VocabParallelEmbedding):  # includes output heads
-            module = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
-            check_vocabulary(prefix, module, layer)
+            module: Any = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
+            check_equal(prefix, "(vocabulary, width)", (layer.org_vocab_size, layer.embedding_dim),
+                        (*module.weight.shape,))
             return BorrowedEmbeddingMethod(module)
         if EXPERTS is not None and isinstance(layer, EXPERTS):
             experts = loan.routed(prefix)
@@ -186,23 +187,17 @@ class BorrowedConfig(QuantizationConfig):
 
 def check_width(linear: BorrowedLinear, layer: Any) -> None:
     """Raise BorrowError if vLLM's layer has another size than the trainer's, or adds its bias elsewhere."""
-    expected = (layer.output_size, layer.input_size)
-    got = (linear.out_features, linear.shapes[0][1])
-    if got != expected or layer.skip_bias_add:
-        bias = " and its bias added by another layer" if layer.skip_bias_add else ""
-        raise BorrowError(f"{linear.name}: vLLM wants (out, in) {expected}{bias}, the trainer has {got}. "
-                          f"{OTHER_ENGINE}")
+    check_equal(linear.name, "(out, in, bias added by another layer)",
+                (layer.output_size, layer.input_size, bool(layer.skip_bias_add)),
+                (linear.out_features, linear.shapes[0][1], False))
 
 
 def check_experts(experts: BorrowedExperts, layer: Any) -> None:
     """Raise BorrowError if vLLM's experts differ from the trainer's in size, activation or gate normalization."""
     expected = (layer.global_num_experts, layer.hidden_size, layer.moe_config.intermediate_size_per_partition,
-                layer.top_k)
-    renormalized = layer.renormalize == experts.block.gate.norm_topk_prob
-    if experts.shape != expected or layer.activation.value != "silu" or not renormalized:
-        raise BorrowError(f"{experts.name}: vLLM wants (experts, width, inner width, experts of a token) {expected} "
-                          f"with {layer.activation.value}, gates renormalized: {layer.renormalize}; the trainer has "
-                          f"{experts.shape} with silu, {experts.block.gate.norm_topk_prob}. {OTHER_ENGINE}")
+                layer.top_k, layer.activation.value, layer.renormalize)
+    check_equal(experts.name, "(experts, width, inner width, experts of a token, activation, gates renormalized)",
+                expected, (*experts.shape, "silu", experts.block.gate.norm_topk_prob))
 
 
 def check_routes() -> None:
@@ -215,11 +210,10 @@ def check_routes() -> None:
                           f"has both. {OTHER_ENGINE}")
 
 
-def check_vocabulary(prefix: str, module: Any, layer: Any) -> None:
-    """Raise BorrowError if vLLM's embedding has another size than the trainer's."""
-    expected, got = (layer.org_vocab_size, layer.embedding_dim), tuple(module.weight.shape)
+def check_equal(name: str, what: str, expected: tuple[Any, ...], got: tuple[Any, ...]) -> None:
+    """Raise BorrowError if vLLM's layer of that name differs from the trainer's."""
     if got != expected:
-        raise BorrowError(f"{prefix}: vLLM wants (vocabulary, width) {expected}, the trainer has {got}. {OTHER_ENGINE}")
+        raise BorrowError(f"{name}: vLLM wants {what} {expected}, the trainer has {got}. {OTHER_ENGINE}")
 
 
 @register_model_loader(NAME)

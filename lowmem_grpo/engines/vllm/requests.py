@@ -8,7 +8,7 @@ to the scheduler is not public, so only this file uses it.
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Conversation, Meanwhile, Request
+from lowmem_grpo.engines.base import Calls, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, Pace, Request
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
-from lowmem_grpo.engines.progress import Calls, ExpectedLengths, FinishedPrompts, Pace
 from lowmem_grpo.engines.vllm.process_state import torch_states_kept
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import OnGroup, Rollout
@@ -39,31 +38,25 @@ class CallSampling:
     routed: tuple[int, ...] = ()  # indices of the layers with experts
 
     def settings(self, asked: list[Request]) -> list[Any]:
-        """Return vLLM's SamplingParams of each request. ValueError for a temperature that vLLM would change, and for
-        invalid token ids or budgets."""
+        """Return vLLM's SamplingParams of each request; ValueError for invalid token ids, budgets or temperatures."""
         if 0 < (temperature := self.params.temperature) < COLDEST:
             raise ValueError(f"temperature is {temperature}; vLLM samples at 0 (greedy) or from {COLDEST} on")
         for number, request in enumerate(asked):
             if unknown := [token for token in request.ids if not 0 <= token < self.vocabulary]:
                 raise ValueError(f"prompt {number} has the token {unknown[0]}; the model's tokens are 0 to "
                                  f"{self.vocabulary - 1}")
-        return [self.settings_of(request) for request in asked]
-
-    def settings_of(self, request: Request) -> Any:
-        """Return vLLM's SamplingParams of a request. EOS ids are passed as stop tokens; vLLM detokenizes only if there
-        are stop strings."""
-        params, budget = self.params, budget_of(request.ids, request.max_tokens, self.max_seq_length)
-        return self.make(
+        params = self.params  # EOS ids are passed as stop tokens; vLLM detokenizes only if there are stop strings
+        return [self.make(
             n=params.n, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0),
-            min_p=params.min_p or 0.0, max_tokens=budget, seed=request.seed, stop=params.stop_strings or None,
+            min_p=params.min_p or 0.0, max_tokens=budget_of(request.ids, request.max_tokens, self.max_seq_length),
+            seed=request.seed, stop=params.stop_strings or None,
             stop_token_ids=[*(params.stop_token_ids or []), *([] if params.ignore_eos else self.eos_ids)],
             ignore_eos=True, include_stop_str_in_output=True, logprobs=0, detokenize=bool(params.stop_strings),
             skip_special_tokens=False,
-        )
+        ) for request in asked]
 
     def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
-        """Return vLLM's completion as a rollout, with routes if vLLM returned them. RuntimeError if vLLM aborted it,
-        ArithmeticError for NaN log-probabilities."""
+        """Return vLLM's completion as a rollout; RuntimeError if vLLM aborted it, ArithmeticError for NaN log-probs."""
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)
@@ -76,8 +69,7 @@ class CallSampling:
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
-        """Return the expert routes of an output; None if vLLM returned none, RuntimeError if not those of `tokens`
-        tokens."""
+        """Return an output's expert routes; None if vLLM returned none, RuntimeError if not of `tokens` tokens."""
         experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
         if experts is None:
             return None
@@ -135,30 +127,25 @@ class Prompts(FinishedPrompts):
 
     def run(self, steps: Steps, version: int) -> None:
         """Sample the missing prompts, and report each as it finishes."""
-        for prompt, output in self.outputs(steps, self.in_order()):
-            with self.outside_the_engine():
-                ids = self.asked[prompt].ids
-                steps.pace.tokens["prefill"] += len(ids)
-                rollouts = [self.sampling.rollout(completion, ids, version) for completion in output.outputs]
-                self.add(prompt, one_prompt(rollouts, ids))
-
-    def in_order(self) -> list[int]:
-        missing = self.missing
-        if self.expected is None:
-            return missing
-        return [missing[place] for place in self.expected.order([self.asked[prompt].ids for prompt in missing])]
-
-    def outputs(self, steps: Steps, missing: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yield (prompt, vLLM's output with all its completions) as the `missing` prompts finish."""
+        missing, engine = self.missing, steps.llm.llm_engine
+        if self.expected is not None:
+            missing = [missing[at] for at in self.expected.order([self.asked[prompt].ids for prompt in missing])]
         names = steps.enqueue([self.asked[prompt].ids for prompt in missing],
                               [self.settings[prompt] for prompt in missing])
         prompts = {number_of(name): prompt for name, prompt in zip(names, missing, strict=True)}
-        engine = steps.llm.llm_engine
         while engine.has_unfinished_requests():
             for output in steps.step():
-                yield prompts[number_of(output.request_id)], output
+                self.give_prompt(prompts[number_of(output.request_id)], output, steps.pace, version)
             if self.meanwhile is not None:
                 self.between(int(engine.get_num_unfinished_requests()))
+
+    def give_prompt(self, prompt: int, output: Any, pace: Pace, version: int) -> None:
+        """Report a prompt with all its completions."""
+        ids = self.asked[prompt].ids
+        pace.tokens["prefill"] += len(ids)
+        with self.outside_the_engine():
+            rollouts = [self.sampling.rollout(completion, ids, version) for completion in output.outputs]
+            self.add(prompt, one_prompt(rollouts, ids))
 
 
 class OpenTurns(Calls):
@@ -202,8 +189,7 @@ class OpenTurns(Calls):
             self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
 
     def give_turn(self, output: Any, version: int) -> int:
-        """Pass a finished turn to the conversation, once even if that raises; returns how many tokens of its prompt
-        were computed."""
+        """Pass a finished turn to the conversation, once even if that raises; returns its computed prompt tokens."""
         key = self.keys.pop(number_of(output.request_id))
         request, _ = self.open.pop(key)
         cached = output.num_cached_tokens or 0

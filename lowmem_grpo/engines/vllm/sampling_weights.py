@@ -1,40 +1,176 @@
-"""4-bit and FP8 weights dequantized to 16 bits while an engine samples, once per sampling phase, in one fixed buffer.
+"""The weights that an engine holds of its own, beside those that it shares with the trainer: a copy of the adapter, and
+base weights dequantized from 4 bits or FP8.
+
+The adapter's copy is in the engine's compute dtype at fixed addresses, with the tensors of one layer adjacent in
+memory. It is filled before each call: with the active adapter, another one, or zeros for the base model.
 
 A kernel that reads quantized codes repeats the dequantization for each token. If memory has room between training
-steps, the weights are dequantized once when sampling begins, and used in plain matrix products. The base weights never
-change, so the values are bit for bit those that training computes with. Their dtype is the engine's compute dtype: 16
-bits on a card, 32 for a float32 model.
+steps, the weights are dequantized once per sampling phase, into one buffer, and used in plain matrix products. The base
+weights never change, so the values are bit for bit those that training computes with. Their dtype is the engine's
+compute dtype: 16 bits on a card, 32 for a float32 model.
 """
 
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config.loading import FOUR, SIXTEEN
-from lowmem_grpo.engines.vllm.settings import BLOCK, kv_bytes_of
-from lowmem_grpo.engines.vllm.shared_linear import Product
-from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE
+from lowmem_grpo.engines.vllm.shared_linear import ADVICE, OTHER_ENGINE, BorrowError, Product
+from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.time_plan import faster_in_16_bit, rows_of_codes
+from lowmem_grpo.memory.time_plan import rows_of_codes
 from lowmem_grpo.models.fp8_layers import fp8_linears
-from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.utils import size_text
 
-logger = logging.getLogger(__name__)
-
-ALIGN = 128  # numbers; each weight starts at a multiple
+ALIGN = 128  # numbers; each dequantized weight starts at a multiple
 # Allocates uninitialized memory for a number of values; for CUDA graphs, at the same addresses each time
 Room = Callable[[int, torch.dtype, torch.device], Tensor]
+Loras = Mapping[str, Sequence[LoRA | None]]  # by engine layer, one per trainer module behind it
+
+
+def active_in(modules: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Return the name of the active adapter of modules, given by path (None if no layer has one), and whether peft has
+    disabled it. BorrowError if several are active, or it is disabled in only some layers."""
+    names = {name for module in modules.values() for name in active_names(module)}
+    if len(names) > 1:
+        raise BorrowError(f"adapters {sorted(names)} are active at once; an engine samples with one. Choose it with "
+                          "model.set_adapter(NAME)")
+    off = {path: bool(module.disable_adapters) for path, module in modules.items() if active_names(module)}
+    if len(set(off.values())) > 1:
+        layer = next(path for path, value in off.items() if value)
+        raise BorrowError(f"the adapter is turned off in some layers ({layer}) and not in others; an engine samples "
+                          "with all of them or with none")
+    return next(iter(names), None), True in off.values()
+
+
+def active_names(module: Any) -> list[str]:
+    held = getattr(module, "lora_A", {})
+    return [name for name in getattr(module, "active_adapters", []) if name in held]
+
+
+def lora_of(path: str, module: Any, name: str | None) -> LoRA | None:
+    """Return a module's LoRA of that name (not copied), or None. BorrowError if it is not plain LoRA."""
+    check_kind(path, module, name)
+    if name is None or name not in getattr(module, "lora_A", {}):
+        return None
+    a, b = module.lora_A[name].weight, module.lora_B[name].weight
+    base, rank = module.base_layer, a.shape[0]
+    if (tuple(a.shape), tuple(b.shape)) != ((rank, base.in_features), (base.out_features, rank)):
+        raise BorrowError(f"{path}: adapter {name!r} has factors {tuple(a.shape)} and {tuple(b.shape)}; the layer "
+                          f"needs (rank, {base.in_features}) and ({base.out_features}, rank)")
+    return LoRA(a.detach(), b.detach(), float(module.scaling[name]))
+
+
+def check_kind(path: str, module: Any, name: str | None) -> None:
+    """Raise BorrowError for adapters that are not plain LoRA."""
+    kind = type(module).__name__
+    if hasattr(module, "base_layer") and not hasattr(module, "lora_A"):
+        raise BorrowError(f"{path} has an adapter of another kind than LoRA ({kind}), which an engine cannot apply. "
+                          f"{OTHER_ENGINE}")
+    if name in getattr(module, "lora_variant", {}) or getattr(module, "lora_bias", {}).get(name):
+        raise BorrowError(f"{path}: adapter {name!r} is a variant of LoRA (DoRA or the like, or with its own bias), "
+                          f"which an engine cannot apply. {OTHER_ENGINE}")
+
+
+def check_same(targets: Loras, sources: Loras, name: str) -> None:
+    """Raise BorrowError if an adapter's layers, shapes or scales have changed since the engine started."""
+    for layer, target, source in pairs_of(targets, sources):
+        forms = [form(target), form(source)]
+        if forms[0] != forms[1]:
+            raise BorrowError(f"{layer}: the shape or scale of adapter {name!r} changed while an engine samples with "
+                              f"it: {forms[0]} before, {forms[1]} now. {ADVICE}")
+
+
+def check_fits(targets: Loras, sources: Loras, name: str) -> None:
+    """Raise BorrowError if an adapter does not fit into the engine's tensors: a layer too many, or a larger rank."""
+    for layer, target, source in pairs_of(targets, sources):
+        if source is None:
+            continue
+        place = "no LoRA" if target is None else f"rank {target.a.shape[0]}"
+        if target is None or source.a.shape[0] > target.a.shape[0]:
+            raise BorrowError(
+                f"{layer}: adapter {name!r} has rank {source.a.shape[0]}, the one that this engine started with has "
+                f"{place} there. Start an engine on a model whose adapter has at least this rank and these layers"
+            )
+
+
+@torch.no_grad()
+def fill(targets: Loras, sources: Loras) -> None:
+    """Copy the values of `sources` into `targets` in place; smaller ranks are padded with zeros, other scales are
+    multiplied in, and a target without a source becomes zero."""
+    pairs = [(target, source) for _, target, source in pairs_of(targets, sources) if target is not None]
+    same = [(target, source) for target, source in pairs if source is not None and form(source) == form(target)]
+    if same:  # all in a few launches, which also cast
+        torch._foreach_copy_([tensor for target, _ in same for tensor in (target.a, target.b)],
+                             [tensor.detach() for _, source in same for tensor in (source.a, source.b)])
+    for target, source in pairs:
+        if source is None or form(source) != form(target):
+            rank = 0 if source is None else source.a.shape[0]
+            target.a[rank:].zero_()
+            target.b[:, rank:].zero_()
+            if source is not None:
+                target.a[:rank].copy_(source.a)
+                target.b[:, :rank].copy_(source.b * (source.scale / target.scale))
+
+
+def form(lora: LoRA | None) -> tuple[Any, ...] | None:
+    """Return the shapes and scale of a LoRA, which may not change while an engine samples with it."""
+    return None if lora is None else (lora.a.shape, lora.b.shape, lora.scale)
+
+
+def pairs_of(targets: Loras, sources: Loras) -> Iterable[tuple[str, LoRA | None, LoRA | None]]:
+    for layer, loras in targets.items():
+        for target, source in zip(loras, sources[layer], strict=True):
+            yield layer, target, source
+
+
+class AdapterCopy:
+    """The engine's copy of an adapter, in its compute dtype, contiguous, at fixed addresses.
+
+    Each call samples with the adapter's values when the call begins. Memory is allocated before the engine starts,
+    because vLLM owns, and may move, any memory that is allocated while it loads a model.
+    """
+
+    def __init__(self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate memory for `loras`."""
+        size = sum(lora.a.numel() + lora.b.numel() for lora in loras)
+        self.room, self.taken = torch.zeros(size, dtype=dtype, device=device), 0
+        self.sampled: dict[str, list[LoRA | None]] = {}  # by engine layer, the LoRA tensors that the engine reads
+
+    def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
+        """Return the engine's LoRAs of a layer, all A before all B in memory; new ones get the values of `live`."""
+        if layer not in self.sampled:
+            present = [lora for lora in live if lora is not None]
+            a = [self.next_tensor(lora.a) for lora in present]
+            pairs = zip(a, [self.next_tensor(lora.b) for lora in present], strict=True)
+            self.sampled[layer] = [None if lora is None else LoRA(*next(pairs), lora.scale) for lora in live]
+            fill({layer: self.sampled[layer]}, {layer: live})
+        return self.sampled[layer]
+
+    def next_tensor(self, like: Tensor) -> Tensor:
+        """Return the next tensor of that shape in `room`."""
+        self.taken += like.numel()
+        return self.room[self.taken - like.numel() : self.taken].view(like.shape)
+
+    def use_adapter(self, live: Loras) -> Hashable:
+        """Sample with `live`; return a hash of its tensors' addresses and torch version counters. The counters miss the
+        writes of bitsandbytes optimizers through raw addresses, so the values are always copied."""
+        fill(self.sampled, live)
+        tensors = [tensor for loras in live.values() for lora in loras if lora is not None
+                   for tensor in (lora.a, lora.b)]
+        return hash(tuple((tensor.data_ptr(), tensor._version) for tensor in tensors))
 
 
 def new_buffer(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a new tensor in each call. The tensor is freed once unreferenced, so nothing may store its address."""
     return torch.empty(numbers, dtype=dtype, device=device)
+
+
+def aligned(shape: Iterable[int]) -> int:
+    """Return the numbers that a dequantized weight of this shape takes."""
+    return -(-math.prod(shape) // ALIGN) * ALIGN
 
 
 class SamplingWeights:
@@ -44,16 +180,13 @@ class SamplingWeights:
                  few: int = 0) -> None:
         """The dequantized weights serve inputs of more than `few` rows; smaller inputs use the quantized codes."""
         self.pairs = [(product, product.weight) for product in products if not isinstance(product.weight, Tensor)]
+        self.sizes = [aligned(weight.shape) for _, weight in self.pairs]
         self.dtype, self.device, self.room, self.few = dtype, device, room, few
         self.filled = False
 
     @property
-    def numbers(self) -> int:
-        return sum(aligned(math.prod(weight.shape)) for _, weight in self.pairs)
-
-    @property
     def nbytes(self) -> int:
-        return self.numbers * self.dtype.itemsize
+        return sum(self.sizes) * self.dtype.itemsize
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -61,13 +194,10 @@ class SamplingWeights:
         if self.filled:
             return
         with torch.inference_mode(False):
-            buffer, start = self.room(self.numbers, self.dtype, self.device), 0
-            for product, weight in self.pairs:
-                size = math.prod(weight.shape)
-                product.few = self.few
-                product.wide = buffer[start : start + size].view(weight.shape)
+            parts = self.room(sum(self.sizes), self.dtype, self.device).split(self.sizes)
+            for (product, weight), part in zip(self.pairs, parts, strict=True):
+                product.few, product.wide = self.few, part[: math.prod(weight.shape)].view(weight.shape)
                 weight.fill(product.wide)
-                start += aligned(size)
         self.filled = True
 
     def drop(self) -> None:
@@ -75,50 +205,6 @@ class SamplingWeights:
         for product, _ in self.pairs:
             product.wide = None
         self.filled = False
-
-
-def aligned(numbers: int) -> int:
-    return -(-numbers // ALIGN) * ALIGN
-
-
-def wide_bytes(policy: Policy) -> int:
-    """Return the bytes of a model's 4-bit and FP8 weights once dequantized to its compute dtype; 0 if it has none."""
-    weights = [weight for _, weight in policy.base.named_parameters() if hasattr(weight, "quant_state")]
-    shapes = [w.quant_state.shape for w in weights] + [layer.weight.shape for layer in fp8_linears(policy.base)]
-    return sum(aligned(math.prod(shape)) for shape in shapes) * policy.head.weight.dtype.itemsize
-
-
-def choose(asked: str | None, policy: Policy, kv_bytes: int, kv_given: bool, sequences: int, tokens: int,
-           cache_dtype: str = AUTO) -> tuple[str, int]:
-    """Return the form of weights to sample with, and the bytes left for the KV cache.
-
-    `FOUR` is the form in which weights are held (4 bits or FP8), and `kv_bytes` the cache's size with it; dequantized
-    weights take their room from the cache, unless the user set its size. If no form is `asked`, weights are dequantized
-    only on a card, if its data sheet does not say that this decodes slower and the cache of `sequences` sequences of
-    `tokens` tokens still fits. ValueError if a form is `asked` of a model that is not quantized.
-    """
-    size = wide_bytes(policy)
-    check_four_bit(asked, size > 0)
-    if asked == FOUR or not size or (asked is None and policy.device.type != "cuda"):
-        return FOUR, kv_bytes
-    left = kv_bytes if kv_given or policy.device.type != "cuda" else kv_bytes - size
-    if asked == SIXTEEN:
-        return SIXTEEN, left
-    known = known_of(policy.base, policy.device)
-    if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):
-        return FOUR, kv_bytes
-    wanted = kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK, cache_dtype=cache_dtype) * sequences
-    fits = size + kv_bytes <= free_share(policy.device) if kv_given else left >= wanted
-    logger.info("sampling with weights in %s: dequantized they take %s, the cache of %d sequences %s",
-                "16 bits" if fits else "the form they are held in", size_text(size), sequences, size_text(wanted))
-    return (SIXTEEN, left) if fits else (FOUR, kv_bytes)
-
-
-def check_four_bit(asked: str | None, quantized: bool) -> None:
-    """Raise ValueError if the user `asked` for a form of weights and the model has no quantized ones."""
-    if asked is not None and not quantized:
-        raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits or FP8, so there is nothing to "
-                         "dequantize. Leave it out, or load with load_in_4bit=True or load_in_fp8=True")
 
 
 def few_rows(base: Any, device: torch.device) -> int:
@@ -135,8 +221,3 @@ def known_of(base: Any, device: torch.device) -> tuple[ModelShape, str, str] | N
     except ValueError:
         return None
     return shape, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, form
-
-
-def free_share(device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return free - int((1 - DEFAULT_SHARE) * total)

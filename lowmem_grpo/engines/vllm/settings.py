@@ -1,19 +1,27 @@
-"""vLLM's start options: the model's config without weights, the KV cache size, the sequences decoded together, vLLM's
-share of the card, and the tokens per pass."""
+"""vLLM's start options: the model's config without weights, the form of the weights, the KV cache size, the sequences
+decoded together, vLLM's share of the card, and the tokens per pass."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.engines.vllm.shared_linear import NO_ROUTES
-from lowmem_grpo.memory.cards import AUTO, cache_itemsize, in_8_bits, prefill_tokens, sequences_at_once
+from lowmem_grpo.config.loading import FOUR, SIXTEEN, EngineSettings
+from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.engines.vllm.process_state import why_no_pool
+from lowmem_grpo.engines.vllm.sampling_weights import aligned, known_of
+from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE, cache_itemsize, in_8_bits, prefill_tokens, sequences_at_once
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
+from lowmem_grpo.memory.time_plan import faster_in_16_bit
+from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.utils import size_text
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30  # default KV cache on the CPU, where no card's memory sets the size
 BLOCK = 128  # the most tokens in a cache block, unless the user set more; vLLM leaves one block unused
@@ -21,25 +29,23 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # no compilation; de
 BLOCK_ON_CPU = 32  # tokens in a cache block, the fewest that vLLM's CPU attention takes; its default is 128
 SHORT = 2048  # context length up to which BLOCK_ON_CPU is used: it makes attention 10% slower at 1,000 tokens
 PREFILL_TOKENS = 4096  # the least tokens per pass on the CPU
+NO_ROUTES = "AuxOutput Connector"  # appears in vLLM's error when it cannot return routes
 RESIZABLE_ROPE = {"default", "llama3"}  # rope types whose angles do not depend on the length of the table
 
 
 class Capacity:
     """The requested sizes, and the limits that memory sets (`bound`, which shrinks whenever memory runs out).
 
-    `max_num_seqs` None takes the `sampled` sequences of a call, as far as the cache has room; `kv_bytes` None takes
-    what is free of the card's `utilization` share. One sequence of `max_seq_length` tokens always fits. `block` is the
-    user's block size in tokens, if set.
+    `settings.max_num_seqs` None takes the `sampled` sequences of a call, as far as the cache has room; `kv_cache_bytes`
+    None takes what is free of the card's `gpu_memory_utilization` share. One sequence of `max_seq_length` always fits.
     """
 
-    def __init__(self, policy: Policy, max_seq_length: int, kv_bytes: int | None, utilization: float,
-                 max_num_seqs: int | None, sampled: int | None, bound: RolloutLimit | None, block: int | None = None,
-                 cache_dtype: str = AUTO) -> None:
-        self.max_seq_length, self.kv_given = max_seq_length, kv_bytes is not None
-        self.kv_budget = default_kv_bytes(policy, utilization) if kv_bytes is None else kv_bytes
-        self.given_seqs, self.sampled, self.block = max_num_seqs, sampled, block
-        self.cache_dtype = cache_dtype
-        self.least_cache = least_kv_bytes(policy, max_seq_length, max(BLOCK, block or 0), cache_dtype)
+    def __init__(self, policy: Policy, max_seq_length: int, settings: EngineSettings, sampled: int | None = None,
+                 bound: RolloutLimit | None = None) -> None:
+        self.policy, self.max_seq_length, self.settings, self.sampled = policy, max_seq_length, settings, sampled
+        self.kv_budget = settings.kv_cache_bytes or default_kv_bytes(policy, settings.gpu_memory_utilization)
+        self.least_cache = least_kv_bytes(policy, max_seq_length, max(BLOCK, settings.block_size or 0),
+                                          settings.kv_cache_dtype)
         self.bound = bound or RunMemory().rollout
 
     @property
@@ -49,16 +55,13 @@ class Capacity:
     @property
     def wanted_seqs(self) -> int:
         """Sequences to decode together if memory has room: the user's number, else a run's completions per call."""
-        if self.given_seqs is not None:
-            return self.given_seqs
-        return sequences_at_once(self.sampled, self.kv_budget // self.least_cache)
+        return self.settings.max_num_seqs or sequences_at_once(self.sampled, self.kv_budget // self.least_cache)
 
     @property
     def seqs(self) -> int:
-        bound = self.bound.under(self.wanted_seqs)
-        return self.wanted_seqs if bound is None else bound
+        return self.bound.under(self.wanted_seqs) or self.wanted_seqs
 
-    def check(self, policy: Policy) -> None:
+    def check(self) -> None:
         """Raise ValueError if one sequence of `max_seq_length` does not fit in the cache, or the cache exceeds the free
         memory. Once `bound` limits the cache, nothing is checked: a shortage then shrinks it further."""
         if self.bound.kv_bytes is not None:
@@ -69,7 +72,7 @@ class Capacity:
                 f"{self.max_seq_length} needs {self.least_cache:,}. Raise gpu_memory_utilization or kv_cache_bytes, "
                 "or lower max_seq_length"
             )
-        free = free_bytes(policy.device)
+        free = free_bytes(self.policy.device)
         if free is not None and self.kv_budget > free:
             raise ValueError(f"the key-value cache should have {self.kv_budget:,} bytes, but only {free:,} are free on "
                              "the card. Lower gpu_memory_utilization or kv_cache_bytes")
@@ -130,6 +133,67 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
+def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
+    """Return the form of weights to sample with, and the bytes left for the KV cache.
+
+    `FOUR` is the form in which weights are held (4 bits or FP8), and `kv_budget` the cache's size with it; dequantized
+    weights take their room from the cache, unless the user set its size. With CUDA graphs (not `eager`) they also need
+    vLLM's pool. If no form is asked for, weights are dequantized only on a card, if its data sheet does not say that
+    this decodes slower and the cache of the wanted sequences of `max_seq_length` still fits. ValueError if a form is
+    asked of a model that is not quantized, EngineUnavailableError if 16 bits are asked for and the pool cannot be used.
+    """
+    asked, policy, kept = capacity.settings.sampling_weights, capacity.policy, (FOUR, capacity.kv_budget)
+    size, fixed = wide_bytes(policy), capacity.settings.kv_cache_bytes is not None
+    check_four_bit(asked, size > 0)
+    if asked == FOUR or not size or (asked is None and policy.device.type != "cuda"):
+        return kept
+    left = capacity.kv_budget if fixed or policy.device.type != "cuda" else capacity.kv_budget - size
+    if asked is None and not is_worth_widening(capacity, size, left, fixed):
+        return kept
+    why = None if eager else why_no_pool()
+    if why is None:
+        return SIXTEEN, left
+    if asked is not None:
+        raise EngineUnavailableError(f'sampling_weights="16bit" cannot be had: {why}. Leave it out, or load with '
+                                     "enforce_eager=True, which needs no fixed addresses")
+    logger.warning("sampling with weights in 4 bits, though there is room for 16: %s", why)
+    return kept
+
+
+def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> bool:
+    """Return True if a card decodes faster with dequantized weights of `size` bytes, as far as is known, and has room
+    for them: beside a cache of `fixed` size, or if the `left` bytes hold the cache of the wanted sequences."""
+    policy, tokens, sequences = capacity.policy, capacity.max_seq_length, capacity.wanted_seqs
+    known = known_of(policy.base, policy.device)
+    if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):
+        return False
+    wanted = sequences * kv_bytes_of(policy, (-(-tokens // BLOCK) + 1) * BLOCK,
+                                     cache_dtype=capacity.settings.kv_cache_dtype)
+    fits = size + capacity.kv_budget <= free_share(policy.device) if fixed else left >= wanted
+    logger.info("sampling with weights in %s: dequantized they take %s, the cache of %d sequences %s",
+                "16 bits" if fits else "the form they are held in", size_text(size), sequences, size_text(wanted))
+    return fits
+
+
+def wide_bytes(policy: Policy) -> int:
+    """Return the bytes of a model's 4-bit and FP8 weights once dequantized to its compute dtype; 0 if it has none."""
+    weights = [weight for _, weight in policy.base.named_parameters() if hasattr(weight, "quant_state")]
+    shapes = [w.quant_state.shape for w in weights] + [layer.weight.shape for layer in fp8_linears(policy.base)]
+    return sum(map(aligned, shapes)) * policy.head.weight.dtype.itemsize
+
+
+def check_four_bit(asked: str | None, quantized: bool) -> None:
+    """Raise ValueError if the user `asked` for a form of weights and the model has no quantized ones."""
+    if asked is not None and not quantized:
+        raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits or FP8, so there is nothing to "
+                         "dequantize. Leave it out, or load with load_in_4bit=True or load_in_fp8=True")
+
+
+def free_share(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return free - int((1 - DEFAULT_SHARE) * total)
+
+
 def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, folder: Path) -> None:
     """Write the tokenizer and the model's config for vLLM, without its quantization, which the plugin handles."""
     config = policy.base.config
@@ -156,54 +220,52 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
     return [settings] if "rope_type" in settings else [part for part in settings.values() if isinstance(part, dict)]
 
 
+def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes: bool = False) -> dict[str, Any]:
+    """Return the options of `LLM`; `name` is our quantization method and loader, `routes` asks for chosen experts."""
+    policy, context, cache_dtype = capacity.policy, capacity.max_seq_length, capacity.settings.kv_cache_dtype
+    family = family_of(policy.base.config)
+    # vLLM caches the states of gated delta nets only with chunked prefill (see `device_options`)
+    has_states = family is not None and bool(family.delta_net)
+    return {
+        "quantization": name, "load_format": name, "dtype": policy.head.weight.dtype, "model_impl": "vllm",
+        "max_model_len": context, "max_num_seqs": capacity.seqs, "kv_cache_memory_bytes": capacity.cache,
+        "enforce_eager": eager, "compilation_config": None if eager else GRAPHS, "enable_sleep_mode": sleeps,
+        "enable_prefix_caching": not has_states, "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm", "disable_log_stats": True,
+        **({"enable_return_routed_experts": True} if routes else {}),
+        **({"kv_cache_dtype": cache_dtype} if in_8_bits(cache_dtype) else {}),
+        **device_options(capacity), **block_size(policy.device, context, capacity.settings.block_size),
+    }
+
+
+def device_options(capacity: Capacity) -> dict[str, Any]:
+    """Return the options for the card's share and the tokens per pass. On a card the share is that of the cache alone,
+    as vLLM's default would count the trainer's memory, and the tokens are those of the memory plan. On the CPU prompts
+    must not be chunked: vLLM would rewind the random generator, which CPU generators cannot do."""
+    device = capacity.policy.device
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return {"gpu_memory_utilization": capacity.cache / torch.cuda.mem_get_info(device)[1],
+                "max_num_batched_tokens": prefill_tokens(total, capacity.seqs)}
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(capacity.max_seq_length, PREFILL_TOKENS)}
+
+
+def block_size(device: torch.device, max_seq_length: int, asked: int | None) -> dict[str, int]:
+    """Return the cache's block size in tokens: the one `asked` for, else vLLM's default, but BLOCK_ON_CPU for short
+    contexts on the CPU. Turns reuse only whole blocks of their history, so smaller blocks reuse more."""
+    if asked is None and (device.type == "cuda" or max_seq_length > SHORT):
+        return {}
+    return {"block_size": asked or BLOCK_ON_CPU}
+
+
 def on_card(policy: Policy) -> bool:
     """Return True if the model is on a card, where vLLM can sleep."""
     return policy.device.type == "cuda"
 
 
-def llm_options(policy: Policy, max_seq_length: int, name: str, capacity: Capacity, eager: bool, sleeps: bool,
-                routes: bool = False) -> dict[str, Any]:
-    """Return the options of vLLM's `LLM`. `name` is that of our quantization method and loader; with `routes`, vLLM
-    returns the experts chosen for each token."""
-    cache, sequences, family = capacity.cache, capacity.seqs, family_of(policy.base.config)
-    # vLLM caches the states of gated delta nets only with chunked prefill (see `prefill`)
-    has_states = family is not None and bool(family.delta_net)
-    # the cache alone: vLLM's default share of the card would count the trainer's memory
-    share = cache / torch.cuda.mem_get_info(policy.device)[1] if policy.device.type == "cuda" else None
-    return {
-        "quantization": name, "load_format": name, "dtype": policy.head.weight.dtype, "model_impl": "vllm",
-        "max_model_len": max_seq_length, "max_num_seqs": sequences, "kv_cache_memory_bytes": cache,
-        "enforce_eager": eager, "compilation_config": None if eager else GRAPHS, "enable_sleep_mode": sleeps,
-        "enable_prefix_caching": not has_states, "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm", "disable_log_stats": True,
-        **({"enable_return_routed_experts": True} if routes else {}),
-        **({"kv_cache_dtype": capacity.cache_dtype} if in_8_bits(capacity.cache_dtype) else {}),
-        **({} if share is None else {"gpu_memory_utilization": share}),
-        **prefill(policy, max_seq_length, sequences), **block_size(policy, max_seq_length, capacity.block),
-    }
-
-
-def block_size(policy: Policy, max_seq_length: int, asked: int | None) -> dict[str, int]:
-    """Return the cache's block size in tokens: the one `asked` for, else vLLM's default, but BLOCK_ON_CPU for short
-    contexts on the CPU. Turns reuse only whole blocks of their history, so smaller blocks reuse more."""
-    if asked is None and (policy.device.type == "cuda" or max_seq_length > SHORT):
-        return {}
-    return {"block_size": BLOCK_ON_CPU if asked is None else asked}
-
-
-def prefill(policy: Policy, max_seq_length: int, sequences: int) -> dict[str, Any]:
-    """Return the options for tokens per pass: on a card as many as the memory plan assumes. On the CPU prompts must not
-    be chunked: vLLM would rewind the random generator, which CPU generators cannot do."""
-    if policy.device.type == "cuda":
-        total = torch.cuda.get_device_properties(policy.device).total_memory
-        return {"max_num_batched_tokens": prefill_tokens(total, sequences)}
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_seq_length, PREFILL_TOKENS)}
-
-
 def is_eager(policy: Policy, asked: bool | None) -> bool:
     """Return True if vLLM decodes without CUDA graphs: as `asked`, else True on the CPU and for mixtures of experts,
-    whose operation reads the tokens per expert on the host. ValueError if graphs are `asked` for such a mixture on a
-    card."""
+    whose operation reads the tokens per expert on the host. ValueError if a mixture on a card is asked for graphs."""
     if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")

@@ -9,7 +9,7 @@ In a mixture of experts, the engine selects experts from the trainer's float32 r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,8 +22,7 @@ from lowmem_grpo.kernels.frozen import FrozenWeight, can_decode, decode, project
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
-from lowmem_grpo.memory.families import FAMILIES, family_of, has_experts
-from lowmem_grpo.models.experts import RoutedBlock
+from lowmem_grpo.memory.families import family_of, has_experts
 from lowmem_grpo.models.fused_weights import joined, joined_weights
 from lowmem_grpo.models.lora_layers import base_of, held_weight
 
@@ -31,7 +30,6 @@ LAYERS: dict[str, "BorrowedLinear"] = {}  # the custom op's layers by name, whil
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ADVICE = "Close the engine before moving, merging, quantizing or reloading the model, and make a new one"
 OTHER_ENGINE = 'Sample with fast_inference="transformers"'
-NO_ROUTES = "AuxOutput Connector"  # appears in vLLM's error when it cannot return routes
 
 
 class BorrowError(ValueError):
@@ -113,17 +111,30 @@ def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.d
                       for bias, size in zip(biases, features, strict=True)])
 
 
-@dataclass
-class BorrowedLinear:
-    """The trainer's linear modules (plain, 4-bit or FP8) behind one engine layer, with the engine's LoRA tensors."""
+class Borrowed:
+    """Frozen tensors of the trainer behind one engine layer. Holding them keeps their addresses from being reused."""
 
     name: str  # the engine's name of the layer
+    held: list[Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor of the trainer that the layer reads now, except adapters."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise BorrowError if a tensor has been moved or replaced since the engine started."""
+        same_tensors(self.name, self.held, self.tensors())
+
+
+@dataclass
+class BorrowedLinear(Borrowed):
+    """The trainer's linear modules (plain, 4-bit or FP8) behind one engine layer, with the engine's LoRA tensors."""
+
+    name: str
     modules: dict[str, nn.Module]  # the trainer's modules by path
     loras: list[LoRA | None]  # in `dtype`; all A factors are adjacent in memory, and so are all B factors
     dtype: torch.dtype  # the engine's compute dtype
     twice: bool = False  # the last module's output is used twice, as keys and as values
-    products: list[Product] = field(init=False)
-    held: list[Tensor] = field(init=False)  # the shared tensors; holding them keeps their addresses from being reused
 
     def __post_init__(self) -> None:
         weights = [weight_of(path, module) for path, module in self.modules.items()]
@@ -147,7 +158,6 @@ class BorrowedLinear:
         return sum(shape[0] for shape in self.shapes) + (self.shapes[-1][0] if self.twice else 0)
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor of the trainer that the products read, except adapters."""
         tensors = []
         for path, module in self.modules.items():
             weight, bias = weight_of(path, module), base_of(module).bias
@@ -156,11 +166,10 @@ class BorrowedLinear:
         return tensors
 
     def check(self) -> None:
-        """Raise BorrowError if a tensor has been moved or replaced, or the adapter merged, since the engine started."""
         if any(getattr(module, "merged", False) for module in self.modules.values()):
             raise BorrowError(f"{self.name}: the adapter was merged into the weights while an engine samples with "
                               f"them. {ADVICE}")
-        same_tensors(self.name, self.held, self.tensors())
+        super().check()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, in) to (N, sum of out)."""
@@ -175,29 +184,12 @@ class BorrowedLinear:
         self.modules, self.loras, self.products, self.held = {}, [], [], []
 
 
-@dataclass
-class BorrowedExperts:
-    """The trainer's experts and router of one layer."""
+class BorrowedExperts(Borrowed):
+    """The trainer's experts and router of one layer (`block`, a RoutedBlock)."""
 
-    name: str  # the engine's name of the experts
-    path: str  # the block's name in the trainer's model
-    block: Any  # RoutedBlock
-    held: list[Tensor] = field(init=False)  # the shared tensors; holding them keeps their addresses from being reused
-
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, block: Any) -> None:
+        self.name, self.block = name, block
         self.held = self.tensors()
-
-    @classmethod
-    def from_model(cls, base: Any, prefix: str) -> "BorrowedExperts":
-        """Return the experts behind the engine's layer `prefix`; BorrowError if there is no RoutedBlock."""
-        path = prefix.rpartition(".")[0]
-        block = dict(base.named_modules()).get(path)
-        if not isinstance(block, RoutedBlock):
-            lent = ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
-            raise BorrowError(f"{type(base).__name__} ({prefix}) is a mixture of experts that is not shared with vLLM, "
-                              f"which would allocate its experts a second time, in 16 bits; those of {lent} are "
-                              f"shared. {OTHER_ENGINE}")
-        return cls(prefix, path, block)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -208,10 +200,6 @@ class BorrowedExperts:
     def tensors(self) -> list[Tensor]:
         stacks = (self.block.experts.gate_up_proj.frozen, self.block.experts.down_proj.frozen)
         return [self.block.gate.weight.detach(), *(tensor for stack in stacks for tensor in stack.tensors)]
-
-    def check(self) -> None:
-        """Raise BorrowError if a tensor has been moved or replaced since the engine started."""
-        same_tensors(self.name, self.held, self.tensors())
 
     @torch.no_grad()
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

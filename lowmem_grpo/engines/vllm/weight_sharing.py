@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.engines.vllm import shared_lora as adapters
-from lowmem_grpo.engines.vllm.sampling_weights import Room, SamplingWeights, few_rows
+from lowmem_grpo.engines.vllm import sampling_weights as adapters
+from lowmem_grpo.engines.vllm.sampling_weights import AdapterCopy, Loras, Room, SamplingWeights, few_rows, lora_of
 from lowmem_grpo.engines.vllm.shared_linear import (
     ADVICE,
     OTHER_ENGINE,
@@ -18,9 +18,8 @@ from lowmem_grpo.engines.vllm.shared_linear import (
     BorrowError,
     same_tensors,
 )
-from lowmem_grpo.engines.vllm.shared_lora import AdapterCopy, Loras, lora_of
 from lowmem_grpo.kernels.lora import LoRA
-from lowmem_grpo.memory.families import FUSED_GATE_UP, family_of
+from lowmem_grpo.memory.families import FAMILIES, FUSED_GATE_UP, family_of
 from lowmem_grpo.memory.oom import is_out_of_memory
 from lowmem_grpo.models.experts import RoutedBlock
 
@@ -43,6 +42,7 @@ class WeightSharing:
         self.row = family_of(base.config)
         stored = () if self.row is None else self.row.buffers
         self.buffers = [name for name, _ in base.named_buffers() if name.rpartition(".")[2] in stored]
+        self.blocks = {path: module for path, module in base.named_modules() if isinstance(module, RoutedBlock)}
         self.linears: dict[str, BorrowedLinear] = {}
         self.experts: dict[str, BorrowedExperts] = {}  # by the path of the trainer's block
         self.others: dict[str, Tensor] = {}  # embeddings, head and norms, by the trainer's names
@@ -65,14 +65,19 @@ class WeightSharing:
         return self.linears[prefix]
 
     def routed(self, prefix: str) -> BorrowedExperts:
-        """Return the trainer's experts behind the engine's experts or router layer `prefix`."""
-        experts = BorrowedExperts.from_model(self.base, prefix)
-        return self.experts.setdefault(experts.path, experts)
+        """Return the trainer's experts behind the engine's experts or router; BorrowError if there are none."""
+        path = prefix.rpartition(".")[0]
+        if path not in self.blocks:
+            lent = ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
+            raise BorrowError(f"{type(self.base).__name__} ({prefix}) is a mixture of experts that is not shared with "
+                              f"vLLM, which would allocate its experts a second time, in 16 bits; those of {lent} are "
+                              f"shared. {OTHER_ENGINE}")
+        return self.experts.setdefault(path, BorrowedExperts(prefix, self.blocks[path]))
 
     def is_router(self, prefix: str) -> bool:
         """Return True if the engine's linear layer `prefix` is the router of an experts block."""
         parent, _, name = prefix.rpartition(".")
-        return name == "gate" and isinstance(dict(self.base.named_modules()).get(parent), RoutedBlock)
+        return name == "gate" and parent in self.blocks
 
     def lacks(self, path: str) -> bool:
         parent, _, name = path.rpartition(".")
@@ -100,8 +105,7 @@ class WeightSharing:
 
     def parameter(self, name: str, like: Tensor) -> Tensor:
         """Return the trainer's tensor of that name, to replace the engine's `like`; BorrowError if shape, dtype or
-        device differ. A vector that the engine wants in float32 (decays of a gated delta net) is copied, which is safe
-        as it is frozen."""
+        device differ. A frozen vector that the engine wants in float32 (decays of a gated delta net) is copied."""
         theirs = tensor_at(self.base, name)
         if theirs is not None and theirs.ndim == 1 and like.dtype == torch.float32:
             self.others[name] = theirs.detach()
@@ -194,21 +198,15 @@ class WeightSharing:
         self.others.clear()
 
 
-def adapted(base: nn.Module) -> dict[str, Any]:
-    """Return the modules with adapters by path; BorrowError if one is not LoRA."""
-    modules = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
-    for path, module in modules.items():
-        adapters.check_kind(path, module, None)
-    return modules
-
-
 def active_adapter(base: nn.Module) -> str | None:
     """Return the name of a model's active adapter, even while it is disabled; None if there is none."""
-    return adapters.active_in(adapted(base))[0]
+    modules = {path: module for path, module in base.named_modules() if hasattr(module, "base_layer")}
+    return adapters.active_in(modules)[0]
 
 
 def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
-    loras = [lora_of(path, module, name) for path, module in adapted(base).items()]
+    """Return a model's LoRAs of that name; BorrowError if it has an adapter of another kind."""
+    loras = [lora_of(path, module, name) for path, module in base.named_modules() if hasattr(module, "base_layer")]
     return [lora for lora in loras if lora is not None]
 
 

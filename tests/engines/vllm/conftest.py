@@ -6,7 +6,7 @@ import peft
 import pytest
 from small_models import load_model, with_adapter
 from transformers import PreTrainedTokenizerBase
-from vllm_models import CONTEXT, KV_BYTES, move_adapter
+from vllm_models import CONTEXT, PLAIN, move_adapter
 
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS
@@ -42,7 +42,7 @@ def policy() -> Policy:
 def engine(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> VLLMEngine:
     """The shared engine; the adapter is as at the start of each test."""
     if Shared.engine is None or Shared.engine.llm is None:
-        Shared.engine = VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES)
+        Shared.engine = VLLMEngine(policy, tokenizer, CONTEXT, PLAIN)
     move_adapter(policy, 0.05)
     Shared.engine.on_policy_update(0)
     return Shared.engine

@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm_models import NEEDS_VLLM
 
+from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Request
 from lowmem_grpo.engines.vllm.installed import import_plugin
@@ -56,8 +57,9 @@ def test_vllm_has_every_option_and_sampling_setting_that_it_is_given() -> None:
 
     card = SimpleNamespace(head=SimpleNamespace(weight=torch.empty(0)), device=torch.device("cpu"),
                            base=SimpleNamespace(config={"model_type": "qwen2"}))
-    room: Any = SimpleNamespace(cache=1 << 20, seqs=8, block=None, cache_dtype="fp8")
-    used = llm_options(card, 512, "name", room, False, True)  # type: ignore[arg-type]
+    room: Any = SimpleNamespace(policy=card, max_seq_length=512, cache=1 << 20, seqs=8,
+                                settings=EngineSettings(kv_cache_dtype="fp8"))
+    used = llm_options(room, "name", False, True)
     assert {*used, "model", "gpu_memory_utilization"} <= {field.name for field in fields(EngineArgs)}
     sampling = CallSampling(SamplingParams(), 16, 9, [2], cast(Any, None), dict)
     (settings,) = sampling.settings([Request(0, [1], 5, 0)])

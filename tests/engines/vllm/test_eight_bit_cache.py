@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm_models import CONTEXT, NEEDS_VLLM, engine_on, move_adapter, policy_of
 
+from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.settings import least_kv_bytes
@@ -68,4 +69,5 @@ def test_the_smallest_cache_of_a_context_has_half_the_bytes_and_room_for_one_seq
         (rollouts,) = engine.generate([list(range(20, 60))], longest)
         assert len(rollouts[0].completion_ids) == CONTEXT - 40
     with pytest.raises(ValueError, match=f"the key-value cache has {needed - 1:,} bytes; one sequence of"):
-        VLLMEngine(policy, engine.tokenizer, CONTEXT, kv_cache_bytes=needed - 1, kv_cache_dtype="fp8")
+        VLLMEngine(policy, engine.tokenizer, CONTEXT,
+                   EngineSettings(kv_cache_bytes=needed - 1, kv_cache_dtype="fp8"))

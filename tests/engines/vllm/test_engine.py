@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from vllm_models import (
     CONTEXT,
     GREEDY,
-    KV_BYTES,
     LONG,
     NEEDS_VLLM,
     OTHER,
+    PLAIN,
     SAME,
     cached_tokens,
     distance,
@@ -97,7 +97,7 @@ def test_a_saved_adapter_is_sampled_with_and_the_live_one_is_as_before(engine: V
 @pytest.mark.usefixtures("engine")
 def test_a_second_engine_is_refused(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(EngineUnavailableError, match=r"lives in this process already; close\(\) it first"):
-        VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES)
+        VLLMEngine(policy, tokenizer, CONTEXT, PLAIN)
 
 
 def test_a_temperature_that_vllm_would_change_is_refused(engine: VLLMEngine, prompts: list[list[int]]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from card import CPU
 from episodes import Talk
 from families import saved_family
 from trainer_runs import adapter, make, same
@@ -17,6 +18,7 @@ from vllm_models import (
     LONG,
     NEEDS_VLLM,
     OTHER,
+    PLAIN,
     WIDER,
     assert_borrowed,
     differences,
@@ -29,7 +31,8 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns
-from lowmem_grpo.engines.vllm.shared_linear import BorrowedExperts, BorrowError, check_family
+from lowmem_grpo.engines.vllm.shared_linear import BorrowError, check_family
+from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.models.policy import Policy
 
 pytestmark = NEEDS_VLLM
@@ -158,8 +161,8 @@ def test_a_turn_shares_the_routes_of_the_turn_that_it_goes_on_from() -> None:
 
 def test_a_mixture_asks_for_routes_and_a_dense_model_does_not(tmp_path: Path) -> None:
     policy = mixture(tmp_path, FP32)
-    capacity: Any = SimpleNamespace(cache=1 << 20, seqs=8, block=None, cache_dtype="auto")
-    asked = [vllm_settings.llm_options(policy, 512, "name", capacity, True, False, routes) for routes in (True, False)]
+    capacity = vllm_settings.Capacity(policy, 512, PLAIN)
+    asked = [vllm_settings.llm_options(capacity, "name", True, False, routes) for routes in (True, False)]
     assert asked[0]["enable_return_routed_experts"] is True and "enable_return_routed_experts" not in asked[1]
 
 
@@ -198,9 +201,9 @@ def test_other_mixtures_are_refused_and_not_given_to_vllm_in_16_bits(kind: str) 
 def test_experts_that_the_trainer_does_not_hold_are_refused_where_vllm_makes_them(tmp_path: Path) -> None:
     policy = mixture(tmp_path, FP32)
     with pytest.raises(BorrowError, match=r"\(model.layers.9.mlp.experts\) is a mixture .* those of Qwen3-MoE are"):
-        BorrowedExperts.from_model(policy.base, "model.layers.9.mlp.experts")
+        WeightSharing(policy.base, CPU).routed("model.layers.9.mlp.experts")
     plugin = import_plugin()
-    lent = BorrowedExperts.from_model(policy.base, "model.layers.0.mlp.experts")
+    lent = WeightSharing(policy.base, CPU).routed("model.layers.0.mlp.experts")
     right: dict[str, Any] = {"global_num_experts": 16, "hidden_size": 128, "top_k": 4, "renormalize": True,
                              "activation": SimpleNamespace(value="silu"),
                              "moe_config": SimpleNamespace(intermediate_size_per_partition=64)}

@@ -14,18 +14,9 @@ import torch
 from small_models import SPLIT
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Starcoder2Config, Starcoder2ForCausalLM
-from vllm_models import (
-    CONTEXT,
-    GREEDY,
-    KV_BYTES,
-    NEEDS_VLLM,
-    SAME,
-    distance,
-    dying,
-    engine_on,
-    states,
-)
+from vllm_models import CONTEXT, GREEDY, KV_BYTES, NEEDS_VLLM, PLAIN, SAME, distance, dying, engine_on, states
 
+from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
@@ -108,7 +99,7 @@ def test_closing_frees_the_cache_and_the_model_and_a_closed_engine_says_so(
 def test_an_engine_that_is_deleted_without_close_makes_room_for_the_next(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
 ) -> None:
-    lost: list[Any] = [VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES)]
+    lost: list[Any] = [VLLMEngine(policy, tokenizer, CONTEXT, PLAIN)]
     lost.append(lost)  # a cycle: it is unreachable before it is gone
     del lost
     with engine_on(policy) as engine:
@@ -120,11 +111,12 @@ import sys
 sys.path.insert(0, {tests!r})
 from small_models import TINY, load_model, with_adapter
 from transformers import AutoTokenizer
+from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.config.sampling import SamplingParams
 engine = VLLMEngine(Policy(with_adapter(load_model("tiny"))), AutoTokenizer.from_pretrained(TINY), 64,
-                    kv_cache_bytes=1 << 26)
+                    EngineSettings(kv_cache_bytes=1 << 26))
 print(len(engine.generate([[5, 6]], SamplingParams(max_tokens=2))))
 """
 
@@ -148,7 +140,7 @@ def test_models_that_do_not_map_are_refused_by_name_and_a_later_engine_starts(
     backend = Starcoder2ForCausalLM(Starcoder2Config(**shape)).requires_grad_(False).eval()
     call, before = type(backend.model).__call__, states()
     with pytest.raises(BorrowError, match=r"this vLLM has no Starcoder2ForCausalLM of its own.*fast_inference"):
-        VLLMEngine(Policy(backend), tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES)
+        VLLMEngine(Policy(backend), tokenizer, CONTEXT, PLAIN)
     assert type(backend.model).__call__ is call  # vLLM would have changed the trainer's own class
     assert states() == before
 
@@ -157,7 +149,7 @@ def test_models_that_do_not_map_are_refused_by_name_and_a_later_engine_starts(
 
     unknown = UnknownForCausalLM(policy.base.config).requires_grad_(False).eval()
     with pytest.raises(BorrowError, match=r"this vLLM has no UnknownForCausalLM\. Sample with fast_inference"):
-        VLLMEngine(Policy(unknown), tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES)
+        VLLMEngine(Policy(unknown), tokenizer, CONTEXT, PLAIN)
     assert not LAYERS
     assert not torch.distributed.is_initialized()
     with engine_on(policy) as engine:
@@ -172,7 +164,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_bytes_it_needs(
     context, needed = 200, kv_bytes_of(policy, 256 + 128)
     with pytest.raises(ValueError, match=f"has {needed - 1:,} bytes; one sequence of max_seq_length={context} needs "
                                          f"{needed:,}"):
-        VLLMEngine(policy, tokenizer, context, kv_cache_bytes=needed - 1)
+        VLLMEngine(policy, tokenizer, context, EngineSettings(kv_cache_bytes=needed - 1))
     with engine_on(policy, max_seq_length=context, kv_cache_bytes=needed) as engine:  # so much is enough, in turn
         groups = engine.generate([[5] * 100, [6] * 100], SamplingParams(max_tokens=context, ignore_eos=True, n=2))
         assert {len(rollout.completion_ids) for group in groups for rollout in group} == {context - 100}
@@ -184,7 +176,7 @@ def test_settings_that_vllm_refuses_are_an_error_that_says_so(
     policy: Policy, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     with pytest.raises(ValueError, match="max_num_seqs") as caught:
-        VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES, max_num_seqs=0)
+        VLLMEngine(policy, tokenizer, CONTEXT, EngineSettings(kv_cache_bytes=KV_BYTES, max_num_seqs=8192))
     assert caught.value.__notes__ == [
         "vLLM did not start with Qwen2ForCausalLM and these settings. Change them, or sample with "
         'fast_inference="transformers"'

@@ -8,13 +8,7 @@ import torch
 from small_models import load_model, with_adapter
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from vllm_models import (
-    CONTEXT,
-    NEEDS_VLLM,
-    SAME,
-    distance,
-    ids_of,
-)
+from vllm_models import CONTEXT, NEEDS_VLLM, SAME, distance, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.decoding import truncate
@@ -104,9 +98,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(
     assert torch.cat(found).abs().mean() < SAME
 
 
-def test_a_seed_works_with_more_prompt_tokens_than_one_pass_reads(
-    engine: VLLMEngine, policy: Policy
-) -> None:
+def test_a_seed_works_with_more_prompt_tokens_than_one_pass_reads(engine: VLLMEngine, policy: Policy) -> None:
     llm, prompts = engine.llm, [[(number * 31 + place * 7) % 300 + 3 for place in range(400)] for number in range(12)]
     groups = engine.generate(prompts, SamplingParams(max_tokens=3, seed=2, ignore_eos=True))
     assert distance(policy, prompts, groups) < SAME

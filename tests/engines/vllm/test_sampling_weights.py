@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +28,15 @@ from vllm_models import (
     theirs,
 )
 
+from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.vllm import pool as vllm_pool
-from lowmem_grpo.engines.vllm import sampling_weights
+from lowmem_grpo.engines.vllm import engine as vllm_engine
+from lowmem_grpo.engines.vllm import process_state as vllm_pool
+from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.engines.vllm import weight_sharing as loan
-from lowmem_grpo.engines.vllm.pool import SleepingRoom
-from lowmem_grpo.engines.vllm.sampling_weights import choose, new_buffer, wide_bytes
-from lowmem_grpo.engines.vllm.settings import kv_bytes_of
+from lowmem_grpo.engines.vllm.process_state import SleepingRoom
+from lowmem_grpo.engines.vllm.sampling_weights import new_buffer
+from lowmem_grpo.engines.vllm.settings import Capacity, choose_weights, kv_bytes_of, wide_bytes
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS, BorrowError, Product
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
@@ -118,7 +121,7 @@ def test_one_buffer_holds_all_weights_of_2_bytes_each_and_is_freed_and_filled_ag
         borrowing.drop_weights()
         assert before - made.live == borrowing.wide.nbytes
         numbers = sum(product.weight.shape[0] * product.weight.shape[1] for product in products())
-        assert numbers <= borrowing.wide.numbers <= numbers + 128 * len(products())
+        assert numbers <= sum(borrowing.wide.sizes) <= numbers + 128 * len(products())
         layer, x = "model.layers.0.self_attn.o_proj", inputs(policy.model, "model.layers.0.self_attn.o_proj")
         narrow = ours(layer, x)  # by the 4-bit kernels meanwhile
         borrowing.fill_weights()
@@ -224,21 +227,29 @@ def on_card(policy: Policy) -> Any:
     return SimpleNamespace(base=policy.base, head=policy.head, device=torch.device("cuda"))
 
 
+def chosen(asked: str | None, policy: Any, kv_bytes: int, sequences: int = 8, given: bool = False) -> tuple[str, int]:
+    """The choice for a cache of so many bytes, which are the user's own if `given`."""
+    settings = EngineSettings(sampling_weights=asked, max_num_seqs=sequences, kv_cache_bytes=kv_bytes)
+    capacity = Capacity(policy, CONTEXT, settings)
+    capacity.settings = settings if given else replace(settings, kv_cache_bytes=None)
+    return choose_weights(capacity, eager=True)
+
+
 def test_without_being_asked_it_never_takes_room_that_the_cache_of_the_whole_batch_needs(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, card = wide_bytes(policy), on_card(policy)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card without a data sheet")
     wanted = 8 * kv_bytes_of(policy, CONTEXT + 128)
-    assert choose(None, card, size + wanted, False, 8, CONTEXT) == ("16bit", wanted)
-    assert choose(None, card, size + wanted - 1, False, 8, CONTEXT) == ("4bit", size + wanted - 1)
-    assert choose("4bit", card, 10 * size + wanted, False, 8, CONTEXT) == ("4bit", 10 * size + wanted)
-    assert choose("16bit", card, size + 5, False, 8, CONTEXT) == ("16bit", 5)
-    assert choose(None, policy, 1 << 40, False, 8, CONTEXT) == ("4bit", 1 << 40)  # on the CPU only if it is asked for
-    assert choose("16bit", policy, 1 << 20, False, 8, CONTEXT) == ("16bit", 1 << 20)
+    assert chosen(None, card, size + wanted) == ("16bit", wanted)
+    assert chosen(None, card, size + wanted - 1) == ("4bit", size + wanted - 1)
+    assert chosen("4bit", card, 10 * size + wanted) == ("4bit", 10 * size + wanted)
+    assert chosen("16bit", card, size + 5) == ("16bit", 5)
+    assert chosen(None, policy, 1 << 40) == ("4bit", 1 << 40)  # on the CPU only if it is asked for
+    assert chosen("16bit", policy, 1 << 20) == ("16bit", 1 << 20)
     for free, form in ((size + wanted, "16bit"), (size + wanted - 1, "4bit")):
-        monkeypatch.setattr(sampling_weights, "free_share", lambda device, free=free: free)
-        assert choose(None, card, wanted, True, 8, CONTEXT) == (form, wanted)  # a cache that was given stays
+        monkeypatch.setattr(vllm_settings, "free_share", lambda device, free=free: free)
+        assert chosen(None, card, wanted, given=True) == (form, wanted)  # a cache that was given stays
 
 
 def test_a_card_that_decodes_few_rows_slower_in_16_bits_does_so_without_being_asked(
@@ -247,11 +258,11 @@ def test_a_card_that_decodes_few_rows_slower_in_16_bits_does_so_without_being_as
     card, room = on_card(policy), 1 << 40
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     least = {"nf4": 64, "fp8": 33}
-    monkeypatch.setattr(sampling_weights, "faster_in_16_bit", lambda *given: given[2] >= least[given[4]])
-    assert choose(None, card, room, False, 8, CONTEXT)[0] == "4bit"
-    assert choose(None, card, room, False, 33, CONTEXT)[0] == ("16bit" if any(fp8_linears(policy.base)) else "4bit")
-    assert choose(None, card, room, False, 64, CONTEXT)[0] == "16bit"
-    assert choose("16bit", card, room, False, 8, CONTEXT)[0] == "16bit"
+    monkeypatch.setattr(vllm_settings, "faster_in_16_bit", lambda *given: given[2] >= least[given[4]])
+    assert chosen(None, card, room)[0] == "4bit"
+    assert chosen(None, card, room, 33)[0] == ("16bit" if any(fp8_linears(policy.base)) else "4bit")
+    assert chosen(None, card, room, 64)[0] == "16bit"
+    assert chosen("16bit", card, room)[0] == "16bit"
 
 
 def test_wide_bytes_are_those_that_the_buffer_takes(policy: Policy) -> None:
@@ -280,9 +291,7 @@ def sampled(tmp_path: Path) -> Policy:
 
 
 @needs_vllm
-def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_what_the_next_call_makes_again(
-    sampled: Policy
-) -> None:
+def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_what_the_next_call_makes_again(sampled: Policy) -> None:
     with engine_on(sampled, sampling_weights="16bit") as engine:
         wide = engine.loan.wide
         assert wide is not None
@@ -315,7 +324,7 @@ def test_memory_that_runs_out_in_dequantizing_leaves_the_4_bit_kernels_and_the_r
             raise RuntimeError(NO_MEMORY)
         return had.pop()(*arguments)
 
-    monkeypatch.setattr(sampling_weights, "new_buffer", room)
+    monkeypatch.setattr(vllm_engine, "new_buffer", room)
     with engine_on(sampled, sampling_weights="16bit") as engine, caplog.at_level(logging.WARNING):
         assert engine.sampling_weights == "16bit"
         engine.sleep()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,7 @@ from lowmem_grpo.memory.rows import engine_workspace
 def test_blocks_of_the_cache_are_small_for_short_contexts_on_the_cpu_too(
     device: str, context: int, given: int | None, told: dict[str, int]
 ) -> None:
-    place = SimpleNamespace(device=torch.device(device))
-    assert vllm_settings.block_size(place, context, given) == told  # type: ignore[arg-type]
+    assert vllm_settings.block_size(torch.device(device), context, given) == told
 
 
 @pytest.mark.parametrize(("gib", "sequences", "tokens"), [
@@ -35,8 +35,9 @@ def test_the_plan_counts_the_prefills_that_the_engine_makes(
     total = int(gib * 2**30)
     monkeypatch.setattr(vllm_settings.torch.cuda, "get_device_properties",
                         lambda device: SimpleNamespace(total_memory=total))
-    card = SimpleNamespace(device=torch.device("cuda:0"))
-    assert vllm_settings.prefill(card, 512, sequences) == {"max_num_batched_tokens": tokens}  # type: ignore[arg-type]
+    monkeypatch.setattr(vllm_settings.torch.cuda, "mem_get_info", lambda device: (0, total))
+    room: Any = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cuda:0")), seqs=sequences, cache=total // 4)
+    assert vllm_settings.device_options(room) == {"max_num_batched_tokens": tokens, "gpu_memory_utilization": 0.25}
     shape, settings = ModelShape.from_config(named_config("qwen2.5-3b")), RunSettings(30_000, sequences=sequences)
     of_token = engine_workspace(shape, replace(settings, context=2), Device("", total, total)) - engine_workspace(
         shape, replace(settings, context=1), Device("", total, total))

@@ -8,6 +8,7 @@ from episodes import Talk
 from transformers import PreTrainedTokenizerBase
 from vllm_models import CONTEXT, KV_BYTES, LONG, NEEDS_VLLM, SAME, distance, dying, states
 
+from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.settings import least_kv_bytes
@@ -51,7 +52,7 @@ def test_what_a_turn_repeats_of_the_last_one_is_taken_from_the_cache(engine: VLL
 def test_the_users_block_size_is_what_the_cache_keeps_of_a_turn(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, alone: None
 ) -> None:
-    engine = VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=KV_BYTES, block_size=256)
+    engine = VLLMEngine(policy, tokenizer, CONTEXT, EngineSettings(kv_cache_bytes=KV_BYTES, block_size=256))
     try:
         played = Talk([LONG], turns=2, max_tokens=lambda key, turn: 60)
         engine.converse(played, ENDLESS)
@@ -59,7 +60,8 @@ def test_the_users_block_size_is_what_the_cache_keeps_of_a_turn(
     finally:
         engine.close()
     with pytest.raises(ValueError, match="needs"):  # one whole block is never used
-        VLLMEngine(policy, tokenizer, CONTEXT, kv_cache_bytes=least_kv_bytes(policy, CONTEXT), block_size=256)
+        VLLMEngine(policy, tokenizer, CONTEXT, EngineSettings(kv_cache_bytes=least_kv_bytes(policy, CONTEXT),
+                                                              block_size=256))
 
 
 def test_an_engine_that_dies_is_replaced_and_goes_on_with_the_turns_that_were_not_given(
