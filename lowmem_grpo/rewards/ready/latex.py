@@ -6,13 +6,15 @@ two tokens. `\frac12` gets its braces. The content of \text{...} follows a token
 
 import re
 
+from lowmem_grpo.rewards.ready.reading import signs_in_latex
+
 TEXT = "\\text"
 LETTERS = ["alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "pi", "rho", "sigma", "phi", "omega"]
 NAMES = ["sin", "cos", "tan", "sec", "csc", "cot", "log", "ln", "exp", "sqrt", "pi"]  # also without a backslash
 SIGNS = str.maketrans({
     "\u2212": "-", "\u2013": "-", "\u2009": "\\,", "\u202f": "\\,", "\xa0": " ", "~": " ", "\xd7": "\\times ",
     "·": "\\cdot ", "*": "\\cdot ", "÷": "/", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∞": "\\infty ",
-    "\u222a": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "²": "^2", "³": "^3", "\u2019": "'",
+    "\u222a": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "\u2019": "'", "\u2044": "/",
     **{letter: f"\\{name} " for letter, name in zip("αβγδθλμπρσφω", LETTERS, strict=True)},
 })
 WRITTEN = {"{,}": "\\,", "\\!": "", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm", "\\{\\}": "\\emptyset"}
@@ -35,7 +37,7 @@ ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
 
 def tokens_of(answer: str) -> tuple[str, ...]:
     """Return the tokens of an answer, without a leading plus sign."""
-    text = answer.strip().translate(SIGNS)
+    text = signs_in_latex(answer.strip()).translate(SIGNS)
     text = text.strip("$") if text.startswith("$") and text.endswith("$") else text
     for written, meant in WRITTEN.items():
         text = text.replace(written, meant)
