@@ -36,7 +36,7 @@ ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
 
 
 def tokens_of(answer: str) -> tuple[str, ...]:
-    """Return the tokens of an answer, without a leading plus sign."""
+    """Return the tokens of an answer."""
     text = signs_in_latex(answer.strip()).translate(SIGNS)
     text = text.strip("$") if text.startswith("$") and text.endswith("$") else text
     for written, meant in WRITTEN.items():
@@ -45,8 +45,7 @@ def tokens_of(answer: str) -> tuple[str, ...]:
     if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a pair
         text = COMMAS.sub(digits, text)
     raw = [SAME.get(token, token) for token in TOKEN.findall(text)]
-    tokens = group([small(token) for token in raw[::-1] if token not in NOTHING])
-    return tuple(tokens[1:] if tokens[:1] == ["+"] else tokens)
+    return tuple(group([small(token) for token in raw[::-1] if token not in NOTHING]))
 
 
 def digits(number: re.Match[str]) -> str:
