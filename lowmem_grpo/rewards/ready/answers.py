@@ -141,15 +141,17 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
 
 
 def holds(text: str, validator: Any = None) -> bool:
-    """Return whether a text, or its last fenced block, is JSON that the validator accepts; without a validator, an
-    object or a list. JSON that Python cannot parse (nested too deeply, or a number with too many digits) is refused."""
+    """Return whether a text, or its last fenced block, is JSON that the validator accepts."""
+    return any(is_valid(part, validator) for part in (text, unfenced(text, anywhere=True)))
+
+
+def is_valid(text: str, validator: Any) -> bool:
+    """Return whether a text is JSON that the validator accepts; without a validator, an object or a list. JSON that
+    Python cannot parse (nested too deeply, or a number with too many digits) is refused."""
     try:
-        value = json.loads(unfenced(text, anywhere=True), parse_float=finite, parse_constant=finite)
-    except (ValueError, RecursionError):
-        return False
-    try:
+        value = json.loads(text, parse_float=finite, parse_constant=finite)
         return isinstance(value, (dict, list)) if validator is None else bool(validator.is_valid(value))
-    except RecursionError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -117,14 +117,16 @@ def boxed(text: str) -> str | None:
 
 def unfenced(text: str, anywhere: bool) -> str:
     """Return the stripped text of the last complete block in ``` fences, without its language; the whole text if there
-    is none. Without `anywhere`, a block counts only if it is the whole text."""
+    is none. If two fences begin lines, others count as text. Without `anywhere`, a block counts only if it is the whole
+    text."""
     text = text.strip()
-    end = text.rfind(FENCE)
-    if anywhere:
-        start = text.rfind(FENCE, 0, end) if end > 0 else -1
-    else:
-        start = 0 if text.startswith(FENCE) and len(FENCE) <= end == len(text) - len(FENCE) else -1
-    return LANGUAGE.sub("", text[start + len(FENCE) : end]).strip() if start >= 0 else text
+    if not anywhere:
+        whole = text.startswith(FENCE) and len(FENCE) <= text.rfind(FENCE) == len(text) - len(FENCE)
+        return LANGUAGE.sub("", text[len(FENCE) : -len(FENCE)]).strip() if whole else text
+    lines = "\n" + text
+    fence = "\n" + FENCE if lines.count("\n" + FENCE) > 1 else FENCE
+    _, opening, block = lines.rpartition(fence)[0].rpartition(fence)
+    return LANGUAGE.sub("", block).strip() if opening else text
 
 
 def last_number(text: str) -> str | None:

@@ -171,7 +171,8 @@ def test_a_label_that_is_no_answer_gives_no_verdict_and_one_line(label: str, cap
     ('{"n": 3}', True), ('{"n": 3.0}', True), ('Here:\n```json\n{"n": 3}\n```\nDone.', True), ('```{"n": 3}```', True),
     ('```\n{"n": 1}\n```\n```\n{"m": 3}\n```', False), ('{"n": "3"}', False), ('{"n": 3', False), ("", False),
     ('{"n": NaN}', False), ('{"n": 1e400}', False), ('{"n": ' + "9" * 10_000 + "}", False), ("[" * 100_000, False),
-    ('{"n": 3} and more', False),
+    ('{"n": 3} and more', False), ('{"n": 3, "code": "```py\\n1\\n```"}', True),
+    ('So:\n```json\n{"n": 3, "code": "```py\\n1\\n```"}\n```', True), ('```{"n": 3}``` and ```{"n": 1.5}```', False),
 ])
 def test_json_is_right_where_it_satisfies_the_schema(text: str, verdict: bool) -> None:
     pytest.importorskip("jsonschema")
