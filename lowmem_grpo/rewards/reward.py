@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lowmem_grpo.rewards.texts import completion_texts
+from lowmem_grpo.rewards.texts import completion_texts, values_of
 
 CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
@@ -72,7 +72,7 @@ class Reward(ABC):
 
 
 class TextReward(Reward):
-    """A reward of each text by a rule; with a `column`, of each text and its row's value there, None if that is None.
+    """A reward of each text by a rule; with a `column`, of each text and its row's value there, None if that is empty.
     `settings` are further arguments of the rule."""
 
     def __init__(self, name: str, rule: Callable[..., float | None], column: str | None = None,
@@ -84,7 +84,7 @@ class TextReward(Reward):
         if not self.columns:
             return [self.rule(text) for text in texts]
         pairs = zip(texts, columns[self.columns[0]], strict=True)
-        return [None if label is None else self.rule(text, label) for text, label in pairs]
+        return [self.rule(text, label) if values_of(label) else None for text, label in pairs]
 
 
 class TokenReward(TextReward):

@@ -10,6 +10,7 @@ from typing import Any
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
 from lowmem_grpo.rewards.reward import TextReward
+from lowmem_grpo.rewards.texts import labels_of
 from lowmem_grpo.rewards.verifier import TextVerifier, Verdict, VerifiedReward
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
@@ -195,11 +196,11 @@ def proximity(
 
 
 def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:
-    wanted = labelled_number(label)
-    if wanted is None:
+    labels = [wanted for each in labels_of(label) if (wanted := labelled_number(each)) is not None]
+    if not labels:
         return None
     number = read_number(where(text))
     if number is None:
         return outlier
-    distance = abs(number - wanted) / (reach * (abs(wanted) or 1))
+    distance = min(abs(number - wanted) / (reach * (abs(wanted) or 1)) for wanted in labels)
     return max(outlier, exact * (1 - float(min(distance, Fraction(10**6)))))
