@@ -209,8 +209,8 @@ the inputs of its tests.
 uncertain is compared as text, because rewarding a wrong answer is worse than missing a right one.
 
 - **Notation** does not count: white space (but `3 4` is not `34`), `$`, `\left`, `\,`, `\dfrac`, braces around one
-  sign, `\text{...}`, Unicode's signs (minus, root, `π`, `²`), a full stop at the end, the capital at the beginning of a
-  word.
+  sign, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop at the end, the capital at the beginning
+  of a word.
 - **Numbers** are compared exactly: `1,234` and `1{,}234`, `1 1/2` and `1.5`, `3e6` and `3 \times 10^{6}`,
   `0.\overline{3}` and `\frac13`, `5 \text{ million}`. `0.333` is not `\frac13`, and `3.14` is not `\pi`. In brackets,
   `(1,234)` is a pair.

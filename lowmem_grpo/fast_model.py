@@ -82,7 +82,7 @@ class FastGeneration(Saving):
             raise TypeError(f"fast_generate got {', '.join(others)}; it takes prompts, sampling_params "
                             "and lora_request, as vLLM does. For transformers' arguments (input_ids, max_new_tokens, "
                             "streamer) call model.generate(...)")
-        pairs = encoded(self.loaded.tokenizer, prompts)
+        pairs = encoded(self.loaded.tokenizer, prompts, self.inner.config.get_text_config().vocab_size)
         calls = calls_of(pairs, sampling_params, self.loaded.max_seq_length)
         engine, request = self.engine(), as_request(lora_request)
         policy = Policy(self.inner)

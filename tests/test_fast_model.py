@@ -248,6 +248,9 @@ def test_what_stopped_a_completion_is_said_as_vllm_says_it(
     ({"presence_penalty": 0.5}, ValueError, "presence_penalty=0.5 is not supported.*reward the text"),
     ({"logprobs": -2}, ValueError, r"logprobs is -2; it must be -1 \(all\)"),
     ({"max_tokens": None}, ValueError, "max_tokens is None; it must"),
+    ({"stop": ["a", ""]}, ValueError, "it must be a text, or a list of texts, none of them empty"),
+    ({"stop": ""}, ValueError, "none of them empty"), ({"stop_token_ids": ["a"]}, ValueError, "a list of token ids"),
+    ({"stop_token_ids": 5}, ValueError, "a list of token ids"), ({"stop_token_ids": [-1]}, ValueError, "of token ids"),
     ({"prompt_logprobs": 1}, ValueError, "prompt_logprobs=1 is not supported"),
     ({"max_token": 3}, TypeError, "no option 'max_token'; did you mean max_tokens"),
 ])
@@ -291,6 +294,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"t
     ({"prompts": [{"text": "x"}]}, TypeError, "dictionary with text; pass text, chat"),
     ({"prompts": [3.5]}, TypeError, "prompt that is a float"),
     ({"prompts": [["a", "b"]]}, TypeError, "list with a str"),
+    *[({"prompts": [[1, wrong]]}, ValueError, f"has the token id {wrong}; the model's are 0 to 383")
+      for wrong in (384, -1, True)],
+    *[({"prompts": [CHAT, [{"role": "user", "content": said}]]}, ValueError, "of the role 'user' has no text; its")
+      for said in (None, 5, [{"type": "text", "text": None}])],
     ({"input_ids": [[1]], "max_new_tokens": 3}, TypeError, r"input_ids, max_new_tokens.*call model\.generate"),
     ({"prompts": "x", "sampling_params": [GREEDY, GREEDY]}, ValueError, "has 2 entries and there are 1 prompts"),
     ({"prompts": "x", "lora_request": 7}, TypeError, r"lora_request is a int; pass model\.load_lora"),

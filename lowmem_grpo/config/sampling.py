@@ -67,7 +67,9 @@ class SamplingParams(metaclass=CheckedCall):
         "n": COUNT, "temperature": ZERO_OR_MORE, "top_p": number("in (0, 1]", lambda value: 0 < value <= 1),
         "top_k": number("-1 or 0 (off), or above", lambda value: value >= -1 and value % 1 == 0),
         "min_p": number("in [0, 1]", lambda value: 0 <= value <= 1), "max_tokens": COUNT,
-        "stop": TEXTS,
+        "stop": (f"{TEXTS[0]}, none of them empty", lambda value: TEXTS[1](value) and "" not in (value, *value)),
+        "stop_token_ids": ("a list of token ids", lambda value: isinstance(value, list | tuple | set) and all(
+            hasattr(each, "__index__") and not isinstance(each, bool) and each >= 0 for each in value)),
         "logprobs": number("-1 (all), 0 or above", lambda value: value >= -1 and value % 1 == 0),
     }
 

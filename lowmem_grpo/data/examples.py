@@ -170,7 +170,8 @@ def shared_start(text: str, other: str) -> str:
 
 def unusable(prompt: Any, completion: Any) -> str | None:
     """Return the reason why this completion cannot be trained after this prompt; None if it can."""
-    if completion in (None, [], "") or (isinstance(completion, str) and not completion.strip()):
+    blank = completion.strip() if isinstance(completion, str) else completion
+    if blank is None or (isinstance(blank, (str, list)) and not blank):
         return "empty completion"
     if isinstance(completion, str):
         return None

@@ -5,6 +5,7 @@ chat templates write out or refuse. Such keys are dropped at any depth, as TRL's
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,9 +19,10 @@ OF_VLLM = {"prompt", "prompt_token_ids"}  # keys of its TextPrompt and TokensPro
 IMAGES = "only text is generated here: leave images, video and sound out of the prompt"
 
 
-def encoded(tokenizer: Any, prompts: Any) -> list[Encoded]:
-    """Return each prompt as text and ids. TypeError for what is no prompt, ValueError if it is empty or has images."""
-    many = [encode(tokenizer, prompt) for prompt in as_list(prompts)]
+def encoded(tokenizer: Any, prompts: Any, vocabulary: int) -> list[Encoded]:
+    """Return each prompt as text and ids. TypeError for what is no prompt; ValueError if it is empty, has images or a
+    message without text, or ids beyond the model's `vocabulary`."""
+    many = [encode(tokenizer, prompt, vocabulary) for prompt in as_list(prompts)]
     if not many:
         raise ValueError("fast_generate got no prompt, or an empty one")
     return many
@@ -65,11 +67,11 @@ def without_padding(ids: Any, mask: Any) -> list[list[int]]:
             for row, kept in zip(rows, masks, strict=True)]
 
 
-def encode(tokenizer: Any, prompt: Any) -> Encoded:
+def encode(tokenizer: Any, prompt: Any, vocabulary: int = sys.maxsize) -> Encoded:
     """Return the text and ids of one prompt. A string is used as it is; chat messages go through the chat template."""
     prompt = plain(prompt)
     if isinstance(prompt, Mapping):
-        return encode(tokenizer, from_vllm(prompt))
+        return encode(tokenizer, from_vllm(prompt), vocabulary)
     if not hasattr(prompt, "__len__"):
         raise TypeError(f"fast_generate got a prompt that is a {type(prompt).__name__}; pass {KINDS}")
     if len(prompt) == 0:
@@ -77,6 +79,8 @@ def encode(tokenizer: Any, prompt: Any) -> Encoded:
     if isinstance(prompt, str):
         return prompt, text_ids(tokenizer, prompt)
     if isinstance(prompt[0], int):
+        if wrong := [token for token in prompt if type(token) is not int or not 0 <= token < vocabulary]:
+            raise ValueError(f"a prompt has the token id {wrong[0]!r}; the model's are 0 to {vocabulary - 1}")
         return tokenizer.decode(prompt), list(prompt)
     text = chat_text(tokenizer, [in_text(each) for each in prompt])
     return text, tokenizer(text, add_special_tokens=False).input_ids
@@ -173,17 +177,23 @@ def from_vllm(prompt: Mapping[str, Any]) -> Any:
 
 
 def in_text(message: Any) -> Any:
-    """Return a chat message with its content joined to one string. ValueError for parts that are no text."""
+    """Return a chat message with its content joined to one string. ValueError for parts that are no text, and
+    without text or tool calls."""
     if not is_message(message):
         raise TypeError(f"a prompt is a list with a {type(message).__name__}; pass {KINDS}")
     message = plain_message(message)
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return message
-    kinds = {part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__ for part in parts}
-    if other := sorted(kinds - {"text"}):
-        raise ValueError(f"a message has a part of type {other[0]!r}; {IMAGES}")
-    return {**message, "content": "".join(part["text"] for part in parts)}
+    said = message.get("content")
+    if isinstance(said, list):
+        kinds = {part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__ for part in said}
+        if other := sorted(kinds - {"text"}):
+            raise ValueError(f"a message has a part of type {other[0]!r}; {IMAGES}")
+        texts = [part.get("text") for part in said]
+        said = "".join(texts) if all(isinstance(text, str) for text in texts) else 0
+        message = {**message, "content": said}
+    if not isinstance(said, str) and (said is not None or not message.get("tool_calls")):
+        raise ValueError(f"a message of the role {message['role']!r} has no text; its content must be a text, or a "
+                         "list of text parts")
+    return message
 
 
 def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:

@@ -109,7 +109,7 @@ def odd_role(messages: list[Any], tokenizer: Any) -> str:
 
 def no_chat(value: Any, name: str) -> str:
     """Return the reason why a value that is not text is not a chat; `name` is its column."""
-    if value in (None, []):
+    if value is None or (isinstance(value, list) and not value):
         return f"empty {name}"
     if not isinstance(value, list):
         return f"{name} is {type(value).__name__}, not text or chat"

@@ -65,7 +65,9 @@ class Shapes:
                             "a row")
         if self.formatting_func is not None:
             rows.change_each(self.formatted(rows))
-            return rows, self.encoder(TextEncoder)
+            encoder = self.encoder(TextEncoder)
+            encoder.source = "`text`, which formatting_func makes"
+            return rows, encoder
         if "input_ids" in columns:
             return rows, self.encoder(TokenEncoder, prompt_too=self.config.completion_only_loss is False)
         if {"prompt", "completion"} <= set(columns):

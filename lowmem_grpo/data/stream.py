@@ -243,15 +243,18 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
     dataset = dataset.to_pylist() if comes_from(dataset, "pyarrow", "Table") else dataset
     if isinstance(dataset, Mapping):
         raise DataError(f"{parameter} is a {type(dataset).__name__}{of_several(dataset, parameter)}")
-    if isinstance(dataset, (list, tuple)) and dataset and not isinstance(dataset[0], Mapping):
-        raise DataError(f"{parameter} is a list of {type(dataset[0]).__name__}; each row must be a dict of columns, "
+    if isinstance(dataset, (list, tuple)) and not all(isinstance(wrong := row, Mapping) for row in dataset):
+        raise DataError(f"{parameter} is a list of {type(wrong).__name__}; each row must be a dict of columns, "
                         "for example {'prompt': 'What is 2 + 2?', 'answer': '4'}")
     if comes_from(dataset, "datasets", "IterableDataset") or comes_from(dataset, "torch", "IterableDataset"):
         refuse_images(getattr(dataset, "column_names", None) or [], {}, parameter)
         return Stream(dataset, partial(plain_row, arrays=comes_from(dataset, "datasets", "IterableDataset")))
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         rows = PlainRows(dataset)
-        refuse_images(rows.column_names or [], rows[0] if len(rows) else {}, parameter)
+        names = rows.column_names or []
+        if odd := [name for name in names if not isinstance(name, str)]:
+            raise DataError(f"{parameter} has the column {odd[0]!r}, and names of columns are texts; rename it")
+        refuse_images(names, rows[0] if len(rows) else {}, parameter)
         return rows
     if isinstance(dataset, Iterable) or callable(dataset):
         return Stream(dataset, plain_row)

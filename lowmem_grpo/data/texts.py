@@ -214,10 +214,11 @@ class TokenEncoder(ExampleEncoder):
     `assistant_masks`, select the trained tokens; without any of them all tokens are trained."""
 
     column = "input_ids"
+    source = "`input_ids`"
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
         ids = row.get("input_ids") or []
-        if not ids or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        if not ids or not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
             return "input_ids is no list of token ids" if ids else "empty input_ids"
         trained = [True] * len(ids)
         for column, is_trained in (("labels", lambda value: value != IGNORED), ("completion_mask", bool),
@@ -227,6 +228,9 @@ class TokenEncoder(ExampleEncoder):
                 continue
             if len(values) != len(ids):
                 return f"{column} has another length than input_ids"
+            if column == "labels" and any({token, IGNORED}.isdisjoint({value}) for token, value in zip(
+                    ids, values, strict=True)):
+                return "labels has other tokens than input_ids; where they differ, only -100 is allowed"
             if column in MASKS and (row.get("labels") is not None or (self.prompt_too and column == MASKS[0])):
                 continue  # labels take precedence over masks, as in TRL
             trained = [counts and bool(is_trained(value)) for counts, value in zip(trained, values, strict=True)]

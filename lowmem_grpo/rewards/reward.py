@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lowmem_grpo.rewards.texts import completion_texts
+from lowmem_grpo.rewards.texts import completion_texts, values_of
 
 CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
@@ -73,7 +73,7 @@ class Reward(ABC):
 
 class TextReward(Reward):
     """A reward that applies a rule to each text or, with a `column`, to each text and its row's value in that column,
-    where a value of None gives None. `settings` are further arguments of the rule."""
+    where an empty value gives None. `settings` are further arguments of the rule."""
 
     def __init__(self, name: str, rule: Callable[..., float | None], column: str | None = None,
                  **settings: Any) -> None:
@@ -84,7 +84,7 @@ class TextReward(Reward):
         if not self.columns:
             return [self.rule(text) for text in texts]
         pairs = zip(texts, columns[self.columns[0]], strict=True)
-        return [None if label is None else self.rule(text, label) for text, label in pairs]
+        return [self.rule(text, label) if values_of(label) else None for text, label in pairs]
 
 
 class TokenReward(TextReward):

@@ -1,4 +1,4 @@
-"""The text of completions, which are strings or chats."""
+"""The text of completions, which are strings or chats, and the labels in a dataset's cells."""
 
 from typing import Any
 
@@ -19,3 +19,18 @@ def completion_text(completion: Any) -> str:
         if isinstance(content, str):
             return content
     raise TypeError(f"a completion is a string or a list of chat messages with text content, not {completion!r:.100}")
+
+
+def values_of(cell: Any) -> list[Any]:
+    """Return the values in a cell: those of a list, set or array, else the cell; without None and pandas' NaN."""
+    cell = cell.numpy() if hasattr(cell, "numpy") else cell  # a tensor
+    many = isinstance(cell, (list, tuple, set, frozenset)) or getattr(cell, "ndim", 0) > 0
+    return [value for value in (cell if many else [cell])
+            if isinstance(value, str) or str(value) not in ("None", "nan", "NaT", "<NA>")]
+
+
+def labels_of(cell: Any) -> list[Any]:
+    """Return the labels in a cell, any of which is right. Of the float 18.0, which pandas makes of 18 in a column with
+    empty cells, 18 is one too."""
+    labels = values_of(cell)
+    return [*labels, *(int(label) for label in labels if isinstance(label, float) and label.is_integer())]

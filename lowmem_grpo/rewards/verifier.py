@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowmem_grpo.rewards.reward import MeanOf, Reward
+from lowmem_grpo.rewards.texts import labels_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,7 @@ class TextVerifier(Verifier):
 
 def any_of(label: Any, judge: Callable[[Any], Verdict]) -> Verdict:
     """Return whether `judge` accepts the label, or any of a list of labels; None if no label gives a verdict."""
-    labels = label if isinstance(label, list | tuple) else [label]
-    said = [judge(each) for each in labels if each is not None]
+    said = [judge(each) for each in labels_of(label)]
     return True if True in said else False if False in said else None
 
 
@@ -73,7 +73,7 @@ class VerifiedReward(Reward):
     def say_unread(self, verdicts: list[Verdict], labels: list[Any]) -> None:
         """Warn once if labels give no verdict. Missing labels do not count: they give none on purpose."""
         unread = [label for verdict, label in zip(verdicts, labels, strict=False)
-                  if verdict is None and label not in (None, "")]
+                  if verdict is None and any(map(str, labels_of(label)))]
         if unread and not self.said_unread:
             self.said_unread = True
             logger.warning(

@@ -73,6 +73,7 @@ def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
         known = {name: value for name, value in settings.items() if hasattr(usual, name) and name != "runtime_config"}
         config = LoraConfig(**known)
         check_target_module_exists(config, "")  # raises for invalid names or patterns
+        config.lora_alpha / max(config.r, 1)  # raises for what is no number
     except (TypeError, ValueError, re.error) as error:
         raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error}") from error
     return config
@@ -130,6 +131,10 @@ def check_for(model: nn.Module, folder: Path) -> None:
         raise AdapterError(f"the adapter in {folder} lacks {len(missing)} of the layers that its own "
                            f"adapter_config.json names, {missing[0]} among them; the file is not whole: use an older "
                            "checkpoint")
+    if (extra := sorted(saved.keys() - named)) and config.target_modules != "all-linear":
+        raise AdapterError(f"the adapter in {folder} holds {len(extra)} layers that its own adapter_config.json does "
+                           f"not name, {extra[0]} among them, and PEFT would leave them out; one file is of another "
+                           "adapter")
     for name, parts in sorted(saved.items()):
         for problem in problems(parts, held[name], config, rank_of(config, name)):
             raise AdapterError(f"the adapter in {folder} does not fit: {name} {problem}")

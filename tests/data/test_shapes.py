@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -10,6 +11,7 @@ from trainer_runs import load
 
 from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.trainer.preflight.checks import PreflightError
 
 CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"},
         {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -99,6 +101,11 @@ def test_a_formatting_function_takes_a_row_or_a_batch(function: Any, model: Any,
     ({"messages": "text"}, {"assistant_only_loss": True}, "messages is str, not text or chat"),
     ({"input_ids": []}, {}, "empty input_ids"), ({"input_ids": [1, 2], "labels": [1]}, {}, "labels has another length"),
     ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, "no token of input_ids is trained"),
+    ({"input_ids": [1, 2], "labels": [-100, 3]}, {}, "labels has other tokens than input_ids"),
+    ({"input_ids": [1, -2]}, {}, "input_ids is no list of token ids"),
+    ({"input_ids": [True, False]}, {}, "input_ids is no list of token ids"),
+    ({"prompt": np.array([1, 2]), "completion": "b"}, {}, "prompt is ndarray, not text or chat"),
+    ({"prompt": "a", "completion": np.array([1, 2])}, {}, "completion is ndarray, not text or chat"),
 ])
 def test_a_row_without_anything_to_train_is_left_out_with_the_reason(
     row: dict[str, Any], settings: dict[str, Any], reason: str, model: Any, tmp_path: Path
@@ -108,6 +115,16 @@ def test_a_row_without_anything_to_train_is_left_out_with_the_reason(
         trainer.source.take(1)
     with pytest.raises(DataError, match=rf"no row of the dataset can be used: .*{reason}"):
         trainer.train_dataset[0]
+
+
+@pytest.mark.parametrize(("row", "function", "column"), [
+    ({"input_ids": []}, None, "`input_ids`"), ({"q": ""}, lambda row: row["q"], "`text`, which formatting_func makes"),
+])
+def test_preflight_names_what_holds_the_unusable_rows(
+    row: Any, function: Any, column: str, model: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(PreflightError, match=f"correct the column {column}"):
+        make(model, tmp_path, [row], formatting_func=function).train()
 
 
 def test_a_template_that_renders_a_turn_differently_later_has_each_answer_trained_as_the_last_one(

@@ -68,6 +68,8 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] 
     "ranks that do not meet": (put(f"{LAYER}.lora_B.weight", lambda t: t[:, :2].contiguous()), {},
                                "cannot be multiplied"),
     "another width": (put(f"{LAYER}.lora_A.weight", lambda t: t[:, :64].contiguous()), {}, "trained on another base"),
+    "settings of fewer layers": (None, {"target_modules": ["q_proj"]}, "holds 36 layers that its own .* does not name"),
+    "no alpha": (None, {"lora_alpha": None}, "holds no settings of PEFT"),
     "another kind": (None, {"peft_type": "IA3"}, "of type IA3; only LoRA"),
     "a foreign layer": (lambda t: t.update({f"{LAYER}x.lora_A.weight": torch.ones(4, 128)}), {}, "that the one in the"),
 }

@@ -10,6 +10,7 @@ from typing import Any
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
 from lowmem_grpo.rewards.reward import TextReward
+from lowmem_grpo.rewards.texts import labels_of
 from lowmem_grpo.rewards.verifier import TextVerifier, Verdict, VerifiedReward
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
@@ -141,15 +142,17 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
 
 
 def holds(text: str, validator: Any = None) -> bool:
-    """Return whether a text, or its last fenced block, is JSON that the validator accepts; without a validator, an
-    object or a list. JSON that Python cannot parse (nested too deeply, or a number with too many digits) is refused."""
+    """Return whether a text, or its last fenced block, is JSON that the validator accepts."""
+    return any(is_valid(part, validator) for part in (text, unfenced(text, anywhere=True)))
+
+
+def is_valid(text: str, validator: Any) -> bool:
+    """Return whether a text is JSON that the validator accepts; without a validator, an object or a list. JSON that
+    Python cannot parse (nested too deeply, or a number with too many digits) is refused."""
     try:
-        value = json.loads(unfenced(text, anywhere=True), parse_float=finite, parse_constant=finite)
-    except (ValueError, RecursionError):
-        return False
-    try:
+        value = json.loads(text, parse_float=finite, parse_constant=finite)
         return isinstance(value, (dict, list)) if validator is None else bool(validator.is_valid(value))
-    except RecursionError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -193,11 +196,11 @@ def proximity(
 
 
 def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:
-    wanted = labelled_number(label)
-    if wanted is None:
+    labels = [wanted for each in labels_of(label) if (wanted := labelled_number(each)) is not None]
+    if not labels:
         return None
     number = read_number(where(text))
     if number is None:
         return outlier
-    distance = abs(number - wanted) / (reach * (abs(wanted) or 1))
+    distance = min(abs(number - wanted) / (reach * (abs(wanted) or 1)) for wanted in labels)
     return max(outlier, exact * (1 - float(min(distance, Fraction(10**6)))))

@@ -13,8 +13,8 @@ completion is a string, or a list of chat messages, of which the last assistant 
 import re
 from typing import Any
 
-from lowmem_grpo.rewards.ready.reading import between
-from lowmem_grpo.rewards.texts import completion_texts
+from lowmem_grpo.rewards.ready.reading import between, stated
+from lowmem_grpo.rewards.texts import completion_texts, labels_of
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 
@@ -45,11 +45,12 @@ def extract_hash_answer(text: str) -> str | None:
 
 
 def correctness_reward_func(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-    """Return 2.0 for each completion whose extracted answer equals the label, both stripped, else 0.0. An empty answer
-    is never right. The label may be GSM8K's whole solution."""
+    """Return 2.0 for each completion whose extracted answer equals the label, or the answer that the label states, else
+    0.0. An empty answer is never right."""
     extracted = [extract_xml_answer(text) for text in completion_texts(completions)]
-    labels = [str(extract_hash_answer(str(label)) or label).strip() for label in answer]
-    return [2.0 if text and text == label else 0.0 for text, label in zip(extracted, labels, strict=True)]
+    labels = [[form.strip() for each in labels_of(cell) for form in (
+        str(each), extract_hash_answer(str(each)) or stated(str(each)))] for cell in answer]
+    return [2.0 if text and text in label else 0.0 for text, label in zip(extracted, labels, strict=True)]
 
 
 def int_reward_func(completions: list[Any], **_: Any) -> list[float]:

@@ -6,13 +6,15 @@ two tokens. `\frac12` gets its braces. The content of \text{...} follows a token
 
 import re
 
+from lowmem_grpo.rewards.ready.reading import signs_in_latex
+
 TEXT = "\\text"
 LETTERS = ["alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "pi", "rho", "sigma", "phi", "omega"]
 NAMES = ["sin", "cos", "tan", "sec", "csc", "cot", "log", "ln", "exp", "sqrt", "pi"]  # also without a backslash
 SIGNS = str.maketrans({
     "\u2212": "-", "\u2013": "-", "\u2009": "\\,", "\u202f": "\\,", "\xa0": " ", "~": " ", "\xd7": "\\times ",
     "·": "\\cdot ", "*": "\\cdot ", "÷": "/", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∞": "\\infty ",
-    "\u222a": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "²": "^2", "³": "^3", "\u2019": "'",
+    "\u222a": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "\u2019": "'", "\u2044": "/",
     **{letter: f"\\{name} " for letter, name in zip("αβγδθλμπρσφω", LETTERS, strict=True)},
 })
 WRITTEN = {"{,}": "\\,", "\\!": "", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm", "\\{\\}": "\\emptyset"}
@@ -34,8 +36,8 @@ ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
 
 
 def tokens_of(answer: str) -> tuple[str, ...]:
-    """Return the tokens of an answer, without a leading plus sign."""
-    text = answer.strip().translate(SIGNS)
+    """Return the tokens of an answer."""
+    text = signs_in_latex(answer.strip()).translate(SIGNS)
     text = text.strip("$") if text.startswith("$") and text.endswith("$") else text
     for written, meant in WRITTEN.items():
         text = text.replace(written, meant)
@@ -43,8 +45,7 @@ def tokens_of(answer: str) -> tuple[str, ...]:
     if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a pair
         text = COMMAS.sub(digits, text)
     raw = [SAME.get(token, token) for token in TOKEN.findall(text)]
-    tokens = group([small(token) for token in raw[::-1] if token not in NOTHING])
-    return tuple(tokens[1:] if tokens[:1] == ["+"] else tokens)
+    return tuple(group([small(token) for token in raw[::-1] if token not in NOTHING]))
 
 
 def digits(number: re.Match[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from lowmem_grpo.rewards.ready.answers import answer_match
 from lowmem_grpo.rewards.ready.formats import too_long
 from lowmem_grpo.rewards.reward import Reward, TextReward
+from lowmem_grpo.rewards.texts import values_of
 from lowmem_grpo.rewards.verifier import VerifiedReward
 
 GREETING_LINES = 2  # lines at the top of a mail that may hold the recipient's name
@@ -27,7 +28,7 @@ def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "ke
 
 
 def pay_keywords(text: str, label: Any, amounts: tuple[float, float]) -> float | None:
-    wanted = [str(word).strip() for word in (label if isinstance(label, (list, tuple)) else [label])]
+    wanted = [str(word).strip() for word in values_of(label)]
     if not any(wanted):
         return None
     return amounts[0] if all(has_word(text, word) for word in wanted if word) else amounts[1]

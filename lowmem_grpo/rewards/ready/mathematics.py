@@ -83,6 +83,7 @@ def read_answer(text: str) -> AnswerPart:
 
 
 def part_of(tokens: Tokens) -> AnswerPart:
+    tokens = tokens[1:] if tokens[:1] == ("+",) else tokens
     for marks in LEVELS:
         pieces, separators = split(tokens, marks)
         if separators:
@@ -126,7 +127,7 @@ def bracketed(tokens: Tokens) -> AnswerPart | None:
     kind = tokens[0] + tokens[-1]
     if inner.kind != ",":
         return inner if kind in ("()", "{}") else AnswerPart(kind, (inner,), tokens)
-    return inner if kind == "\\{\\}" else AnswerPart(kind, inner.parts, tokens)
+    return inner if kind in ("\\{\\}", "{}") else AnswerPart(kind, inner.parts, tokens)
 
 
 def depth(token: str) -> int:

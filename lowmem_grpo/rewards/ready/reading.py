@@ -7,6 +7,7 @@ A Place is a function that returns the answer in a completion's text, or None if
 import functools
 import operator
 import re
+import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -16,7 +17,9 @@ MAX_DIGITS = 64  # in a number that is read; a longer one is not an answer, and 
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
 MINUSES = "-\u2212\u2013"  # hyphen, minus sign, and the en dash that is often used for it
 PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ",
-         "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*"}
+         "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*",
+         "\u2044": "/"}
+SIGNS = re.compile(r"((?<=\S)[⁰¹²³⁴-⁹⁺⁻ⁿ]+)|([₀-₉]+)|[¼-¾⅐-⅞]")  # exponents, indices, fractions
 FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))")
 SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # after letters: cm^2, x_1
 SPACED_MINUS = re.compile(rf"([=({{]\s?[{MINUSES}])\s(?=[$0-9.])")  # x = - 3
@@ -114,19 +117,22 @@ def boxed(text: str) -> str | None:
 
 def unfenced(text: str, anywhere: bool) -> str:
     """Return the stripped text of the last complete block in ``` fences, without its language; the whole text if there
-    is none. Without `anywhere`, a block counts only if it is the whole text."""
+    is none. If two fences begin lines, others count as text. Without `anywhere`, a block counts only if it is the whole
+    text."""
     text = text.strip()
-    end = text.rfind(FENCE)
-    if anywhere:
-        start = text.rfind(FENCE, 0, end) if end > 0 else -1
-    else:
-        start = 0 if text.startswith(FENCE) and len(FENCE) <= end == len(text) - len(FENCE) else -1
-    return LANGUAGE.sub("", text[start + len(FENCE) : end]).strip() if start >= 0 else text
+    if not anywhere:
+        whole = text.startswith(FENCE) and len(FENCE) <= text.rfind(FENCE) == len(text) - len(FENCE)
+        return LANGUAGE.sub("", text[len(FENCE) : -len(FENCE)]).strip() if whole else text
+    lines = "\n" + text
+    fence = "\n" + FENCE if lines.count("\n" + FENCE) > 1 else FENCE
+    _, opening, block = lines.rpartition(fence)[0].rpartition(fence)
+    return LANGUAGE.sub("", block).strip() if opening else text
 
 
 def last_number(text: str) -> str | None:
     r"""Return the last number, with sign, currency and power of ten; None if there is none. LaTeX is converted to plain
     text: \frac{1}{2} is found as 1/2. Exponents of letters and units are ignored: 12 cm^2 gives 12."""
+    text = signs_in_latex(text)
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     near = plain_number(text[max(0, end - NEAR) : end + 24]) if end else ""
     number: str = [None, *NUMBER.findall(SCRIPT.sub("", near))][-1]
@@ -138,7 +144,19 @@ def last_number(text: str) -> str | None:
     return number
 
 
+def signs_in_latex(text: str) -> str:
+    r"""Return a text with Unicode's small digits and fractions in LaTeX: 10⁶ as 10^{6}, x₁ as x_{1}, 1½ as
+    1\frac{1}{2}."""
+    return SIGNS.sub(written_out, text)
+
+
+def written_out(sign: re.Match[str]) -> str:
+    top, slash, bottom = unicodedata.normalize("NFKC", sign[0]).partition("\u2044")
+    return rf"\frac{{{top}}}{{{bottom}}}" if slash else f"{'^' if sign[1] else '_'}{{{top}}}"
+
+
 def plain_number(text: str) -> str:
+    text = signs_in_latex(text)
     for latex, plain in PLAIN.items():
         text = text.replace(latex, plain)
     text = FRACTION.sub(lambda of: f"{of[1]}{' ' * bool(of[1])}{of[2] or of[3]}/{of[4] or of[5]}", text)

@@ -9,7 +9,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 from tables import every_row
 from trl.rewards import get_soft_overlong_punishment
 
@@ -43,7 +46,7 @@ def test_the_last_number_is_read(text: str, written: str, value: str) -> None:
     assert read_number(written) == Fraction(value)
 
 
-@every_row("text", ["", "ten", "-", "$", "e", "\u0663", "\u00b2", "\u00bd", "\u0967\u0968", "∞", "NaN"])
+@every_row("text", ["", "ten", "-", "$", "e", "\u0663", "\u00b2", "\u0967\u0968", "∞", "NaN"])
 def test_what_is_no_ascii_number_is_not_read(text: str) -> None:
     assert read_number(text) is None and read_number(rewards.last_number(text)) is None
 
@@ -171,7 +174,8 @@ def test_a_label_that_is_no_answer_gives_no_verdict_and_one_line(label: str, cap
     ('{"n": 3}', True), ('{"n": 3.0}', True), ('Here:\n```json\n{"n": 3}\n```\nDone.', True), ('```{"n": 3}```', True),
     ('```\n{"n": 1}\n```\n```\n{"m": 3}\n```', False), ('{"n": "3"}', False), ('{"n": 3', False), ("", False),
     ('{"n": NaN}', False), ('{"n": 1e400}', False), ('{"n": ' + "9" * 10_000 + "}", False), ("[" * 100_000, False),
-    ('{"n": 3} and more', False),
+    ('{"n": 3} and more', False), ('{"n": 3, "code": "```py\\n1\\n```"}', True),
+    ('So:\n```json\n{"n": 3, "code": "```py\\n1\\n```"}\n```', True), ('```{"n": 3}``` and ```{"n": 1.5}```', False),
 ])
 def test_json_is_right_where_it_satisfies_the_schema(text: str, verdict: bool) -> None:
     pytest.importorskip("jsonschema")
@@ -424,3 +428,22 @@ def test_any_of_several_labels_is_right(verifier: Any, texts: tuple[str, ...]) -
     labels = [["2", "3"]] * 3 if verifier.name == "number_match" else [["3", "x"]] * 3
     assert verifier.verdicts(list(texts), answer=labels) == [True, True, False]
     assert verifier.verify(texts[0], answer=[]) is None
+
+
+@every_row(("cell", "right"), [
+    (18.0, True), (np.array(["3", "18"]), True), ({"3", "18"}, True), (torch.tensor(18), True), ([3, 4], False),
+    ([float("nan"), 18], True), (r"\boxed{18}", True), ("The answer is 18.", True), ("$18$", True), (18.5, False),
+    (float("nan"), None), (pd.NA, None), (pd.NaT, None), ([None, float("nan")], None), ("", None), (None, None),
+])
+def test_every_reward_reads_labels_as_datasets_hold_them(cell: Any, right: bool | None) -> None:
+    text = r"<answer>18</answer> \boxed{18}"
+    for verifier in (rewards.answer_match(where=rewards.in_tag("answer")), rewards.number_match(),
+                     rewards.boxed_match()):
+        assert verifier.reward()(completions=[text], answer=[cell]) == [right if right is None else float(right)]
+    (near,) = rewards.proximity()(completions=[text], answer=[cell])
+    assert (None if near is None else near == 3.0) is right
+    assert rewards.correctness_reward_func([], [text], [cell]) == [2.0 * bool(right)]
+
+
+def test_an_empty_value_in_a_list_of_keywords_is_no_keyword() -> None:
+    assert rewards.keyword_present()(completions=["No."] * 2, keyword=[[None, "no"], float("nan")]) == [1.0, None]
