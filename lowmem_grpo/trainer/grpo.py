@@ -16,7 +16,6 @@ from lowmem_grpo.config.strategies import PARALLEL
 from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.assessment import Evaluation
@@ -108,13 +107,9 @@ class GRPOTrainer(Trainer):
         """Get the model's vLLM engine again: a process has only one, and another model may have used it."""
         self.sampler.renew()
 
-    def begin_scoring(self, prompts: list[Prompt]) -> RewardBatch:
-        """Return a RewardBatch that scores groups while other groups are sampled: pass its `on_group` to `sample`."""
-        return self.scoring.start_batch(prompts)
-
-    def score(self, groups: list[RolloutGroup], scoring: RewardBatch | None = None) -> dict[str, float]:
+    def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Set the rewards, their weighted sum and the advantage of every rollout; return the functions' metrics."""
-        return self.collector.score(groups, scoring or self.scoring.start_batch(groups))
+        return self.collector.score(groups, self.scoring.start_batch(groups))
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
@@ -157,8 +152,8 @@ class GRPOTrainer(Trainer):
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return rewards, lengths and speed of the sampled groups, measured and planned seconds, and memory."""
-        return {**self.collector.metrics(groups, self.clock.seconds["generate"]), **timing,
-                **self.parts.metrics(self.engine, self.sampled, groups, self.state.global_step - before)}
+        return {**self.collector.metrics(groups, self.clock.seconds["generate"]),
+                **super().measured(before, groups, timing)}
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Return rows with prompts; an int asks for that many held-out seeds of an environment."""

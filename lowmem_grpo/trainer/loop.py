@@ -38,6 +38,7 @@ class Trainer(TrlApi):
     view_class: type[LiveView] = LiveView
     method: str | None = None  # the kind of training, in the summary
     samples = False  # True if groups are sampled, False if the rows hold the answers
+    engine: Any  # the one that sampled last, in trainers with samples
 
     def __init__(
         self, parts: TrainerParts, callbacks: list[Any] | None = None, eval_dataset: Any = None,
@@ -84,8 +85,14 @@ class Trainer(TrlApi):
         return [groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`."""
-        return timing
+        """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`. If groups are
+        sampled: measured and planned seconds, and memory."""
+        updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
+        if plan is not None:
+            planned = plan.metrics(self.sampled or groups, groups, updates, getattr(self.args, "num_iterations", 1),
+                                   self.objective.needed_before(updates))
+        return {**timing, **planned, "memory/kv_bytes": self.engine.kv_bytes, **self.memory.metrics(),
+                "policy_version": self.state.policy_version}
 
     @property
     def sampled(self) -> list[RolloutGroup]:

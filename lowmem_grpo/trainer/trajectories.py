@@ -172,7 +172,7 @@ class TrajectoryTrainer(Trainer):
         """Return the step's metrics, the age of the policy that sampled the rollouts, and the caller's metrics."""
         updates = self.state.global_step - before
         ages = [self.state.policy_version - updates - rollout.policy_version for rollout in members(groups)]
-        return {**self.taken, **timing, **self.parts.metrics(self.engine, groups, groups, updates),
+        return {**self.taken, **super().measured(before, groups, timing),
                 "trajectories/staleness": fmean(ages), "trajectories/max_staleness": max(ages), **self.extra}
 
 
