@@ -78,7 +78,11 @@ class GRPOTrainer(Trainer):
         self.sampler = Sampler(trained.model, trained.policy, trained.tokenizer, parts.memory, parts.state, parts.clock,
                                first, engine is not None, self.player)
         self.scoring = Scoring(self.scorer, config, parts.state, parts.clock, config)
-        self.overlap = make_overlap(parts, config, self.sampler, self.scoring)
+        mode = config.train_while_sampling
+        if mode:
+            check_overlap(mode, parts.policy, first, self.scorer, self.player is not None)
+        self.overlap = OverlappedTraining(parts.learner, self.scoring, config.max_completion_length, parts.peaks.plan,
+                                          mode == PARALLEL) if mode else None
         shared = (config, config.draws, parts.source, parts.state, parts.objective, self.sampler, self.scoring,
                   self.parity, self.overlap)
         ranks = trained.ranks
@@ -146,9 +150,6 @@ class GRPOTrainer(Trainer):
     def sampled(self) -> list[RolloutGroup]:
         """The groups sampled for the last update; some may not have been trained on."""
         return self.collector.sampled
-
-    def weights_changed(self) -> None:
-        self.engine.on_policy_update(self.state.policy_version)
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return rewards, lengths and speed of the sampled groups, measured and planned seconds, and memory."""
@@ -221,14 +222,3 @@ def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> Prom
                          "found again after a resume; leave it out, or pass a datasets.Dataset")
     pools = DifficultyPools() if config.difficulty_pools else None
     return source_of(rows, encoder, config.order_seed, config.shuffle_dataset, pools)
-
-
-def make_overlap(
-    parts: PolicyParts, config: GRPOConfig, sampler: Sampler, scoring: Scoring
-) -> OverlappedTraining | None:
-    """Return the OverlappedTraining if train_while_sampling is set, else None; ValueError if it is not possible."""
-    mode = config.train_while_sampling
-    if not mode:
-        return None
-    check_overlap(mode, parts.policy, sampler.engine, scoring.scorer, sampler.player is not None)
-    return OverlappedTraining(parts.learner, scoring, config.max_completion_length, parts.peaks.plan, mode == PARALLEL)

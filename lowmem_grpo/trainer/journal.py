@@ -2,6 +2,7 @@
 the rewards after the first step, and tells the time left after the second, at that step's pace."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,8 +36,7 @@ class Journal:
         self.show_samples = prints and getattr(settings, "log_completions", False)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Record one step's line, and the completions of `groups`; return the line to log, if one is due.
-        """
+        """Record one step's line, and the completions of `groups`; return the line to log, if one is due."""
         if self.alarms is not None:
             line |= self.alarms.watch(line)
         if groups:
@@ -71,14 +71,10 @@ class Journal:
 
 def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
     """Return completions to print: the first `count`; if `unique`, each prompt's best; else the first prompt's best."""
-    each = [(group, best_of(group)) for group in groups] if unique or count is None else [
-        (group, rollout) for group in groups for rollout in group.rollouts]
-    return each[: count or (None if unique else 1)]
-
-
-def best_of(group: RolloutGroup) -> Rollout:
-    """Return the rollout with the highest reward."""
-    return max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))
+    if count is not None and not unique:
+        return [(group, rollout) for group in groups for rollout in group.rollouts][:count]
+    return [(group, max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward))
+            for group in groups[: count or (None if unique else 1)]]
 
 
 class FirstSteps:
@@ -87,8 +83,7 @@ class FirstSteps:
     def __init__(
         self, records: RunRecords, say: Callable[[str], None] | None = None, rewards: Mapping[str, float] | None = None
     ) -> None:
-        """`rewards` are the weights of a run's rewards by name; `say` prints a line, or is None to print nothing.
-        """
+        """`rewards` are the weights of a run's rewards by name; `say` prints a line, or is None to print nothing."""
         self.records, self.say, self.rewards = records, say, rewards
         self.step_times = StepTimes()
         self.seen = 0  # updates since `train` was called

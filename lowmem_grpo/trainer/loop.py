@@ -38,7 +38,6 @@ class Trainer(TrlApi):
     view_class: type[LiveView] = LiveView
     method: str | None = None  # the kind of training, in the summary
     samples = False  # True if groups are sampled, False if the rows hold the answers
-    engine: Any  # the one that sampled last, in trainers with samples
 
     def __init__(
         self, parts: TrainerParts, callbacks: list[Any] | None = None, eval_dataset: Any = None,
@@ -99,8 +98,9 @@ class Trainer(TrlApi):
         return []
 
     def weights_changed(self) -> None:
-        """Tell the engine, in trainers that sample, that an optimizer step or a checkpoint has changed the adapter's
-        weights."""
+        """Tell the engine, in trainers that sample, that a step or a checkpoint has changed the adapter's weights."""
+        if self.samples:
+            self.engine.on_policy_update(self.state.policy_version)
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Return the rows of one evaluation dataset, as `measure_evaluation` takes them."""

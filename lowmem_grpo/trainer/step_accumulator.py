@@ -1,4 +1,4 @@
-"""Gradient accumulation over the micro-batches of an optimizer step: sums of loss and metrics, the gradient that was begun
+"""Gradient accumulation over the micro-batches of an optimizer step: the sums of losses and metrics, the gradient begun
 while sampling, and the states to restore before a pass is repeated."""
 
 from collections.abc import Iterable
