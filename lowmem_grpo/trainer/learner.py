@@ -23,7 +23,7 @@ from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradient_norms
-from lowmem_grpo.trainer.step_accumulator import Gradients, PartialGradient, RandomStates, StepAccumulator, members
+from lowmem_grpo.trainer.step_accumulator import Gradients, RandomStates, StepAccumulator, members
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
@@ -150,7 +150,7 @@ class Learner:
         return StepTotals(sequences, tokens, sum(map(policy_tokens, members(self.counted_groups(groups)))))
 
     def forward_backward(
-        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: PartialGradient | None = None
+        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: StepAccumulator | None = None
     ) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter; return loss metrics over the trained tokens. Tokens
         (unless `num_tokens` is given) and sequences are counted over all `groups`, so the gradient depends neither on
@@ -172,7 +172,7 @@ class Learner:
                 random.capture()
 
         def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
-            return self.accumulate(batches, totals, None if begun is None else begun.sums)
+            return self.accumulate(batches, totals, begun)
 
         sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
         sums = sums.of_all_ranks(self.ranks, members(trained))

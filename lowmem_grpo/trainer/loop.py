@@ -25,7 +25,7 @@ from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, preflight
 from lowmem_grpo.trainer.saver import Saver
-from lowmem_grpo.trainer.step_accumulator import PartialGradient, members
+from lowmem_grpo.trainer.step_accumulator import StepAccumulator, members
 from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import RolloutGroup
 
@@ -126,7 +126,7 @@ class Trainer(TrlApi):
             return self.make_steps(groups, at_most)
 
     def make_steps(
-        self, groups: list[RolloutGroup], at_most: int | None, begun: PartialGradient | None = None
+        self, groups: list[RolloutGroup], at_most: int | None, begun: StepAccumulator | None = None
     ) -> dict[str, float]:
         """Run the optimizer steps of an update; the first one adds to a gradient that was `begun` while sampling."""
         if self.samples and self.policy.routed_layers and not self.said_unrouted:

@@ -1,14 +1,13 @@
-"""Gradient accumulation over the micro-batches of an optimizer step: the sums of losses and metrics, the gradient begun
-while sampling, and the states to restore before a pass is repeated."""
+"""Gradient accumulation over the micro-batches of an optimizer step: the sums of losses and metrics, and the states to
+restore before a pass is repeated."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
+from lowmem_grpo.losses.objective import Objective, Reducer
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
@@ -20,6 +19,11 @@ class StepAccumulator:
     def __init__(self, device: torch.device) -> None:
         self.reducer, self.flags, self.count = Reducer(), Flags(), 0
         self.totals: dict[str, Tensor] = {"loss": torch.zeros((), device=device)}
+        self.facts: dict[int, tuple[Any, ...]] = {}  # `facts_of` the groups that were trained while sampling
+
+    def holds(self, group: RolloutGroup) -> bool:
+        """Return whether the group was trained while sampling. It may hold only its rollouts with gradient."""
+        return any(id(rollout) in self.facts for rollout in group.rollouts)
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
         """Add the loss and metrics of a micro-batch whose gradient was added."""
@@ -44,6 +48,14 @@ class StepAccumulator:
         self.reducer.join(reducer.sums, reducer.weights, reducer.samples)
         self.count += count
 
+    @torch.no_grad()
+    def rescale(self, factor: float, parameters: Iterable[nn.Parameter]) -> None:
+        """Multiply the losses, and the gradients of the parameters, by the same factor."""
+        if factor != 1.0:
+            self.totals = {name: total * factor for name, total in self.totals.items()}
+            for gradient in (p.grad for p in parameters if p.grad is not None):
+                gradient.mul_(factor)
+
     def of_all_ranks(self, ranks: Ranks, rollouts: list[Rollout]) -> "StepAccumulator":
         """Return the sums over all ranks, the same in every rank. `rollouts` are the rollouts of all ranks. Sums are
         exchanged on the host, and bad rollouts as indices into `rollouts`."""
@@ -65,43 +77,10 @@ class StepAccumulator:
         return objective.measured(self.reducer) | losses | {"micro_batches": float(self.count)}
 
 
-@dataclass
-class PartialGradient:
-    """The gradient of the groups that were trained while others were sampled, and the conditions for its use. The loss
-    was divided by `totals`, which are partly guessed: a step's tokens are known only once all groups are sampled."""
-
-    totals: StepTotals
-    sums: StepAccumulator
-    conditions: tuple[Any, ...]  # `Objective.conditions` when the gradient was begun
-    groups: dict[int, list[Any]] = field(default_factory=dict)  # `facts_of` each, by the id of its first rollout
-
-    @property
-    def rollouts(self) -> set[int]:
-        return {each for facts in self.groups.values() for each, *_ in facts}
-
-    def holds(self, group: RolloutGroup) -> bool:
-        """Return whether the group was trained early. The group may hold only its rollouts with gradient."""
-        return any(id(rollout) in self.rollouts for rollout in group.rollouts)
-
-    def agrees(self, groups: list[RolloutGroup], conditions: tuple[Any, ...]) -> bool:
-        """Return whether the final groups and conditions are the same as when the gradient was computed."""
-        now = {id(group.rollouts[0]): facts_of(group) for group in groups}
-        return conditions == self.conditions and all(now.get(key) == facts for key, facts in self.groups.items())
-
-    @torch.no_grad()
-    def divide_by(self, totals: StepTotals, objective: Objective, parameters: Iterable[nn.Parameter]) -> None:
-        """Rescale the loss and the gradient, by the same factor, from the guessed totals to the step's `totals`."""
-        factor = objective.rescaled(self.totals, totals) if self.sums.count else 1.0
-        if factor != 1.0:
-            self.sums.totals = {name: total * factor for name, total in self.sums.totals.items()}
-            for gradient in (p.grad for p in parameters if p.grad is not None):
-                gradient.mul_(factor)
-
-
-def facts_of(group: RolloutGroup) -> list[Any]:
-    """Return for each rollout its id and every value that its gradient depends on besides its tokens."""
-    return [(id(rollout), group.unjudged, rollout.advantage, tuple(rollout.invalid_rewards))
-            for rollout in group.rollouts]
+def facts_of(groups: list[RolloutGroup]) -> dict[int, tuple[Any, ...]]:
+    """Return, by the id of each rollout, every value that its gradient depends on besides its tokens and settings."""
+    return {id(rollout): (len(group.rollouts), group.unjudged, rollout.advantage, *rollout.invalid_rewards)
+            for group in groups for rollout in group.rollouts}
 
 
 def members(groups: list[RolloutGroup]) -> list[Rollout]:

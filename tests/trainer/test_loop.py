@@ -22,7 +22,6 @@ from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import listeners
 from lowmem_grpo.runs.records import RecordError, read_lines
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
-from tests.attacks.small_run import StopAt
 
 EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_save", "on_evaluate", "on_train_end")
 
@@ -183,17 +182,6 @@ def test_a_callback_written_for_transformers_gets_every_event_and_what_it_reads(
     assert recorder.given["on_evaluate"]["metrics"]["step"] == 2 and recorder.given["on_log"]["logs"]["step"] == 3
 
 
-def test_a_callback_can_stop_the_run_and_the_same_trainer_can_go_on(tmp_path: Path) -> None:
-    stop = StopAt(1)
-    trainer = make(tmp_path, callbacks=[stop], max_steps=3)
-    first = trainer.train()
-    assert (first.global_step, first.finished) == (1, False)
-    assert (tmp_path / "checkpoint-1").is_dir()  # although save_strategy is "no": the run is not over
-    stop.stop = 9
-    second = trainer.train(resume_from_checkpoint=True)
-    assert (second.global_step, second.finished) == (3, True)
-
-
 def test_no_step_goes_beyond_max_steps(tmp_path: Path) -> None:
     trainer = make(tmp_path, num_iterations=2, max_steps=3)
     assert trainer.train().global_step == 3
@@ -210,13 +198,6 @@ def test_rounding_to_whole_groups_is_logged(tmp_path: Path, caplog: pytest.LogCa
 
 
 # Evaluation
-
-
-def test_evaluation_leaves_the_training_as_it_is(tmp_path: Path, finished: Any) -> None:
-    trainer, _, _ = finished
-    without = make(tmp_path, max_steps=3, beta=0.01)
-    without.train()
-    assert same(adapter(without), adapter(trainer))
 
 
 def test_unusable_evaluation_data_is_refused(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
             run.overlap.meanwhile(1)
         run.overlap.join_worker()
     with run.overlap.gradient(groups) as begun:
-        assert begun is not None and len(begun.rollouts) == 32
+        assert begun is not None and len(begun.facts) == 32
         run.learner.forward_backward(groups, begun=begun)
         assert same({name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}, expected)
     assert_no_gradient(run)
@@ -150,7 +150,7 @@ def test_a_failure_while_sampling_leaves_a_step_made_of_the_completions_that_are
 
     def fails(self: module.OverlappedTraining, batch: Any) -> None:
         add(self, batch)
-        if left and self.partial is not None and self.partial.sums.count > 1:
+        if left and self.partial is not None and self.partial.count > 1:
             left.pop()
             raise error
 
