@@ -101,14 +101,10 @@ class FirstSteps:
         if self.seen == 1 and groups and self.rewards and args.preflight:
             warn(logger, "first step", about_rewards(groups, self.rewards))
         if self.seen == 2:
-            self.expect(args, state)
-
-    def expect(self, args: Any, state: TrainerState) -> None:
-        """Record how long the whole run will take, and print it unless the run is over."""
-        left = self.step_times.left(state.max_steps) or 0.0
-        self.records.summary({"expected_seconds": state.elapsed + left})
-        if left and self.say is not None and args.preflight:
-            self.say(self.expectation(args, state, left))
+            left = self.step_times.left(state.max_steps) or 0.0
+            self.records.summary({"expected_seconds": state.elapsed + left})
+            if left and self.say is not None and args.preflight:
+                self.say(self.expectation(args, state, left))
 
     def expectation(self, args: Any, state: TrainerState, left: float) -> str:
         """Return the line for the second step: the pace (without the first step, which warms up) and the time left."""

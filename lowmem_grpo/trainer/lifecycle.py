@@ -19,8 +19,7 @@ from lowmem_grpo.trainer.distributed import describe_machine
 from lowmem_grpo.trainer.trl_api import TrlApi
 
 logger = logging.getLogger(__name__)
-TRAINED = (". The adapter is as earlier training left it: to begin with a fresh one, load the model and put LoRA on it "
-           "again")
+TRAINED = ". The adapter is as earlier training left it: to begin with a fresh one, load the model and add LoRA again"
 
 
 @contextmanager
