@@ -275,19 +275,18 @@ def test_a_run_with_it_ends_where_a_run_without_it_ends(tmp_path: Path, monkeypa
     assert len(shares) == 2 and shares[0] > 0
 
 
-@pytest.fixture(scope="module")
-def in_8_bits() -> Iterator[FastPeftModel]:
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=NEEDS_VLLM)])
+def in_8_bits(request: pytest.FixtureRequest) -> Iterator[FastPeftModel]:
     """A model whose cache is in 8 bits, with vLLM's engine: where the processor can."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" and not torch.cuda.is_available():
         pytest.skip("vLLM's build for CPUs has a cache in 8 bits with AVX-512 only")
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False, fast_inference="vllm",
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False, fast_inference=request.param,
                                                 kv_cache_bytes=KV_BYTES, kv_cache_dtype="fp8")
     model = moved(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
     yield model
     bare.loaded.keeper.close()
 
 
-@NEEDS_VLLM
 @pytest.mark.slow
 def test_a_cache_in_8_bits_goes_with_training_while_sampling(tmp_path: Path, in_8_bits: FastPeftModel) -> None:
     """They are taken, they move the adapter, the switch is seen in the log, and numbers stay numbers."""
