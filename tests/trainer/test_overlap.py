@@ -280,8 +280,8 @@ def in_8_bits(request: pytest.FixtureRequest) -> Iterator[FastPeftModel]:
     """A model whose cache is in 8 bits, with vLLM's engine: where the processor can."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" and not torch.cuda.is_available():
         pytest.skip("vLLM's build for CPUs has a cache in 8 bits with AVX-512 only")
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False, fast_inference=request.param,
-                                                kv_cache_bytes=KV_BYTES, kv_cache_dtype="fp8")
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False, kv_cache_dtype="fp8",
+                                                fast_inference=request.param, kv_cache_bytes=KV_BYTES)
     model = moved(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
     yield model
     bare.loaded.keeper.close()
