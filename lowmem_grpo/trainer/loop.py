@@ -84,8 +84,10 @@ class Trainer(TrlApi):
         return [groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`. If groups are
-        sampled: measured and planned seconds, and memory."""
+        """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`: the measured
+        seconds, and if groups are sampled also the planned seconds, and memory."""
+        if not self.samples:
+            return timing
         updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
         if plan is not None:
             planned = plan.metrics(self.sampled or groups, groups, updates, getattr(self.args, "num_iterations", 1),
