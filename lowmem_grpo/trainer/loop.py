@@ -18,7 +18,7 @@ from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.trainer.distributed import RankError, check_ranks_agree
-from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_rows, evaluation_sets, indexed_rows
+from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_sets, evaluation_sets, indexed_rows
 from lowmem_grpo.trainer.journal import FirstSteps, Journal
 from lowmem_grpo.trainer.lifecycle import running, signals_after_steps
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
@@ -164,14 +164,7 @@ class Trainer(TrlApi):
     ) -> dict[str, float]:
         """Return the metrics of `eval_dataset`, by default the trainer's own. Their names begin with the prefix, as in
         transformers: `eval_loss`, or `eval_NAME_loss` for several datasets."""
-        own = eval_dataset is None
-        rows = self.eval_sets if own else evaluation_sets(eval_dataset, self.args, self.evaluation_rows)
-        if rows is None:
-            raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
-        if not isinstance(rows, dict):
-            return evaluate_rows(self, rows, metric_key_prefix)
-        parts = [evaluate_rows(self, part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
-        return {name: value for metrics in parts for name, value in metrics.items()}
+        return evaluate_sets(self, eval_dataset, metric_key_prefix)
 
     def save_state(self) -> Path:
         """Write a checkpoint of everything that a later `train(resume_from_checkpoint=...)` needs."""
@@ -219,8 +212,7 @@ class Trainer(TrlApi):
 
     def should_stop(self) -> bool:
         """Return whether the run ends before the next step; the same in all ranks."""
-        here = self.interrupt.requested or self.control.should_training_stop
-        return self.stops if self.ranks.count > 1 else here
+        return self.stops if self.ranks.count > 1 else self.interrupt.requested or self.control.should_training_stop
 
     def start_step(self) -> None:
         """Begin a step, before its groups are sampled, and mark the state to go back to if the step fails."""
