@@ -88,7 +88,6 @@ def weigh(
             with offload:
                 totals = StepTotals(len(lengths), sum(lengths), sum(lengths))
                 learner.accumulate(iter([replace(batch, **tensors)]), totals, StepAccumulator(policy.device))
-            learner.flags.tables.clear()  # tables of the NaN guard, read at the end of a step
             peak, gradients, found = live.peak, live.now, live.breakdown()
             optimizer.step()
             states = live.now - gradients

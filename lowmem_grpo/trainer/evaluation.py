@@ -41,6 +41,15 @@ def evaluation_sets(dataset: Any, args: TrainSettings, read: Callable[[Any, str]
     return None if dataset is None else read(dataset, "eval_dataset")
 
 
+def evaluate_sets(trainer: Any, dataset: Any, prefix: str) -> dict[str, float]:
+    """Evaluate these datasets, by default the trainer's own; return all their metrics. ValueError if it has none."""
+    rows = trainer.eval_sets if dataset is None else evaluation_sets(dataset, trainer.args, trainer.evaluation_rows)
+    if rows is None:
+        raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
+    sets = {f"{prefix}_{name}": part for name, part in rows.items()} if isinstance(rows, dict) else {prefix: rows}
+    return {name: value for key, part in sets.items() for name, value in evaluate_rows(trainer, part, key).items()}
+
+
 def evaluate_rows(trainer: Any, rows: Any, prefix: str) -> dict[str, float]:
     """Evaluate one dataset, log its metrics and its speed, and return them."""
     began, state = time.monotonic(), trainer.state

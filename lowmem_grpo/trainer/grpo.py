@@ -15,7 +15,6 @@ from lowmem_grpo.config.sampling import PARALLEL, SamplingParams
 from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine
-from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.assessment import Evaluation
@@ -78,7 +77,11 @@ class GRPOTrainer(Trainer):
         self.sampler = Sampler(trained.model, trained.policy, trained.tokenizer, parts.memory, parts.state, parts.clock,
                                first, engine is not None, self.player)
         self.scoring = Scoring(self.scorer, config, parts.state, parts.clock, config)
-        self.overlap = make_overlap(parts, config, self.sampler, self.scoring)
+        mode = config.train_while_sampling
+        if mode:
+            check_overlap(mode, parts.policy, first, self.scorer, self.player is not None)
+        self.overlap = OverlappedTraining(parts.learner, self.scoring, config.max_completion_length, parts.peaks.plan,
+                                          mode == PARALLEL) if mode else None
         shared = (config, config.draws, parts.source, parts.state, parts.objective, self.sampler, self.scoring,
                   self.parity, self.overlap)
         ranks = trained.ranks
@@ -107,13 +110,9 @@ class GRPOTrainer(Trainer):
         """Get the model's vLLM engine again: a process has only one, and another model may have used it."""
         self.sampler.renew()
 
-    def begin_scoring(self, prompts: list[Prompt]) -> RewardBatch:
-        """Return a RewardBatch that scores groups while other groups are sampled: pass its `on_group` to `sample`."""
-        return self.scoring.start_batch(prompts)
-
-    def score(self, groups: list[RolloutGroup], scoring: RewardBatch | None = None) -> dict[str, float]:
+    def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Set the rewards, their weighted sum and the advantage of every rollout; return the functions' metrics."""
-        return self.collector.score(groups, scoring or self.scoring.start_batch(groups))
+        return self.collector.score(groups, self.scoring.start_batch(groups))
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
@@ -151,13 +150,10 @@ class GRPOTrainer(Trainer):
         """The groups sampled for the last update; some may not have been trained on."""
         return self.collector.sampled
 
-    def weights_changed(self) -> None:
-        self.engine.on_policy_update(self.state.policy_version)
-
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return rewards, lengths and speed of the sampled groups, measured and planned seconds, and memory."""
-        return {**self.collector.metrics(groups, self.clock.seconds["generate"]), **timing,
-                **self.parts.metrics(self.engine, self.sampled, groups, self.state.global_step - before)}
+        return {**self.collector.metrics(groups, self.clock.seconds["generate"]),
+                **super().measured(before, groups, timing)}
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Return rows with prompts; an int asks for that many held-out seeds of an environment."""
@@ -225,14 +221,3 @@ def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> Prom
                          "found again after a resume; leave it out, or pass a datasets.Dataset")
     pools = DifficultyPools() if config.difficulty_pools else None
     return source_of(rows, encoder, config.order_seed, config.shuffle_dataset, pools)
-
-
-def make_overlap(
-    parts: PolicyParts, config: GRPOConfig, sampler: Sampler, scoring: Scoring
-) -> OverlappedTraining | None:
-    """Return the OverlappedTraining if train_while_sampling is set, else None; ValueError if it is not possible."""
-    mode = config.train_while_sampling
-    if not mode:
-        return None
-    check_overlap(mode, parts.policy, sampler.engine, scoring.scorer, sampler.player is not None)
-    return OverlappedTraining(parts.learner, scoring, config.max_completion_length, parts.peaks.plan, mode == PARALLEL)

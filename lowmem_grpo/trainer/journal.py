@@ -2,6 +2,7 @@
 the rewards after the first step, and tells the time left after the second, at that step's pace."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,8 +36,7 @@ class Journal:
         self.show_samples = prints and getattr(settings, "log_completions", False)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Record one step's line, and the completions of `groups`; return the line to log, if one is due.
-        """
+        """Record one step's line, and the completions of `groups`; return the line to log, if one is due."""
         if self.alarms is not None:
             line |= self.alarms.watch(line)
         if groups:
@@ -71,14 +71,10 @@ class Journal:
 
 def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
     """Return completions to print: the first `count`; if `unique`, each prompt's best; else the first prompt's best."""
-    each = [(group, best_of(group)) for group in groups] if unique or count is None else [
-        (group, rollout) for group in groups for rollout in group.rollouts]
-    return each[: count or (None if unique else 1)]
-
-
-def best_of(group: RolloutGroup) -> Rollout:
-    """Return the rollout with the highest reward."""
-    return max(group.rollouts, key=lambda rollout: rollout.reward if rollout.reward is not None else -float("inf"))
+    if count is not None and not unique:
+        return [(group, rollout) for group in groups for rollout in group.rollouts][:count]
+    return [(group, max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward))
+            for group in groups[: count or (None if unique else 1)]]
 
 
 class FirstSteps:
@@ -87,8 +83,7 @@ class FirstSteps:
     def __init__(
         self, records: RunRecords, say: Callable[[str], None] | None = None, rewards: Mapping[str, float] | None = None
     ) -> None:
-        """`rewards` are the weights of a run's rewards by name; `say` prints a line, or is None to print nothing.
-        """
+        """`rewards` are the weights of a run's rewards by name; `say` prints a line, or is None to print nothing."""
         self.records, self.say, self.rewards = records, say, rewards
         self.step_times = StepTimes()
         self.seen = 0  # updates since `train` was called
@@ -106,14 +101,10 @@ class FirstSteps:
         if self.seen == 1 and groups and self.rewards and args.preflight:
             warn(logger, "first step", about_rewards(groups, self.rewards))
         if self.seen == 2:
-            self.expect(args, state)
-
-    def expect(self, args: Any, state: TrainerState) -> None:
-        """Record how long the whole run will take, and print it unless the run is over."""
-        left = self.step_times.left(state.max_steps) or 0.0
-        self.records.summary({"expected_seconds": state.elapsed + left})
-        if left and self.say is not None and args.preflight:
-            self.say(self.expectation(args, state, left))
+            left = self.step_times.left(state.max_steps) or 0.0
+            self.records.summary({"expected_seconds": state.elapsed + left})
+            if left and self.say is not None and args.preflight:
+                self.say(self.expectation(args, state, left))
 
     def expectation(self, args: Any, state: TrainerState, left: float) -> str:
         """Return the line for the second step: the pace (without the first step, which warms up) and the time left."""

@@ -22,9 +22,8 @@ from lowmem_grpo.models.policy import Policy, set_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
-from lowmem_grpo.trainer.optim import allocates_each_step, gradient_norms
-from lowmem_grpo.trainer.rewind import Gradients, OptimizerCopy, RandomStates
-from lowmem_grpo.trainer.step_accumulator import PartialGradient, StepAccumulator, members
+from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradient_norms
+from lowmem_grpo.trainer.step_accumulator import Gradients, RandomStates, StepAccumulator, members
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
@@ -52,7 +51,6 @@ class Learner:
         self.packer = Packer(policy.device, self.bound)
         self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
         self.ranks = ranks or Ranks()
-        self.flags = Flags()  # the rollouts of the pass in progress that met NaN or infinity
         self.prepare_again: Callable[[], None] | None = None  # None once a pass or step has followed `prepare`
 
     @property
@@ -125,14 +123,14 @@ class Learner:
 
         def again() -> None:
             fill()
-            self.objective.prepared(members(rollouts), groups)
+            if self.ranks.count == 1:  # `prepared` decides for all ranks: one that repeats its share must not call it
+                self.objective.prepared(members(rollouts), groups)
 
         if fields:
             fill()
         self.tell_fields(rollouts, fields)
         self.objective.prepared(members(rollouts), groups)
-        # `objective.prepared` decides for all ranks, so one rank that repeats its share must not call it again
-        self.prepare_again = None if not fields else again if self.ranks.count == 1 else fill
+        self.prepare_again = again if fields else None
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with only the rollouts that have a gradient; an unjudged group keeps none."""
@@ -152,7 +150,7 @@ class Learner:
         return StepTotals(sequences, tokens, sum(map(policy_tokens, members(self.counted_groups(groups)))))
 
     def forward_backward(
-        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: PartialGradient | None = None
+        self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: StepAccumulator | None = None
     ) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter; return loss metrics over the trained tokens. Tokens
         (unless `num_tokens` is given) and sequences are counted over all `groups`, so the gradient depends neither on
@@ -174,7 +172,7 @@ class Learner:
                 random.capture()
 
         def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
-            return self.accumulate(batches, totals, None if begun is None else begun.sums)
+            return self.accumulate(batches, totals, begun)
 
         sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
         sums = sums.of_all_ranks(self.ranks, members(trained))
@@ -194,7 +192,6 @@ class Learner:
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
             self.policy.differing_routes()  # clears the counts of earlier passes
-        self.flags = sums.flags
         for batch in batches:
             self.add(batch, totals, sums)
         return sums
@@ -206,27 +203,19 @@ class Learner:
         sums.add(batch, out)
 
     def loss(self, batch: MicroBatch, totals: StepTotals, flags: Flags | None = None) -> LossOutput:
-        """Return this micro-batch's share of the loss, and its metrics."""
-        if isinstance(self.offload, ActivationOffload):
-            self.offload.read_ahead(self.policy.head_groups == 1)  # several groups mean that memory is short
-        with self.offload:
-            logprobs, entropy, best = self.at_head(batch)
-        out = self.objective_loss(batch, totals, logprobs, entropy, best)
-        (flags or self.flags).check_batch(batch, logprobs, out.loss)
-        return out
-
-    def at_head(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities and entropies at the trained tokens, and the largest log-probability, each (N,)."""
+        """Return this micro-batch's share of the loss, and its metrics. In training, `flags` collects rollouts with NaN
+        or infinity; without `flags`, as in an evaluation, layer inputs are not offloaded."""
         policy, objective = self.policy, self.objective
-        return policy.at_head(*policy.at_trained(batch), objective.temperature, objective.entropy_grad)
-
-    def objective_loss(
-        self, batch: MicroBatch, totals: StepTotals, logprobs: Tensor, entropy: Tensor, best: Tensor
-    ) -> LossOutput:
-        """Return the objective's loss, with the token accuracy in its metrics if the objective asks for it."""
-        out = self.objective.loss(batch, logprobs, entropy, totals)
-        if self.objective.counts_hits:
+        if isinstance(self.offload, ActivationOffload):
+            self.offload.read_ahead(policy.head_groups == 1)  # several groups mean that memory is short
+        with nullcontext() if flags is None else self.offload:
+            logprobs, entropy, best = policy.at_head(
+                *policy.at_trained(batch), objective.temperature, objective.entropy_grad)
+        out = objective.loss(batch, logprobs, entropy, totals)
+        if objective.counts_hits:
             out.metrics["mean_token_accuracy"] = (logprobs.detach() >= best - ROUNDING).to(best.dtype).mean()
+        if flags is not None:
+            flags.check_batch(batch, logprobs, out.loss)
         return out
 
     @torch.no_grad()
@@ -242,7 +231,7 @@ class Learner:
             def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
                 sums = StepAccumulator(self.policy.device)
                 for batch in batches:
-                    sums.add(batch, self.objective_loss(batch, totals, *self.at_head(batch)))
+                    sums.add(batch, self.loss(batch, totals))
                 return sums
 
             sums = self.packer.run("an evaluation", self.mine(counted), self.limits, work, random.restore)

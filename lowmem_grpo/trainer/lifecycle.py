@@ -19,8 +19,7 @@ from lowmem_grpo.trainer.preflight.resources import describe_machine
 from lowmem_grpo.trainer.trl_api import TrlApi
 
 logger = logging.getLogger(__name__)
-TRAINED = (". The adapter is as earlier training left it: to begin with a fresh one, load the model and put LoRA on it "
-           "again")
+TRAINED = ". The adapter is as earlier training left it: to begin with a fresh one, load the model and add LoRA again"
 
 
 @contextmanager
@@ -57,7 +56,9 @@ def start_run(trainer: TrlApi, resume: bool | str | None) -> None:
         trainer.saver.begin_again()
         logger.warning("a new run begins, with the weights as the run before has left them")
     if not resume:
-        move_earlier_run(trainer)
+        if earlier := trainer.records.start_run():
+            logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
+                           "begins%s", trainer.run_dir, earlier, TRAINED if trainer.policy.is_trained() else "")
     elif not resumed:
         logger.warning("%s has no checkpoint yet: starting from step 0", trainer.run_dir)
         trainer.records.rewind(0)
@@ -80,13 +81,6 @@ def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
     known, state = trainer.records.known(), trainer.state
     mine = bool(trainer.began) and known.get("began") == trainer.began
     return known, mine and state.global_step < state.max_steps and bool(list_checkpoints(trainer.run_dir))
-
-
-def move_earlier_run(trainer: TrlApi) -> None:
-    """Move an earlier run out of the run's folder, and log its new path."""
-    if earlier := trainer.records.start_run():
-        logger.warning("%s held a run already. It is now %s, with everything that belongs to it, and a new run "
-                       "begins%s", trainer.run_dir, earlier, TRAINED if trainer.policy.is_trained() else "")
 
 
 def log_summary(trainer: TrlApi, seconds: float) -> None:

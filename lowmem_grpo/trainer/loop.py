@@ -18,14 +18,14 @@ from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.trainer.distributed import RankError
-from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_rows, evaluation_sets, indexed_rows
+from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_sets, evaluation_sets, indexed_rows
 from lowmem_grpo.trainer.journal import FirstSteps, Journal
 from lowmem_grpo.trainer.lifecycle import running, signals_after_steps
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_agree, preflight
 from lowmem_grpo.trainer.saver import Saver
-from lowmem_grpo.trainer.step_accumulator import PartialGradient, members
+from lowmem_grpo.trainer.step_accumulator import StepAccumulator, members
 from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import RolloutGroup
 
@@ -84,16 +84,25 @@ class Trainer(TrlApi):
         return [groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`."""
-        return timing
+        """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`: the measured
+        seconds, and if groups are sampled also the planned seconds, and memory."""
+        if not self.samples:
+            return timing
+        updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
+        if plan is not None:
+            planned = plan.metrics(self.sampled or groups, groups, updates, getattr(self.args, "num_iterations", 1),
+                                   self.objective.needed_before(updates))
+        return {**timing, **planned, "memory/kv_bytes": self.engine.kv_bytes, **self.memory.metrics(),
+                "policy_version": self.state.policy_version}
 
     @property
     def sampled(self) -> list[RolloutGroup]:
         return []
 
     def weights_changed(self) -> None:
-        """Tell the engine, in trainers that sample, that an optimizer step or a checkpoint has changed the adapter's
-        weights."""
+        """Tell the engine, in trainers that sample, that a step or a checkpoint has changed the adapter's weights."""
+        if self.samples:
+            self.engine.on_policy_update(self.state.policy_version)
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Return the rows of one evaluation dataset, as `measure_evaluation` takes them."""
@@ -119,7 +128,7 @@ class Trainer(TrlApi):
             return self.make_steps(groups, at_most)
 
     def make_steps(
-        self, groups: list[RolloutGroup], at_most: int | None, begun: PartialGradient | None = None
+        self, groups: list[RolloutGroup], at_most: int | None, begun: StepAccumulator | None = None
     ) -> dict[str, float]:
         """Run the optimizer steps of an update; the first one adds to a gradient that was `begun` while sampling."""
         if self.samples and self.policy.routed_layers and not self.said_unrouted:
@@ -155,14 +164,7 @@ class Trainer(TrlApi):
     ) -> dict[str, float]:
         """Return the metrics of `eval_dataset`, by default the trainer's own. Their names begin with the prefix, as in
         transformers: `eval_loss`, or `eval_NAME_loss` for several datasets."""
-        own = eval_dataset is None
-        rows = self.eval_sets if own else evaluation_sets(eval_dataset, self.args, self.evaluation_rows)
-        if rows is None:
-            raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")
-        if not isinstance(rows, dict):
-            return evaluate_rows(self, rows, metric_key_prefix)
-        parts = [evaluate_rows(self, part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
-        return {name: value for metrics in parts for name, value in metrics.items()}
+        return evaluate_sets(self, eval_dataset, metric_key_prefix)
 
     def save_state(self) -> Path:
         """Write a checkpoint of everything that a later `train(resume_from_checkpoint=...)` needs."""
@@ -210,8 +212,7 @@ class Trainer(TrlApi):
 
     def should_stop(self) -> bool:
         """Return whether the run ends before the next step; the same in all ranks."""
-        here = self.interrupt.requested or self.control.should_training_stop
-        return self.stops if self.ranks.count > 1 else here
+        return self.stops if self.ranks.count > 1 else self.interrupt.requested or self.control.should_training_stop
 
     def start_step(self) -> None:
         """Begin a step, before its groups are sampled, and mark the state to go back to if the step fails."""

@@ -4,7 +4,7 @@ skipped (adapter and optimizer stay, bit for bit), counted, and written to `nonf
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,9 +129,10 @@ class Guard:
         self.causes += [cause for cause in causes if cause not in self.causes]
         if self.state.nonfinite_in_a_row + 1 >= self.limit:
             said, self.causes, self.state.nonfinite_in_a_row = self.causes, [], 0
+            advice = "; ".join(dict.fromkeys(ADVICE[cause.partition(" ")[0]] for cause in said))
             raise NonFiniteError(f"NaN or infinity in {self.limit} steps in a row, the last of them step {step}: "
-                                 f"{', '.join(said)}; {where}. Nothing was trained on them. Look at {advice(said)}. "
-                                 f"After {self.limit} such steps (nonfinite_steps) a run stops")
+                                 f"{', '.join(said)}; {where}. Nothing was trained on them. Look at {advice}. After "
+                                 f"{self.limit} such steps (nonfinite_steps) a run stops")
         self.state.nonfinite_in_a_row += 1
         self.state.nonfinite_steps += 1
         logger.warning(
@@ -150,10 +151,6 @@ class Guard:
         except (RecordError, OSError) as error:
             return f"the rollouts could not be written ({error})"
         return f"the rollouts are in {path}"
-
-
-def advice(causes: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(ADVICE[cause.partition(" ")[0]] for cause in causes))
 
 
 def lines(step: int, bad: list[BadRollout], parameters: list[str]) -> Iterator[dict[str, Any]]:

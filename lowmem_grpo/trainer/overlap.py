@@ -25,7 +25,7 @@ from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.scoring import Scoring
 from lowmem_grpo.trainer.learner import Learner
-from lowmem_grpo.trainer.step_accumulator import PartialGradient, StepAccumulator, facts_of
+from lowmem_grpo.trainer.step_accumulator import StepAccumulator, facts_of
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class OverlappedTraining:
         self.worker = ThreadPoolExecutor(1, "train while sampling") if parallel else None
         on_card = parallel and self.policy.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.policy.device) if on_card else None
-        self.partial: PartialGradient | None = None
+        self.partial: StepAccumulator | None = None  # beside the gradient itself, which the parameters hold
         self.batches: deque[MicroBatch] = deque()  # not trained yet
         self.jobs: list[tuple[MicroBatch, Future[None]]] = []  # submitted to the worker
         self.dropped = self.said_full = False  # True: this step's gradient was dropped; the lack of room was logged
@@ -112,21 +112,23 @@ class OverlappedTraining:
             self.scoring.apply_early(group, scores)
         if not ready:
             return
-        self.partial = self.partial or self.nothing_yet(len(ready[0].rollouts))
+        if self.partial is None:
+            self.partial = self.begin_gradient(len(ready[0].rollouts))
         self.learner.prepare(ready, 1, self.state.policy_version)
-        self.partial.groups |= {id(group.rollouts[0]): facts_of(group) for group in ready}
+        self.partial.facts |= facts_of(ready)
         limits = self.learner.limits
         tokens = self.learner.bound.under(limits.tokens)
         self.batches += pack(self.learner.trained_groups(ready), tokens, limits.sequences, limits.spread)
 
-    def nothing_yet(self, count: int) -> PartialGradient:
-        """Return an empty gradient for prompts with `count` completions each; the number of tokens is a guess."""
+    def begin_gradient(self, count: int) -> StepAccumulator:
+        """Begin a gradient for prompts with `count` completions each, and note the conditions for its use. Its loss is
+        divided by guessed totals, because the step's tokens are known only once all groups are sampled."""
         objective = self.learner.objective
         objective.start_update([], self.state.policy_version)
         self.policy.differing_routes()  # clears the counts of earlier passes
         sequences, tokens = len(self.prompts) * count, len(self.prompts) * count * self.longest
-        totals = StepTotals(sequences, tokens, tokens)
-        return PartialGradient(totals, StepAccumulator(self.policy.device), objective.conditions)
+        self.totals, self.conditions = StepTotals(sequences, tokens, tokens), objective.conditions
+        return StepAccumulator(self.policy.device)
 
     def train_some(self) -> None:
         """Train one micro-batch in this thread, or submit all to the worker."""
@@ -165,7 +167,7 @@ class OverlappedTraining:
     def add(self, batch: MicroBatch) -> None:
         assert self.partial is not None
         with torch.enable_grad():
-            self.learner.add(batch.to(self.policy.device), self.partial.totals, self.partial.sums)
+            self.learner.add(batch.to(self.policy.device), self.totals, self.partial)
 
     def collect_jobs(self, wait: bool) -> None:
         """Remove the finished jobs, or wait for all that were begun; raises the error of a failed job."""
@@ -198,7 +200,7 @@ class OverlappedTraining:
         self.dropped, self.partial = True, None
 
     @contextmanager
-    def gradient(self, groups: list[RolloutGroup]) -> Iterator[PartialGradient | None]:
+    def gradient(self, groups: list[RolloutGroup]) -> Iterator[StepAccumulator | None]:
         """Yield the gradient that the update continues from; None if nothing was trained while sampling, or if the
         gradient is no longer valid. On exit no gradient is left, even after an error."""
         try:
@@ -215,19 +217,20 @@ class OverlappedTraining:
             return
         objective = self.learner.objective
         objective.start_update([rollout for group in groups for rollout in group.rollouts], self.state.policy_version)
-        if not self.partial.agrees(groups, objective.conditions):
+        if objective.conditions != self.conditions or not self.partial.facts.items() <= facts_of(groups).items():
             logger.info("what was trained while sampling is dropped: the step's rewards or corrections are others")
             return self.drop()
         while self.batches:
             with self.dropping_on_error():
                 self.train(self.batches.popleft())
-        if self.partial is not None:
-            self.partial.divide_by(self.learner.totals(groups, None), objective, self.learner.trained.values())
+        if self.partial is not None and self.partial.count:
+            factor = objective.rescaled(self.totals, self.learner.totals(groups, None))
+            self.partial.rescale(factor, self.learner.trained.values())
 
-    def metrics(self, partial: PartialGradient | None, groups: list[RolloutGroup]) -> dict[str, float]:
+    def metrics(self, partial: StepAccumulator | None, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return the share of completions that were trained while sampling, and whether a gradient was dropped."""
         total = sum(len(group.rollouts) for group in groups)
-        share = 0.0 if partial is None else len(partial.rollouts) / max(total, 1)
+        share = 0.0 if partial is None else len(partial.facts) / max(total, 1)
         return {"train_while_sampling/share": share, "train_while_sampling/dropped": float(self.dropped)}
 
 

@@ -35,7 +35,6 @@ from lowmem_grpo.trainer.nonfinite import Guard
 from lowmem_grpo.trainer.optim import own_or_made
 from lowmem_grpo.trainer.preflight.checks import check_settings
 from lowmem_grpo.trainer.run_memory import PlannedTime, plan_memory
-from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +99,7 @@ class TrainerParts(TrainedModel):
     records: RunRecords
     learner: Learner
     alarms: Alarms | None = None
+    planned_time: PlannedTime | None = None  # only with a memory plan, in trainers that sample
 
 
 def make_parts(
@@ -130,16 +130,6 @@ class PolicyParts(TrainerParts):
     args: GRPOConfig
     objective: GRPOObjective
     parity: ParityGate
-    planned_time: PlannedTime | None  # None without a memory plan
-
-    def metrics(
-        self, engine: Engine, sampled: Sequence[RolloutGroup], groups: Sequence[RolloutGroup], updates: int
-    ) -> dict[str, float]:
-        """Return planned seconds of `updates` optimizer steps on `groups` (part of `sampled`), and memory metrics."""
-        planned = {} if self.planned_time is None else self.planned_time.metrics(
-            sampled, groups, updates, self.args.num_iterations, self.objective.needed_before(updates))
-        return {**planned, "memory/kv_bytes": engine.kv_bytes, **self.memory.metrics(),
-                "policy_version": self.state.policy_version}
 
 
 def make_policy_parts(

@@ -46,8 +46,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) or None,
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing=checkpointing and (may_keep(model, config) or ("offload" if model.loaded.offload else True)),
-        engine=engine,
-        max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,
+        engine=engine, max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
         kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
         host_embedding=bool(on_host(base)),
@@ -210,11 +209,10 @@ def helpful_settings(shorter: str, optim: str, loaded: Any, four_bit: bool, engi
 
 
 class PlannedTime:
-    """Plans the seconds of steps under a memory plan; plans nothing on the CPU and on cards without a data sheet."""
+    """Plans the seconds of steps under a memory plan; plans nothing on cards without a data sheet."""
 
-    def __init__(self, plan: MemoryPlan | None, model_config: Any) -> None:
-        self.plan = plan
-        self.shape = None if plan is None else ModelShape.from_config(model_config)
+    def __init__(self, plan: MemoryPlan, model_config: Any) -> None:
+        self.plan, self.shape = plan, ModelShape.from_config(model_config)
 
     def metrics(
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,
@@ -232,11 +230,9 @@ class PlannedTime:
                 "time/planned_step_s": generate + train + around}
 
     def plan_step(self, work: Workload | None) -> TimePlan | None:
-        """Return the time plan of a workload; None without a plan, a workload, or known seconds."""
-        if self.plan is None or self.shape is None or work is None:
-            return None
-        time = plan_time(self.plan, self.shape, work)
-        return time if time.seconds else None
+        """Return the time plan of a workload; None without a workload or known seconds."""
+        time = None if work is None else plan_time(self.plan, self.shape, work)
+        return time if time is not None and time.seconds else None
 
 
 def workload_of(
@@ -255,7 +251,7 @@ def workload_of(
 def how_long(subject: Subject) -> str | None:
     """Return one line with the run's estimated time; None on the CPU, on an unknown card, and in fine-tuning."""
     args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
-    if not subject.samples or not lengths:
+    if not subject.samples or not lengths or subject.plan is None:
         return None
     longest, updates = args.max_completion_length, args.optimizer_steps_per_generation * args.num_iterations
     mean = max(1.0, COMPLETION_SHARE * longest)  # a guess

@@ -15,7 +15,7 @@ from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import RecordError
 from lowmem_grpo.runs.saved_adapter import CheckpointError, MismatchError
 from lowmem_grpo.trainer.parts import TrainerParts
-from lowmem_grpo.trainer.rewind import RandomStates
+from lowmem_grpo.trainer.step_accumulator import RandomStates
 
 logger = logging.getLogger(__name__)
 

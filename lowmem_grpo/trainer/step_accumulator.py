@@ -1,14 +1,13 @@
-"""The sums over an optimizer step's micro-batches (except the gradient), and the gradient begun while sampling."""
+"""Gradient accumulation over the micro-batches of an optimizer step: the sums of losses and metrics, and the states to
+restore before a pass is repeated."""
 
-import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
+from lowmem_grpo.losses.objective import Objective, Reducer
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
@@ -20,6 +19,11 @@ class StepAccumulator:
     def __init__(self, device: torch.device) -> None:
         self.reducer, self.flags, self.count = Reducer(), Flags(), 0
         self.totals: dict[str, Tensor] = {"loss": torch.zeros((), device=device)}
+        self.facts: dict[int, tuple[Any, ...]] = {}  # `facts_of` the groups that were trained while sampling
+
+    def holds(self, group: RolloutGroup) -> bool:
+        """Return whether the group was trained while sampling. It may hold only its rollouts with gradient."""
+        return any(id(rollout) in self.facts for rollout in group.rollouts)
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
         """Add the loss and metrics of a micro-batch whose gradient was added."""
@@ -32,12 +36,25 @@ class StepAccumulator:
 
     def copied(self) -> "StepAccumulator":
         """Return a copy; additions to the copy leave this object as it is. Tensors are never changed in place."""
-        copied = copy.copy(self)
-        copied.totals, copied.flags, copied.reducer = dict(self.totals), Flags(), Reducer()
+        copied = StepAccumulator(self.totals["loss"].device)
+        copied.join(self.totals, self.count, self.reducer)
         copied.flags.rollouts, copied.flags.tables = list(self.flags.rollouts), list(self.flags.tables)
-        copied.reducer.sums, copied.reducer.weights = dict(self.reducer.sums), dict(self.reducer.weights)
-        copied.reducer.samples = {name: list(values) for name, values in self.reducer.samples.items()}
         return copied
+
+    def join(self, totals: dict[str, Tensor], count: int, reducer: Reducer) -> None:
+        """Add the sums of other micro-batches; their flags are left to the caller."""
+        for name, total in totals.items():
+            self.totals[name] = self.totals.get(name, 0) + total
+        self.reducer.join(reducer.sums, reducer.weights, reducer.samples)
+        self.count += count
+
+    @torch.no_grad()
+    def rescale(self, factor: float, parameters: Iterable[nn.Parameter]) -> None:
+        """Multiply the losses, and the gradients of the parameters, by the same factor."""
+        if factor != 1.0:
+            self.totals = {name: total * factor for name, total in self.totals.items()}
+            for gradient in (p.grad for p in parameters if p.grad is not None):
+                gradient.mul_(factor)
 
     def of_all_ranks(self, ranks: Ranks, rollouts: list[Rollout]) -> "StepAccumulator":
         """Return the sums over all ranks, the same in every rank. `rollouts` are the rollouts of all ranks. Sums are
@@ -45,17 +62,14 @@ class StepAccumulator:
         if ranks.count == 1:
             return self
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
-        totals, sums = ({name: held.cpu() for name, held in each.items()} for each in (self.totals, self.reducer.sums))
-        samples = {name: [part.cpu() for part in parts] for name, parts in self.reducer.samples.items()}
-        bad = [(places[id(rollout)], what) for rollout, what in self.flags.read()]
-        own = totals, self.count, sums, self.reducer.weights, samples, bad
+        reducer, totals = Reducer(), {name: total.cpu() for name, total in self.totals.items()}
+        reducer.join({name: value.cpu() for name, value in self.reducer.sums.items()}, self.reducer.weights,
+                     {name: [part.cpu() for part in parts] for name, parts in self.reducer.samples.items()})
+        own = totals, self.count, reducer, [(places[id(rollout)], what) for rollout, what in self.flags.read()]
         made = StepAccumulator(torch.device("cpu"))
-        for totals, count, sums, weights, samples, bad in ranks.gather("what micro-batches add up to", own):
-            for name, total in totals.items():
-                made.totals[name] = made.totals.get(name, torch.zeros(())) + total
-            made.reducer.join(sums, weights, samples)
+        for totals, count, reducer, bad in ranks.gather("what micro-batches add up to", own):
+            made.join(totals, count, reducer)
             made.flags.known += [(rollouts[place], what) for place, what in bad]
-            made.count += count
         return made
 
     def metrics(self, objective: Objective) -> dict[str, float]:
@@ -63,44 +77,43 @@ class StepAccumulator:
         return objective.measured(self.reducer) | losses | {"micro_batches": float(self.count)}
 
 
-@dataclass
-class PartialGradient:
-    """The gradient of the groups that were trained while others were sampled, and the conditions for its use. The loss
-    was divided by `totals`, which are partly guessed: a step's tokens are known only once all groups are sampled."""
-
-    totals: StepTotals
-    sums: StepAccumulator
-    conditions: tuple[Any, ...]  # `Objective.conditions` when the gradient was begun
-    groups: dict[int, list[Any]] = field(default_factory=dict)  # `facts_of` each, by the id of its first rollout
-
-    @property
-    def rollouts(self) -> set[int]:
-        return {each for facts in self.groups.values() for each, *_ in facts}
-
-    def holds(self, group: RolloutGroup) -> bool:
-        """Return whether the group was trained early. The group may hold only its rollouts with gradient."""
-        return any(id(rollout) in self.rollouts for rollout in group.rollouts)
-
-    def agrees(self, groups: list[RolloutGroup], conditions: tuple[Any, ...]) -> bool:
-        """Return whether the final groups and conditions are the same as when the gradient was computed."""
-        now = {id(group.rollouts[0]): facts_of(group) for group in groups}
-        return conditions == self.conditions and all(now.get(key) == facts for key, facts in self.groups.items())
-
-    @torch.no_grad()
-    def divide_by(self, totals: StepTotals, objective: Objective, parameters: Iterable[nn.Parameter]) -> None:
-        """Rescale the loss and the gradient, by the same factor, from the guessed totals to the step's `totals`."""
-        factor = objective.rescaled(self.totals, totals) if self.sums.count else 1.0
-        if factor != 1.0:
-            self.sums.totals = {name: total * factor for name, total in self.sums.totals.items()}
-            for gradient in (p.grad for p in parameters if p.grad is not None):
-                gradient.mul_(factor)
-
-
-def facts_of(group: RolloutGroup) -> list[Any]:
-    """Return for each rollout its id and every value that its gradient depends on besides its tokens."""
-    return [(id(rollout), group.unjudged, rollout.advantage, tuple(rollout.invalid_rewards))
-            for rollout in group.rollouts]
+def facts_of(groups: list[RolloutGroup]) -> dict[int, tuple[Any, ...]]:
+    """Return, by the id of each rollout, every value that its gradient depends on besides its tokens and settings."""
+    return {id(rollout): (len(group.rollouts), group.unjudged, rollout.advantage, *rollout.invalid_rewards)
+            for group in groups for rollout in group.rollouts}
 
 
 def members(groups: list[RolloutGroup]) -> list[Rollout]:
     return [rollout for group in groups for rollout in group.rollouts]
+
+
+class RandomStates:
+    """Torch's random states, of the CPU and of one device, captured at construction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.capture()
+
+    def capture(self) -> None:
+        self.cpu = torch.get_rng_state()
+        self.card = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.card is not None:
+            torch.cuda.set_rng_state(self.card, self.device)
+
+
+class Gradients:
+    """The parameters' gradients, captured at construction. Existing gradients are copied to the host, because backward
+    adds to them in place. At the start of a step no gradients exist, so nothing is copied."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.held = [(p, p.grad, None if p.grad is None else p.grad.to("cpu", copy=True)) for p in parameters]
+
+    def restore(self) -> None:
+        """Restore the same tensors with the same values; parameters that had no gradient have none."""
+        for parameter, gradient, copy in self.held:
+            if gradient is not None and copy is not None:
+                gradient.copy_(copy)
+            parameter.grad = gradient

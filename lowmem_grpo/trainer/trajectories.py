@@ -11,11 +11,11 @@ settings may change for a single step (`StepSettings`).
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -165,14 +165,11 @@ class TrajectoryTrainer(Trainer):
         return [replace(group, rollouts=[rollout for rollout in group.rollouts if all(
             turn.exact and turn.policy_version == version for turn in rollout.turns)]) for group in groups]
 
-    def weights_changed(self) -> None:
-        self.engine.on_policy_update(self.state.policy_version)
-
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return the step's metrics, the age of the policy that sampled the rollouts, and the caller's metrics."""
         updates = self.state.global_step - before
         ages = [self.state.policy_version - updates - rollout.policy_version for rollout in members(groups)]
-        return {**self.taken, **timing, **self.parts.metrics(self.engine, groups, groups, updates),
+        return {**self.taken, **super().measured(before, groups, timing),
                 "trajectories/staleness": fmean(ages), "trajectories/max_staleness": max(ages), **self.extra}
 
 
@@ -187,11 +184,7 @@ def pay(rollout: Rollout) -> None:
 class NoPrompts:
     """The prompt source of a run whose groups the caller samples. It has no prompts."""
 
-    epoch = 0.0
-
-    def __init__(self) -> None:
-        self.dataset: tuple[Any, ...] = ()
-        self.skipped: Counter[str] = Counter()
+    epoch, dataset, skipped = 0.0, (), MappingProxyType[str, int]({})
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -284,27 +284,22 @@ def test_no_reference_model_is_loaded_beside_the_trained_one(tmp_path: Path) -> 
 # The visible loop
 
 
-def test_rollout_and_update_train_what_train_does(tmp_path: Path) -> None:
-    whole, visible = make(tmp_path / "whole"), make(tmp_path / "visible")
-    whole.train()
-    for _ in range(2):
-        visible.update(visible.rollout())
-    assert same(adapter(visible), adapter(whole))
-
-
-def test_the_four_verbs_train_what_train_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, verbs = make(tmp_path / "whole"), make(tmp_path / "verbs")
+def test_rollout_and_update_and_the_four_verbs_train_what_train_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, visible, verbs = (make(tmp_path / name) for name in ("whole", "visible", "verbs"))
     drawn: list[Any] = []
     generate = whole.engine.generate
     monkeypatch.setattr(whole.engine, "generate", lambda ids, p: drawn.append(p) or generate(ids, p))
     whole.train()
     for params in drawn:
+        visible.update(visible.rollout())
         groups = verbs.sample(verbs.source.take(2), params)
         assert groups[0].rollouts[0].reward is None
         verbs.score(groups)
         verbs.forward_backward(groups)
         verbs.optim_step()
-    assert same(adapter(verbs), adapter(whole))
+    assert same(adapter(verbs), adapter(whole)) and same(adapter(visible), adapter(whole))
     assert (verbs.save_state() / "adapter_model.safetensors").is_file()
 
 

@@ -213,10 +213,9 @@ def test_rounding_to_whole_groups_is_logged(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_evaluation_leaves_the_training_as_it_is(tmp_path: Path, finished: Any) -> None:
-    trainer, _, _ = finished
     without = make(tmp_path, max_steps=3, beta=0.01)
     without.train()
-    assert same(adapter(without), adapter(trainer))
+    assert same(adapter(without), adapter(finished[0]))
 
 
 def test_unusable_evaluation_data_is_refused(tmp_path: Path) -> None:

@@ -98,39 +98,26 @@ def test_layer_inputs_on_the_host_survive_an_attempt_that_broke_off(
 
 @pytest.mark.parametrize(("dropout", "place"), [(0.0, "forward"), (0.1, "backward")])
 @pytest.mark.every(2)
-def test_out_of_memory_at_any_micro_batch_does_not_change_what_is_trained(
+def test_out_of_memory_at_any_micro_batch_or_twice_in_a_row_does_not_change_what_is_trained(
     tmp_path: Path, sampled: list[RolloutGroup], place: str, dropout: float
 ) -> None:
     kind = {"dropout": dropout}
-    expected, metrics = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS // 2, **kind), sampled)
-    for number in (0, count_batches(sampled, TOKENS) - 1):  # with nothing done before it, and with most
+    # with nothing done before it, with most, and at the second micro-batch and the first of the second attempt
+    for calls in ((0,), (count_batches(sampled, TOKENS) - 1,), (1, 2)):
+        bound = TOKENS // 2 ** len(calls)
+        expected, metrics = updated(make(tmp_path, max_tokens_per_micro_batch=bound, **kind), sampled)
         trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS, **kind)
-        hook = Failing(number)
+        hook = Failing(*calls)
         found, measured = updated(trainer, sampled, PLACES[place](trainer, hook))
-        assert hook.raised == 1
-        assert trainer.memory.train.lowered == TOKENS // 2
-        assert same(found, expected), number
+        assert hook.raised == len(calls) and trainer.memory.train.lowered == bound
+        assert trainer.memory.metrics() == {"memory/oom_train": len(calls), "memory/oom_generate": 0}
+        assert same(found, expected), calls
         assert measured == metrics
     if dropout == 0:
         start = adapter(make(tmp_path, **kind))
         whole, _ = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS, **kind), sampled)
         # Adam's first step is as large for a gradient of rounding noise as for any other: hence the norm of all
         assert distance(whole, expected) < 1e-2 * distance(start, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_out_of_memory_twice_in_a_row_does_not_change_what_is_trained(
-    tmp_path: Path, sampled: list[RolloutGroup], place: str
-) -> None:
-    expected, _ = updated(make(tmp_path, max_tokens_per_micro_batch=TOKENS // 4), sampled)
-    trainer = make(tmp_path, max_tokens_per_micro_batch=TOKENS)
-    hook = Failing(1, 2)  # the second micro-batch, then the first of the second attempt
-    found, _ = updated(trainer, sampled, PLACES[place](trainer, hook))
-    assert hook.raised == 2
-    assert trainer.memory.train.lowered == TOKENS // 4
-    assert trainer.memory.metrics() == {"memory/oom_train": 2, "memory/oom_generate": 0}
-    assert same(found, expected)
 
 
 def test_a_run_without_a_bound_halves_the_micro_batch_that_failed(tmp_path: Path, sampled: list[RolloutGroup]) -> None:

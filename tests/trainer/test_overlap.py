@@ -16,9 +16,11 @@ from vllm_models import KV_BYTES, NEEDS_VLLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses import loss_types
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings
+from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer import overlap as module
 
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 17)]
@@ -132,7 +134,7 @@ def test_in_float64_and_in_the_same_order_the_gradient_is_the_same_bit_for_bit(
             run.overlap.meanwhile(1)
         run.overlap.join_worker()
     with run.overlap.gradient(groups) as begun:
-        assert begun is not None and len(begun.rollouts) == 32
+        assert begun is not None and len(begun.facts) == 32
         run.learner.forward_backward(groups, begun=begun)
         assert same({name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}, expected)
     assert_no_gradient(run)
@@ -148,7 +150,7 @@ def test_a_failure_while_sampling_leaves_a_step_made_of_the_completions_that_are
 
     def fails(self: module.OverlappedTraining, batch: Any) -> None:
         add(self, batch)
-        if left and self.partial is not None and self.partial.sums.count > 1:
+        if left and self.partial is not None and self.partial.count > 1:
             left.pop()
             raise error
 
@@ -271,6 +273,32 @@ def test_a_run_with_it_ends_where_a_run_without_it_ends(tmp_path: Path, monkeypa
     assert relative(adapter(ahead), adapter(plain)) < 1e-3
     shares = [line["train_while_sampling/share"] for line in ahead.state.log_history if "loss" in line]
     assert len(shares) == 2 and shares[0] > 0
+
+
+@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=NEEDS_VLLM)])
+def in_8_bits(request: pytest.FixtureRequest) -> Iterator[FastPeftModel]:
+    """A model whose cache is in 8 bits, with vLLM's engine: where the processor can."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" and not torch.cuda.is_available():
+        pytest.skip("vLLM's build for CPUs has a cache in 8 bits with AVX-512 only")
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False, kv_cache_dtype="fp8",
+                                                fast_inference=request.param, kv_cache_bytes=KV_BYTES)
+    model = moved(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False))
+    yield model
+    bare.loaded.keeper.close()
+
+
+@pytest.mark.slow
+def test_a_cache_in_8_bits_goes_with_training_while_sampling(tmp_path: Path, in_8_bits: FastPeftModel) -> None:
+    """They are taken, they move the adapter, the switch is seen in the log, and numbers stay numbers."""
+    run = trainer(tmp_path, "parallel", model=in_8_bits, max_completion_length=40, gradient_accumulation_steps=2)
+    before = adapter(run)
+    run.train()
+    after = adapter(run)
+    assert not same(after, before) and all(bool(held.isfinite().all()) for held in after.values())
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert len(lines) == 2
+    assert any("train_while_sampling/share" in line for line in lines)
+    assert all(len(group.rollouts) == 4 for group in run.sampled)
 
 
 @every_row(("settings", "words"), [

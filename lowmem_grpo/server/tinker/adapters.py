@@ -27,7 +27,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.files import flush, remove, removed_after
 from lowmem_grpo.server.requests import Body
 from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
-from lowmem_grpo.trainer.rewind import Gradients
+from lowmem_grpo.trainer.step_accumulator import Gradients
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 ALPHA = 32  # as in the protocol's own service, for every rank, so that its programs' learning rates fit

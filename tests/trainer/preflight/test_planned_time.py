@@ -75,12 +75,10 @@ def test_sampling_passes_before_training_and_more_updates_are_each_planned_for()
     assert planned().metrics(groups, groups, 2, 2)["time/planned_train_s"] == pytest.approx(2 * none)
 
 
-def test_nothing_is_planned_without_completions_a_plan_or_a_data_sheet() -> None:
+def test_nothing_is_planned_without_completions_or_a_data_sheet() -> None:
     for groups in ([], [group(10)], [group(10, 0)]):
         assert planned().metrics(groups, groups) == {} and workload_of(groups) is None
-    groups = [group(100, 200)]
-    assert PlannedTime(None, CONFIG).metrics(groups, groups) == {}
-    assert planned("24GiB").metrics(groups, groups) == {}
+    assert planned("24GiB").metrics([group(100, 200)], [group(100, 200)]) == {}
 
 
 def test_a_run_on_the_cpu_logs_no_planned_seconds(trainer: Any) -> None:

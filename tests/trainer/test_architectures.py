@@ -1,13 +1,18 @@
-"""Whole runs on a small random hybrid model: gated delta nets in most layers, their states in packed micro-batches."""
+"""Whole runs on small random models of two kinds: hybrids, with gated delta nets in most layers and their states in
+packed micro-batches, and mixtures, whose rollouts are trained on their own experts."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import saved_family
+from mixtures import mixture_folder
 from trainer_runs import adapter, by_letters, largest_ratio_error, make, relative, same
 
 from lowmem_grpo import FastLanguageModel, GRPOTrainer
+from lowmem_grpo.models.routes import Replay
 from tests.attacks.small_run import StopAt, differences
 
 MODES = (False, True, "offload")  # of gradient checkpointing
@@ -21,6 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mixture_folder(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
 def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
     """Three steps without a stop, with layer inputs on the host."""
     trainer = trainer_on(folder, tmp_path_factory.mktemp("straight"), "offload", save_strategy="steps", save_steps=1)
@@ -29,7 +39,7 @@ def straight(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> GRPOTrai
 
 
 def trainer_on(
-    folder: Path, out: Path, checkpointing: bool | str, four_bit: bool = False, **settings: Any
+    folder: Path, out: Path, checkpointing: bool | str = "offload", four_bit: bool = False, **settings: Any
 ) -> GRPOTrainer:
     """A run of three steps, each of two groups that share a prompt, and each used twice."""
     model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=128, load_in_4bit=four_bit)
@@ -74,3 +84,52 @@ def test_a_run_that_stopped_and_went_on_is_the_undisturbed_one(
     assert second.train(resume_from_checkpoint=True).finished
     assert same(adapter(second), adapter(straight))
     assert differences(tmp_path, Path(straight.args.output_dir)) == []
+
+
+# Mixtures
+
+
+def test_before_the_first_update_every_ratio_is_one_and_a_run_learns(mixture: Path, tmp_path: Path) -> None:
+    trainer = trainer_on(mixture, tmp_path, four_bit=True, parity_steps=1)
+    before = adapter(trainer)
+    groups = trainer.rollout()
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert all(len(one.routes) for one in rollouts)
+    assert largest_ratio_error(trainer, groups) <= 1e-4
+    assert trainer.update(groups, 1)["sampling/routes/differing"] <= 0.001  # one model on one machine
+    trainer.train()
+    assert not same(before, adapter(trainer))
+    logs = [line for line in trainer.state.log_history[:-1] if "sampling/routes/differing" in line]
+    assert logs and all(0 < line["sampling/routes/differing"] < 0.5 for line in logs)
+    assert all(line["sampling/parity/max"] <= 1e-4 for line in logs if "sampling/parity/max" in line)
+    assert all(line["kl"] >= 0 and line["grad_norm"] > 0 for line in logs)
+
+
+def test_what_is_replayed_are_the_routes_of_the_rollouts_in_every_pass(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, seen = trainer_on(mixture, tmp_path, four_bit=True, max_steps=1), []
+    chosen = Replay.chosen
+
+    def watched(self: Replay, layer: int, live: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), layer in self.differing))
+        return chosen(self, layer, live)
+
+    monkeypatch.setattr(Replay, "chosen", watched)
+    trainer.train()
+    assert {(False, False), (True, False), (True, True)} == set(seen)  # without gradient, with it, and run again
+
+
+def test_rollouts_without_routes_train_on_live_ones_and_one_line_says_so(
+    mixture: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_on(mixture, tmp_path, num_iterations=1, beta=0.0)
+    for _ in range(2):
+        groups = trainer.rollout()
+        for rollout in groups[0].rollouts:
+            rollout.routes = None
+        with caplog.at_level(logging.WARNING):
+            metrics = trainer.update(groups)
+    assert "sampling/routes/differing" in metrics
+    said = [record.message for record in caplog.records if "without routes" in record.message]
+    assert len(said) == 1 and "4 of 8 completions" in said[0]
