@@ -8,6 +8,7 @@ from recipe_runs import invoke, lines, run
 
 from lowmem_grpo.environments.env_spec import HELD_OUT
 from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions
+from lowmem_grpo.recipes.eval_task import held_out_games
 
 
 def test_the_games_own_pay_decides_and_not_the_count_of_wins(tmp_path: Path) -> None:
@@ -35,11 +36,13 @@ def test_eval_plays_the_same_games(name: str, model: str, tmp_path: Path) -> Non
 
 
 def test_held_out_games_are_repeated_by_their_seed_and_never_trained_on() -> None:
-    for make in (guess.make_dataset, tictactoe.make_dataset, game2048.make_dataset, twenty_questions.make_dataset):
-        rows = make(50, 1).to_list()
-        assert make(20, 1).to_list() == rows[:20] and make(50, 2).to_list() != rows
-        assert min(row["seed"] for row in rows) >= HELD_OUT  # training has lower ones
-    assert {row["strength"] for row in tictactoe.make_dataset(5, 0, 0.25)} == {0.25}
+    rows = held_out_games(50, 1).to_list()
+    assert held_out_games(20, 1).to_list() == rows[:20] and held_out_games(50, 2).to_list() != rows
+    assert min(row["seed"] for row in rows) >= HELD_OUT  # training has lower ones
+    assert rows[0].keys() == held_out_games(1, 1, side=None)[0].keys() == {"prompt", "seed"}
+    for exam, columns in ((tictactoe.EXAM, {"strength": 0.0}), (guess.EXAM, {}), (game2048.EXAM, {"side": 4}),
+                          (twenty_questions.EXAM, {"world": "things"})):
+        assert exam.problems(20, 1, None).to_list() == [row | columns for row in rows[:20]]
 
 
 def test_only_what_the_policy_says_itself_is_its_answer() -> None:
