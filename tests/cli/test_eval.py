@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from datasets import Dataset
+from recipe_runs import invoke
 from small_models import scatter
 from tables import every_row
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.cli.eval import Candidate, find_subject, problems
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.recipes.proximity import STEPS, WORDS, Task
 from lowmem_grpo.recipes.proximity import make_dataset as proximity_problems
@@ -33,11 +32,6 @@ from lowmem_grpo.runs.accuracy import (
     wilson_interval,
 )
 from lowmem_grpo.runs.views.tables import show_result
-
-
-def invoke(*words: Any) -> Result:
-    return CliRunner().invoke(main, ["eval", *(str(word) for word in words)])
-
 
 # the numbers
 
@@ -130,7 +124,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_base_and_adapter_answer_the_same_prompts(adapter: Path, tmp_path: Path) -> None:
-    done = invoke(adapter, "--recipe", "arithmetic", "--limit", 12, "-n", 2, "--out", tmp_path, "--json")
+    done = invoke("eval", adapter, "--recipe", "arithmetic", "--limit", 12, "-n", 2, "--out", tmp_path, "--json")
     assert done.exit_code == 0, done.output
     found, kept = json.loads(done.stdout), json.loads((tmp_path / "eval.json").read_text())
     assert found["base"]["accuracy"] > 0.2
@@ -185,7 +179,7 @@ def test_the_adapter_option_takes_a_run_as_well(adapter: Path, tmp_path: Path) -
     run = a_run(adapter, tmp_path / "run")
     final = Candidate("tiny", run / "adapter", False, run, "final adapter of the run run")
     assert find_subject("tiny", run, None) == final
-    done = invoke("tiny", "--adapter", run, "--recipe", "arithmetic", "--limit", 1, "--max-tokens", 2, "--show", 0)
+    done = invoke("eval", "tiny", "--adapter", run, "--recipe", "arithmetic", "--limit", 1, "--max-tokens", 2)
     assert done.exit_code == 0, done.output
     assert "final adapter of the run run" in done.output
     assert json.loads((run / "eval.json").read_text())["adapter_folder"] == str(run / "adapter")
@@ -200,11 +194,11 @@ def test_a_model_alone_is_tested_on_the_users_file_with_the_users_function(tmp_p
     )
     words = ("tiny", "--dataset", tmp_path / "mine.jsonl", "--reward", f"{tmp_path / 'mine.py'}:short", "--reward",
              "number_match", "--out", tmp_path, "--max-tokens", 8, "--temperature", 0)
-    refused = invoke(*words)
+    refused = invoke("eval", *words)
     assert refused.exit_code == 1
     assert "has no column 'prompt'; it has question, answer. Name the one with the prompts" in refused.output
     assert not (tmp_path / "eval.json").exists()
-    done = invoke(*words, "--prompt-column", "question")
+    done = invoke("eval", *words, "--prompt-column", "question")
     assert done.exit_code == 0, done.output
     for word in ("accuracy", "95% interval", "100.0%", "number_match", "expected: 25", "cut off at 8 tokens"):
         assert word in done.output
@@ -295,7 +289,7 @@ def test_the_context_has_room_for_the_answers(tmp_path: Path, monkeypatch: Any) 
 
     monkeypatch.setattr(FastLanguageModel, "from_pretrained", from_pretrained)
     for words in (["--max-tokens", 3072], ["--max-tokens", 64], ["--max-seq-length", 99]):
-        invoke("tiny", "--recipe", "arithmetic", "--limit", 1, "--out", tmp_path, *words)
+        invoke("eval", "tiny", "--recipe", "arithmetic", "--limit", 1, "--out", tmp_path, *words)
     assert seen == [4096, 2048, 99]
 
 

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from recipe_runs import invoke
 from tables import every_row
 
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.memory.named_configs import named_config
 from lowmem_grpo.utils import GIB
 
 
 def plan(*words: Any) -> Result:
-    return CliRunner().invoke(main, ["plan", *(str(word) for word in words)])
+    return invoke("plan", *words)
 
 
 def test_the_promised_case_prints_a_plan_that_fits_as_json() -> None:

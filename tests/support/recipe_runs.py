@@ -12,8 +12,8 @@ SMALL = ("gpu=cpu", "max_steps=1", "eval_problems=4", "num_generations=2", "per_
          "gradient_accumulation_steps=1", "engine=transformers")
 
 
-def invoke(*words: Any) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
+def invoke(*words: Any, typed: str = "") -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words], input=typed)
 
 
 def run(name: str, folder: Path, *words: str) -> Result:
