@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from recipe_runs import invoke
+from recipe_runs import invoke, invoke_well
 from small_models import scatter
 from tables import every_row
 
@@ -124,8 +124,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_base_and_adapter_answer_the_same_prompts(adapter: Path, tmp_path: Path) -> None:
-    done = invoke("eval", adapter, "--recipe", "arithmetic", "--limit", 12, "-n", 2, "--out", tmp_path, "--json")
-    assert done.exit_code == 0, done.output
+    done = invoke_well("eval", adapter, "--recipe", "arithmetic", "--limit", 12, "-n", 2, "--out", tmp_path, "--json")
     found, kept = json.loads(done.stdout), json.loads((tmp_path / "eval.json").read_text())
     assert found["base"]["accuracy"] > 0.2
     assert found["adapter"]["accuracy"] < 0.1
@@ -179,8 +178,7 @@ def test_the_adapter_option_takes_a_run_as_well(adapter: Path, tmp_path: Path) -
     run = a_run(adapter, tmp_path / "run")
     final = Candidate("tiny", run / "adapter", False, run, "final adapter of the run run")
     assert find_subject("tiny", run, None) == final
-    done = invoke("eval", "tiny", "--adapter", run, "--recipe", "arithmetic", "--limit", 1, "--max-tokens", 2)
-    assert done.exit_code == 0, done.output
+    done = invoke_well("eval", "tiny", "--adapter", run, "--recipe", "arithmetic", "--limit", 1, "--max-tokens", 2)
     assert "final adapter of the run run" in done.output
     assert json.loads((run / "eval.json").read_text())["adapter_folder"] == str(run / "adapter")
 
@@ -198,8 +196,7 @@ def test_a_model_alone_is_tested_on_the_users_file_with_the_users_function(tmp_p
     assert refused.exit_code == 1
     assert "has no column 'prompt'; it has question, answer. Name the one with the prompts" in refused.output
     assert not (tmp_path / "eval.json").exists()
-    done = invoke("eval", *words, "--prompt-column", "question")
-    assert done.exit_code == 0, done.output
+    done = invoke_well("eval", *words, "--prompt-column", "question")
     for word in ("accuracy", "95% interval", "100.0%", "number_match", "expected: 25", "cut off at 8 tokens"):
         assert word in done.output
     assert "adapter" not in json.loads((tmp_path / "eval.json").read_text())

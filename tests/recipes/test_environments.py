@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_runs import invoke, lines, run
+from recipe_runs import invoke_well, lines, run
 from tables import not_refused
 
 from lowmem_grpo.environments.env_spec import HELD_OUT
@@ -194,9 +194,8 @@ def test_the_games_own_pay_decides_and_not_the_count_of_wins(tmp_path: Path) -> 
 ])
 @pytest.mark.every(3)
 def test_eval_plays_the_same_games(name: str, model: str, tmp_path: Path) -> None:
-    result = invoke("eval", model, "--recipe", name, "--limit", "6", "--out", str(tmp_path), "--engine",
-                    "transformers")
-    assert result.exit_code == 0, result.output
+    invoke_well("eval", model, "--recipe", name, "--limit", "6", "--out", str(tmp_path), "--engine",
+                         "transformers")
     found = json.loads((tmp_path / "eval.json").read_text())
     assert found["prompts"] == 6 and 0 <= found["base"]["accuracy"] <= 1
     assert all(row["base"][0]["text"].startswith("> ") for row in found["rows"])

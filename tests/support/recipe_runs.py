@@ -16,9 +16,20 @@ def invoke(*words: Any, typed: str = "") -> Result:
     return CliRunner().invoke(main, [str(word) for word in words], input=typed)
 
 
+def invoke_well(*words: Any) -> Result:
+    """The result of a command that has to end well."""
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def run(name: str, folder: Path, *words: str) -> Result:
     """Run a recipe for one step; of options given twice, the later one counts."""
     return invoke("run", name, *SMALL, f"output_dir={folder}", *words)
+
+
+def run_well(name: str, folder: Path, *words: str) -> Result:
+    return invoke_well("run", name, *SMALL, f"output_dir={folder}", *words)
 
 
 def records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
