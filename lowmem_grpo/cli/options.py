@@ -249,11 +249,21 @@ def listed(title: str, options: Iterable[Option]) -> str:
 
 def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
     """Return the arguments of each preset that is a literal call in PRESETS, by card size."""
-    value = assigned(tree, "PRESETS")
-    pairs = zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ()
     return {str(key.value): dict(zip(PRESET, made.args, strict=False)) | {word.arg or "": word.value
                                                                          for word in made.keywords}
-            for key, made in pairs if isinstance(key, ast.Constant) and isinstance(made, ast.Call)}
+            for key, made in preset_pairs(assigned(tree, "PRESETS"))
+            if isinstance(key, ast.Constant) and isinstance(made, ast.Call)}
+
+
+def preset_pairs(value: ast.expr | None) -> list[tuple[ast.expr | None, ast.expr]]:
+    """Return the keys and values of a literal dict, of `on_cards(CONTEXT)`, or of such parts with | between them."""
+    if isinstance(value, ast.BinOp):
+        return preset_pairs(value.left) + preset_pairs(value.right)
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "on_cards" and value.args:
+        usual = next(node for node in parsed(file_of("presets")).body if getattr(node, "name", "") == "on_cards")
+        table = ast.unparse(usual).rpartition("return ")[2].replace("context", ast.unparse(value.args[0]))
+        value = ast.parse(table, mode="eval").body
+    return list(zip(value.keys, value.values, strict=True)) if isinstance(value, ast.Dict) else []
 
 
 def written_presets(tree: ast.Module) -> dict[str, Any]:

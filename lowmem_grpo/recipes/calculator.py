@@ -13,7 +13,7 @@ from lowmem_grpo.recipes.countdown import evaluate
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import ProblemOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks.arithmetic import last_integer
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.texts import completion_text
@@ -28,11 +28,7 @@ PRESETS: Presets = {
         "max_steps": 40, "learning_rate": 2e-3, "max_completion_length": 96, "max_turn_tokens": 32,
         "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "save_steps": 10,
     }),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1024, 64, 128, {"optim": "adamw_8bit"}),
-}
+} | on_cards(1024)
 SMALLEST, LARGEST = 10, 99
 
 

@@ -23,7 +23,7 @@ from datasets import Dataset
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import ProblemOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.texts import completion_text
 
@@ -33,8 +33,7 @@ DEFAULTS = USUAL | {
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1024, 32, 64,
                   {"max_steps": 10, "max_completion_length": 64, "gradient_accumulation_steps": 2}),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+} | on_cards(1024) | {
     "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1280, 32, 64, {"max_completion_length": 896, "optim": "paged_adamw_8bit"}),
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1536, 64, 128,
                  {"max_completion_length": 1152, "optim": "adamw_8bit"}),

@@ -18,7 +18,7 @@ from datasets import Dataset
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.ready.mail import email_rewards
 
@@ -26,11 +26,7 @@ DEFAULTS = USUAL | {"output_dir": "runs/email", "max_steps": 100, "max_completio
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1024, 32, 64,
                   {"max_steps": 5, "max_completion_length": 48, "gradient_accumulation_steps": 2}),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1024, 64, 128, {"optim": "adamw_8bit"}),
-}
+} | on_cards(1024)
 KNOWN = 3  # facts in a request; the question is about one of them
 SIGNATURE = "Best regards,\nYour shop"
 NAMES = ("Ines", "Tomas", "Aisha", "Jonas", "Mei", "Pavel", "Lucia", "Omar", "Hanna", "Ravi", "Elsa", "Kofi")

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from datasets import Dataset
+
+from lowmem_grpo.environments.env_spec import seeded_rows
 from lowmem_grpo.models.stored_model import EMBEDDED
 from lowmem_grpo.recipes.recipe_file import NO_EXAM, find_recipe
 from lowmem_grpo.trainer.play import Play
@@ -56,6 +59,12 @@ class Game(Protocol):
 
 G = TypeVar("G", bound=Game)
 Player = Callable[[G, random.Random], str]  # reads the state of the game, and replies
+
+
+def held_out_games(size: int, seed: int = 0, **columns: Any) -> Dataset:
+    """Return `size` games that are never trained on, each with a `seed`, and with those `columns` that are not None."""
+    own = {name: value for name, value in columns.items() if value is not None}
+    return Dataset.from_list([row | own for row in seeded_rows(size, seed, held_out=True)])
 
 
 def play(game: G, player: Player[G], row: Mapping[str, Any]) -> tuple[float, int]:

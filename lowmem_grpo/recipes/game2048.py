@@ -12,14 +12,11 @@ import re
 from dataclasses import dataclass
 from functools import cache, partial
 
-from datasets import Dataset
-
-from lowmem_grpo.environments.env_spec import seeded_rows
 from lowmem_grpo.environments.protocol import Anew
-from lowmem_grpo.recipes.eval_task import Exam, baselines, won
+from lowmem_grpo.recipes.eval_task import Exam, baselines, held_out_games, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS = USUAL | {
@@ -32,11 +29,7 @@ PRESETS: Presets = {
         "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1,
         "turn_discount": 0.6, "max_grad_norm": 1.0, "save_steps": 20,
     }),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 512, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 512, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 512, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 512, 64, 128, {"optim": "adamw_8bit"}),
-}
+} | on_cards(512)
 OF_TINY, OF_OTHERS = 3, 4  # tiles in a row
 Board = tuple[tuple[int, ...], ...]  # rows of tiles; 0 is an empty place
 FOURS = 0.1  # share of new tiles that are a 4
@@ -214,19 +207,13 @@ class Game2048Options(RecipeOptions):
 OPTIONS = Game2048Options
 
 
-def make_dataset(size: int, seed: int = 0, side: int | None = None) -> Dataset:
-    """Return `size` games that are never trained on, each with a `seed`, and with a `side` unless that is None."""
-    extra = {} if side is None else {"side": side}
-    return Dataset.from_list([row | extra for row in seeded_rows(size, seed, held_out=True)])
-
-
-EXAM = Exam(lambda size, seed, source: make_dataset(size, seed, OF_OTHERS), won, max_tokens=64, play=Play(Game2048),
-            of_tiny=lambda size, seed, source: make_dataset(size, seed, OF_TINY))
+EXAM = Exam(lambda size, seed, source: held_out_games(size, seed, side=OF_OTHERS), won, max_tokens=64,
+            play=Play(Game2048), of_tiny=lambda size, seed, source: held_out_games(size, seed, side=OF_TINY))
 
 
 def run(options: Game2048Options) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
     game = partial(Game2048, options.size(setup.is_tiny))
-    test = make_dataset(options.eval_problems, setup.config.seed)
+    test = held_out_games(options.eval_problems, setup.config.seed)
     known = baselines(game(), PLAYERS, list(test))
     teach(setup, Lesson("game2048", None, [won], test, won, play=Play(game), facts={"baselines": known}))

@@ -10,13 +10,10 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from datasets import Dataset
-
-from lowmem_grpo.environments.env_spec import seeded_rows
-from lowmem_grpo.recipes.eval_task import Exam, baselines, won
+from lowmem_grpo.recipes.eval_task import Exam, baselines, held_out_games, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS = USUAL | {
@@ -29,11 +26,7 @@ PRESETS: Presets = {
         "per_device_train_batch_size": 96, "gradient_accumulation_steps": 4, "turn_discount": 1.0, "max_grad_norm": 1.0,
         "save_steps": 16,
     }),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1024, 64, 128, {"optim": "adamw_8bit"}),
-}
+} | on_cards(1024)
 LARGEST, TRIES = 32, 5
 FOUND, WRONG, UNREADABLE = 1.0, 0.0, -1.0  # what an episode earns
 
@@ -114,16 +107,12 @@ class GuessOptions(RecipeOptions):
 OPTIONS = GuessOptions
 
 
-def make_dataset(size: int, seed: int = 0) -> Dataset:
-    """Return `size` games that are never trained on, each with a `seed`."""
-    return Dataset.from_list(seeded_rows(size, seed, held_out=True))
-
-
-EXAM = Exam(lambda size, seed, source: make_dataset(size, seed), won, max_tokens=512, play=Play(Guess))
+EXAM = Exam(lambda size, seed, source: held_out_games(size, seed), won, max_tokens=512, play=Play(Guess))
 
 
 def run(options: GuessOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
-    game, test = partial(Guess, options.largest, options.tries), make_dataset(options.eval_problems, setup.config.seed)
+    game = partial(Guess, options.largest, options.tries)
+    test = held_out_games(options.eval_problems, setup.config.seed)
     known = baselines(game(), PLAYERS, list(test))
     teach(setup, Lesson("guess", None, [won], test, won, play=Play(game), facts={"baselines": known}))

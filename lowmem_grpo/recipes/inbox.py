@@ -17,7 +17,7 @@ from datasets import Dataset
 from lowmem_grpo.recipes.eval_task import Exam, won
 from lowmem_grpo.recipes.judge import SELF, JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson, teach
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks.inbox import UNKNOWN, WRONG, Inbox, baselines, earned
 from lowmem_grpo.recipes.tasks.mail_database import check_sqlite
 from lowmem_grpo.recipes.tasks.mailbox import WORLDS, check_name, mailbox
@@ -33,11 +33,7 @@ PRESETS: Presets = {
         "max_steps": 48, "learning_rate": 2e-3, "max_completion_length": 256, "max_turns": 6, "max_turn_tokens": 24,
         "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "save_steps": 16,
     }),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 4096, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 4096, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 4096, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 4096, 64, 128, {"optim": "adamw_8bit"}),
-}
+} | on_cards(4096)
 SMALL, LARGE = WORLDS
 DOUBT = {SMALL: WRONG, LARGE: UNKNOWN}  # reward of "unknown"; the embedded model would learn to say only that
 REWARDS = ("rules", "ruler")

@@ -22,7 +22,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, Setup, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, Setup, on_cards, prepare
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.calling.contract import RewardError
 from lowmem_grpo.rewards.judge.judge import Judge, ruler
@@ -127,11 +127,7 @@ PRESETS: Presets = {
     "cpu": Preset("tiny", 2048, 16, 32, {
         "max_steps": 3, "max_completion_length": 24, "num_generations": 4, "gradient_accumulation_steps": 1,
     }),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 2560, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 2560, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 2560, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 2560, 64, 128, {"optim": "adamw_8bit"}),
-}
+} | on_cards(2560)
 
 
 @dataclass

@@ -85,11 +85,11 @@ class Lesson:
             raise ValueError("a lesson has both `test` and `right`, or neither")
 
 
-def teach(setup: Setup, lesson: Lesson, console: Console | None = None) -> GRPOTrainer:
+def teach(setup: Setup, lesson: Lesson) -> GRPOTrainer:
     """Load the model, measure, train, measure again, report; the returned trainer's `state` says how far it came. If
     a signal stops training, raises SystemExit with its exit status (130 for Ctrl-C)."""
     with ranks().together():
-        return taught(setup, lesson, opened(lesson, console))
+        return taught(setup, lesson, opened(lesson))
 
 
 def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
@@ -129,16 +129,16 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
     return trainer
 
 
-def try_rewards(setup: Setup, lesson: Lesson, console: Console | None = None) -> RewardCheck:
+def try_rewards(setup: Setup, lesson: Lesson) -> RewardCheck:
     """Sample a few groups and show the rewards of their completions. Nothing is trained."""
-    console = opened(lesson, console)
+    console = opened(lesson)
     model, _ = load_model(setup)
     return check(reward_functions(lesson, model), lesson.train, model, setup.config, console=console)
 
 
-def opened(lesson: Lesson, console: Console | None) -> Console:
-    """Print the lesson's note; return the console, a new one for None."""
-    console = console or any_console()
+def opened(lesson: Lesson) -> Console:
+    """Print the lesson's note on a new console, and return the console."""
+    console = any_console()
     if lesson.note:
         print_line(console, lesson.note)
     return console

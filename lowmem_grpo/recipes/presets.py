@@ -45,6 +45,16 @@ class Preset:
 Presets = dict[str, Preset]  # by size in GiB, or CPU; a recipe with only a CPU preset uses it on every machine
 
 
+def on_cards(context: int) -> Presets:
+    """Return the usual presets of all sizes of cards, with `context` tokens of prompt and completion together."""
+    return {
+        "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
+        "24": Preset("Qwen/Qwen2.5-3B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
+        "48": Preset("Qwen/Qwen2.5-7B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
+        "80": Preset("meta-llama/Llama-3.1-8B-Instruct", context, 64, 128, {"optim": "adamw_8bit"}),
+    }
+
+
 @dataclass(frozen=True)
 class Setup:
     """The settings of a run, merged from the recipe's defaults, the preset and the options."""

@@ -19,7 +19,7 @@ from datasets import Dataset
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, WarmUp, teach
 from lowmem_grpo.recipes.options import ProblemOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.ready.answers import number_equal, number_match, proximity, regex_match
@@ -37,8 +37,7 @@ PRESETS: Presets = {
         "max_steps": 30, "learning_rate": 1e-3, "max_completion_length": 64, "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": 4, "max_grad_norm": 1.0, "warmup_ratio": 0.0, "save_steps": 10,
     }),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+} | on_cards(1024) | {
     "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1280, 32, 64, {"max_completion_length": 768, "optim": "paged_adamw_8bit"}),
     "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1536, 64, 128,
                  {"max_completion_length": 1024, "optim": "adamw_8bit"}),

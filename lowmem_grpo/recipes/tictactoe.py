@@ -11,13 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from datasets import Dataset
-
-from lowmem_grpo.environments.env_spec import seeded_rows
-from lowmem_grpo.recipes.eval_task import Exam, baselines, won
+from lowmem_grpo.recipes.eval_task import Exam, baselines, held_out_games, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS = USUAL | {
@@ -29,11 +26,7 @@ PRESETS: Presets = {
         "max_steps": 120, "learning_rate": 1e-3, "max_completion_length": 256, "max_turn_tokens": 4,
         "per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0,
     }),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1280, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1280, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 1280, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 1280, 64, 128, {"optim": "adamw_8bit"}),
-}
+} | on_cards(1280)
 EMPTY = "123456789"  # a board: X, O, or the number of a free square
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 WIN, DRAW, LOSS, ILLEGAL = 1.0, 0.5, 0.0, -1.0  # what an episode earns
@@ -177,17 +170,13 @@ class TicTacToeOptions(RecipeOptions):
 OPTIONS = TicTacToeOptions
 
 
-def make_dataset(size: int, seed: int = 0, strength: float = 0.0) -> Dataset:
-    """Return `size` games that are never trained on, each with a `seed` and the `strength` of the opponent."""
-    return Dataset.from_list([row | {"strength": strength} for row in seeded_rows(size, seed, held_out=True)])
-
-
-EXAM = Exam(lambda size, seed, source: make_dataset(size, seed), won, max_tokens=768, play=Play(TicTacToe))
+EXAM = Exam(lambda size, seed, source: held_out_games(size, seed, strength=0.0), won, max_tokens=768,
+            play=Play(TicTacToe))
 
 
 def run(options: TicTacToeOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
-    test = make_dataset(options.eval_problems, setup.config.seed, options.test_strength)
+    test = held_out_games(options.eval_problems, setup.config.seed, strength=options.test_strength)
     known = baselines(TicTacToe(), PLAYERS, list(test))
     play = Play(partial(TicTacToe, options.mixed()))
     teach(setup, Lesson("tictactoe", None, [won], test, won, play=play, facts={"baselines": known}))

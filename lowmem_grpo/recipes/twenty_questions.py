@@ -12,14 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from datasets import Dataset
-
-from lowmem_grpo.environments.env_spec import seeded_rows
 from lowmem_grpo.environments.protocol import AskBase
-from lowmem_grpo.recipes.eval_task import Exam, baselines, won
+from lowmem_grpo.recipes.eval_task import Exam, baselines, held_out_games, won
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
-from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
+from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS = USUAL | {
@@ -32,11 +29,7 @@ PRESETS: Presets = {
         "per_device_train_batch_size": 128, "gradient_accumulation_steps": 2,
         "max_grad_norm": 1.0, "save_steps": 16,
     }),
-    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 2048, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "24": Preset("Qwen/Qwen2.5-3B-Instruct", 2048, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "48": Preset("Qwen/Qwen2.5-7B-Instruct", 2048, 32, 64, {"optim": "paged_adamw_8bit"}),
-    "80": Preset("meta-llama/Llama-3.1-8B-Instruct", 2048, 64, 128, {"optim": "adamw_8bit"}),
-}
+} | on_cards(2048)
 FOUND, WRONG, UNREADABLE = 1.0, 0.0, -1.0  # what an episode earns
 LARGEST = 16
 NUMBERS = tuple(map(str, range(1, LARGEST + 1)))
@@ -226,21 +219,15 @@ class TwentyQuestionsOptions(RecipeOptions):
 OPTIONS = TwentyQuestionsOptions
 
 
-def make_dataset(size: int, seed: int = 0, world: str | None = None) -> Dataset:
-    """Return `size` games that are never trained on, each with a `seed`, and with a `world` unless that is None."""
-    extra = {} if world is None else {"world": world}
-    return Dataset.from_list([row | extra for row in seeded_rows(size, seed, held_out=True)])
-
-
-EXAM = Exam(lambda size, seed, source: make_dataset(size, seed, OF_OTHERS), won, max_tokens=1536,
-            play=Play(TwentyQuestions), of_tiny=lambda size, seed, source: make_dataset(size, seed, OF_TINY),
+EXAM = Exam(lambda size, seed, source: held_out_games(size, seed, world=OF_OTHERS), won, max_tokens=1536,
+            play=Play(TwentyQuestions), of_tiny=lambda size, seed, source: held_out_games(size, seed, world=OF_TINY),
             tiny_max_tokens=160)
 
 
 def run(options: TwentyQuestionsOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
     world = options.chosen(setup.is_tiny)
-    test = make_dataset(options.eval_problems, setup.config.seed)
+    test = held_out_games(options.eval_problems, setup.config.seed)
     known = baselines(answered_truly(world), PLAYERS, list(test)) if world.things == NUMBERS else {}
     play = Play(partial(TwentyQuestions, world))
     teach(setup, Lesson("twenty_questions", None, [won], test, won, play=play, facts={"baselines": known}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from recipe_runs import invoke
+from recipe_runs import invoke, invoke_well
 from small_models import scatter
 
 from lowmem_grpo import FastLanguageModel, __version__
@@ -61,18 +61,15 @@ def test_run_lists_every_recipe_with_what_it_does() -> None:
 
 
 def test_a_sampled_answer_is_printed_alone() -> None:
-    result = invoke("generate", QUESTION, "--temperature", 0, "--max-tokens", 60)
-    assert result.exit_code == 0, result.output
+    result = invoke_well("generate", QUESTION, "--temperature", 0, "--max-tokens", 60)
     assert result.stdout.strip().splitlines()[0].startswith("17 + 8 = ")
     assert result.stdout.strip().splitlines()[-1].startswith("Answer: ")
 
 
 def test_json_output_is_one_object_a_sample_and_nothing_else() -> None:
-    result = invoke("generate", QUESTION, "--json", "-n", 3, "--max-tokens", 4, "--seed", 1)
-    assert result.exit_code == 0, result.output
+    result = invoke_well("generate", QUESTION, "--json", "-n", 3, "--max-tokens", 4, "--seed", 1)
     records = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(records) == 3
-    assert all(set(record) == {"text", "tokens", "finish"} for record in records)
+    assert len(records) == 3 and all(set(record) == {"text", "tokens", "finish"} for record in records)
     assert all((record["tokens"], record["finish"]) == (4, "length") for record in records)
     assert result.stdout == invoke("generate", QUESTION, "--json", "-n", 3, "--max-tokens", 4, "--seed", 1).stdout
 

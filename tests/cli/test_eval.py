@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from datasets import Dataset
+from recipe_runs import invoke, invoke_well
 from small_models import scatter
 from tables import every_row
 
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.cli.eval import Candidate, find_subject, problems
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.recipes.proximity import STEPS, WORDS, Task
 from lowmem_grpo.recipes.proximity import make_dataset as proximity_problems
@@ -33,11 +32,6 @@ from lowmem_grpo.runs.accuracy import (
     wilson_interval,
 )
 from lowmem_grpo.runs.views.tables import show_result
-
-
-def invoke(*words: Any) -> Result:
-    return CliRunner().invoke(main, ["eval", *(str(word) for word in words)])
-
 
 # the numbers
 
@@ -108,8 +102,7 @@ def test_what_two_models_answer_is_compared_prompt_by_prompt() -> None:
     base = answers([[True, False], [False, False], [True, True]])
     adapter = answers([[True, True], [False, False], [True, False]])
     found = described(base, [1, 2])
-    assert found["accuracy"] == 0.5
-    assert found["pass_at_k"] == {"1": 0.5, "2": pytest.approx(2 / 3)}
+    assert found["accuracy"] == 0.5 and found["pass_at_k"] == {"1": 0.5, "2": pytest.approx(2 / 3)}
     assert (found["mean_tokens"], found["cut_off"], found["unjudged"]) == (10, 0.5, pytest.approx(1 / 6))
     assert found["rewards"] == {"length": 0.5}
     change = compared(base, adapter)
@@ -130,14 +123,11 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_base_and_adapter_answer_the_same_prompts(adapter: Path, tmp_path: Path) -> None:
-    done = invoke(adapter, "--recipe", "arithmetic", "--limit", 12, "-n", 2, "--out", tmp_path, "--json")
-    assert done.exit_code == 0, done.output
+    done = invoke_well("eval", adapter, "--recipe", "arithmetic", "--limit", 12, "-n", 2, "--out", tmp_path, "--json")
     found, kept = json.loads(done.stdout), json.loads((tmp_path / "eval.json").read_text())
-    assert found["base"]["accuracy"] > 0.2
-    assert found["adapter"]["accuracy"] < 0.1
+    assert found["base"]["accuracy"] > 0.2 and found["adapter"]["accuracy"] < 0.1
     assert found["difference"]["accuracy"] == pytest.approx(found["adapter"]["accuracy"] - found["base"]["accuracy"])
-    assert found["difference"]["interval"][1] < 0
-    assert set(found["base"]["pass_at_k"]) == {"1", "2"}
+    assert found["difference"]["interval"][1] < 0 and set(found["base"]["pass_at_k"]) == {"1", "2"}
     assert found["base"]["interval"][0] <= found["base"]["accuracy"] <= found["base"]["interval"][1]
     assert (found["model"], found["prompts"], found["samples"], found["max_tokens"]) == ("tiny", 12, 2, 64)
     assert len(kept["rows"]) == 12
@@ -185,8 +175,7 @@ def test_the_adapter_option_takes_a_run_as_well(adapter: Path, tmp_path: Path) -
     run = a_run(adapter, tmp_path / "run")
     final = Candidate("tiny", run / "adapter", False, run, "final adapter of the run run")
     assert find_subject("tiny", run, None) == final
-    done = invoke("tiny", "--adapter", run, "--recipe", "arithmetic", "--limit", 1, "--max-tokens", 2, "--show", 0)
-    assert done.exit_code == 0, done.output
+    done = invoke_well("eval", "tiny", "--adapter", run, "--recipe", "arithmetic", "--limit", 1, "--max-tokens", 2)
     assert "final adapter of the run run" in done.output
     assert json.loads((run / "eval.json").read_text())["adapter_folder"] == str(run / "adapter")
 
@@ -200,12 +189,11 @@ def test_a_model_alone_is_tested_on_the_users_file_with_the_users_function(tmp_p
     )
     words = ("tiny", "--dataset", tmp_path / "mine.jsonl", "--reward", f"{tmp_path / 'mine.py'}:short", "--reward",
              "number_match", "--out", tmp_path, "--max-tokens", 8, "--temperature", 0)
-    refused = invoke(*words)
+    refused = invoke("eval", *words)
     assert refused.exit_code == 1
     assert "has no column 'prompt'; it has question, answer. Name the one with the prompts" in refused.output
     assert not (tmp_path / "eval.json").exists()
-    done = invoke(*words, "--prompt-column", "question")
-    assert done.exit_code == 0, done.output
+    done = invoke_well("eval", *words, "--prompt-column", "question")
     for word in ("accuracy", "95% interval", "100.0%", "number_match", "expected: 25", "cut off at 8 tokens"):
         assert word in done.output
     assert "adapter" not in json.loads((tmp_path / "eval.json").read_text())
@@ -295,7 +283,7 @@ def test_the_context_has_room_for_the_answers(tmp_path: Path, monkeypatch: Any) 
 
     monkeypatch.setattr(FastLanguageModel, "from_pretrained", from_pretrained)
     for words in (["--max-tokens", 3072], ["--max-tokens", 64], ["--max-seq-length", 99]):
-        invoke("tiny", "--recipe", "arithmetic", "--limit", 1, "--out", tmp_path, *words)
+        invoke("eval", "tiny", "--recipe", "arithmetic", "--limit", 1, "--out", tmp_path, *words)
     assert seen == [4096, 2048, 99]
 
 
@@ -303,8 +291,7 @@ def test_a_verifier_without_a_verdict_counts_as_wrong_and_is_reported() -> None:
     model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
     rows = rows_of([{"prompt": "Start", "answer": label} for label in ("no number", "1")], 2)
     found = answer(model, rows, [find_function("number_match")], SamplingParams(max_tokens=3, temperature=0, n=2))
-    assert found.unjudged == 2
-    assert found.right[0] == [False, False]
+    assert found.unjudged == 2 and found.right[0] == [False, False]
     assert found.texts[0] == found.texts[1]
     with pytest.raises(RewardError, match="requires answer, which no dataset column provides"):
         answer(model, [{"prompt": "Start"}], [find_function("number_match")], SamplingParams(max_tokens=3))

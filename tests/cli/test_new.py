@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from datasets import Dataset
-from recipe_runs import invoke
+from recipe_runs import invoke, invoke_well
 from tables import every_row
 
 from lowmem_grpo.cli import new as command
@@ -76,12 +76,10 @@ def is_clean(path: Path, lines: int = 100) -> None:
 def test_a_recipe_for_answers_of_each_kind_is_clean_and_runs_and_is_tested(
     kind: str, ending: str, folder: Path
 ) -> None:
-    done = invoke("new", "mine", "--data", rows_file(kind, ending))
-    assert done.exit_code == 0, done.output
+    done = invoke_well("new", "mine", "--data", rows_file(kind, ending))
     assert "column 'question' (guessed from its name); another: --prompt-column NAME" in said(done)
     is_clean(folder / "mine.py")
-    ran = invoke("run", "./mine.py", *QUICK)
-    assert ran.exit_code == 0, ran.output
+    ran = invoke_well("run", "./mine.py", *QUICK)
     assert "only knows its own arithmetic" in said(ran)
     summary = json.loads((folder / "runs" / "mine" / "summary.json").read_text())
     assert ("accuracy_after" in summary) == (kind != "long")
@@ -107,11 +105,9 @@ def test_a_recipe_with_an_environment_is_clean_and_trains_is_tested_and_played(f
     is_clean(folder / "mine.py", lines=130)
     few = ["max_steps=1", "num_generations=2", "per_device_train_batch_size=4", "eval_problems=4", "gpu=cpu",
            "engine=transformers", "disable_tqdm=true"]
-    ran = invoke("run", "./mine.py", *few)
-    assert ran.exit_code == 0, ran.output
+    invoke_well("run", "./mine.py", *few)
     assert "accuracy_after" in json.loads((folder / "runs" / "mine" / "summary.json").read_text())
-    tested = invoke("eval", "runs/mine", "--recipe", "./mine.py", "--limit", 4, "--samples", 2)
-    assert tested.exit_code == 0, tested.output
+    tested = invoke_well("eval", "runs/mine", "--recipe", "./mine.py", "--limit", 4, "--samples", 2)
     assert all(word in said(tested) for word in ("success rate", "95% interval", "pass@2", "turns of an episode"))
     found = json.loads((folder / "runs" / "mine" / "eval.json").read_text())
     assert 1 <= found["adapter"]["episodes"]["turns/mean"] <= 5
@@ -154,11 +150,9 @@ def test_true_steps_of_the_example_pays_for_true_lines(folder: Path) -> None:
 
 def test_a_file_of_prompts_alone_gets_rewards_that_need_no_answer(folder: Path) -> None:
     Path("one.csv").write_text("idea\n" + "".join(f"Write a line about the number {i}.\n" for i in range(9)))
-    done = invoke("new", "lines", "--data", "one.csv", "--prompt-column", "idea")
-    assert done.exit_code == 0, done.output
+    invoke_well("new", "lines", "--data", "one.csv", "--prompt-column", "idea")
     is_clean(folder / "lines.py")
-    ran = invoke("run", "./lines.py", *QUICK)
-    assert ran.exit_code == 0, ran.output
+    invoke_well("run", "./lines.py", *QUICK)
     assert "rewards/whole_sentences/mean" in (folder / "runs" / "lines" / "metrics.jsonl").read_text()
 
 
@@ -174,8 +168,7 @@ def test_columns_are_guessed_aloud_or_left_to_be_filled_in(
     columns: dict[str, str], prompt: str, answer: str, why: str, folder: Path
 ) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(columns) + "\n" for _ in range(3)))
-    done = invoke("new", "mine", "--data", "rows.jsonl")
-    assert done.exit_code == 0, done.output
+    done = invoke_well("new", "mine", "--data", "rows.jsonl")
     text = (folder / "mine.py").read_text()
     assert f'PROMPT_COLUMN = "{prompt}"  # ' in text
     assert f'ANSWER_COLUMN = "{answer}"  # ' in text
@@ -183,8 +176,7 @@ def test_columns_are_guessed_aloud_or_left_to_be_filled_in(
     if not prompt:
         assert "FILL IN the names of columns in mine.py" in said(done)
         refused = invoke("run", "./mine.py", *QUICK)
-        assert refused.exit_code == 1
-        assert "Traceback" not in refused.output
+        assert refused.exit_code == 1 and "Traceback" not in refused.output
         assert "is read by a column without a name; its columns are alpha, beta, gamma" in said(refused)
 
 
@@ -220,8 +212,7 @@ def test_columns_with_any_names_in_any_place_make_a_recipe_that_finds_them_where
     Path(rows_file("number", names=names)).rename(moved)
     words = ("new", "odd", "--data", moved, "--prompt-column", names[0], "--answer-column", names[1], "--out")
     for out in (".", "sub/folder"):
-        done = invoke(*words, out)
-        assert done.exit_code == 0, done.output
+        invoke_well(*words, out)
     is_clean(folder / "odd.py")
     monkeypatch.chdir(tmp_path)
     for name in ("here/odd.py", "here/sub/folder/odd.py"):
@@ -240,8 +231,7 @@ def test_a_dataset_of_the_hub_is_looked_at_where_the_hub_answers(
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr("lowmem_grpo.models.hub.find_dataset", lambda name: None)
-    done = invoke("new", "mine", "--data", "openai/gsm8k:main")
-    assert done.exit_code == 0, done.output
+    invoke_well("new", "mine", "--data", "openai/gsm8k:main")
     assert asked == [{"path": "openai/gsm8k", "name": "main", "split": "train", "streaming": True}]
     text = (folder / "mine.py").read_text()
     assert 'OwnData("openai/gsm8k:main", make_row, split="train", held_out=0.125)' in text
@@ -256,18 +246,15 @@ def test_a_hub_that_does_not_answer_leaves_columns_to_fill_in_and_says_so(
         raise OSError("the hub does not answer (no route)")
 
     monkeypatch.setattr("lowmem_grpo.models.hub.find_dataset", silent)
-    done = invoke("new", "mine", "--data", "openai/gsm8k:main")
-    assert done.exit_code == 0, done.output
+    done = invoke_well("new", "mine", "--data", "openai/gsm8k:main")
     for words in ("could not be looked at: the hub does not answer (no route)", "FILL IN the names of columns",
                   "answers are taken for short texts"):
         assert words in said(done)
     text = (folder / "mine.py").read_text()
-    assert text.count("FILL IN the name of a column") == 2
-    assert "The answers could not be looked at" in text
+    assert text.count("FILL IN the name of a column") == 2 and "The answers could not be looked at" in text
     is_clean(folder / "mine.py")
-    named = invoke("new", "named", "--data", "openai/gsm8k:main", "--prompt-column", "question", "--answer-column",
-                   "answer", "--answers", "marked")
-    assert named.exit_code == 0, named.output
+    named = invoke_well("new", "named", "--data", "openai/gsm8k:main", "--prompt-column", "question", "--answer-column",
+                        "answer", "--answers", "marked")
     assert "FILL IN" not in named.output + (folder / "named.py").read_text()
     assert 'rewards.after("####")' in (folder / "named.py").read_text()
 
@@ -285,8 +272,7 @@ def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Mon
         hub.find_dataset("open/gsm8k", Hub())
     monkeypatch.setattr(hub.huggingface_hub, "HfApi", Hub)
     done = invoke("new", "mine", "--data", "open/gsm8k")
-    assert done.exit_code == 1
-    assert "the hub has no dataset 'open/gsm8k'" in said(done)
+    assert done.exit_code == 1 and "the hub has no dataset 'open/gsm8k'" in said(done)
     assert list(folder.iterdir()) == []
 
 
@@ -335,8 +321,7 @@ def test_data_that_cannot_be_used_is_refused_in_a_line_and_nothing_is_written(na
     Path(name).write_bytes(content)
     done = invoke("new", "mine", "--data", name)
     assert done.exit_code == 1, done.output
-    assert message in said(done)
-    assert len(done.output.strip().splitlines()) == 1
+    assert message in said(done) and len(done.output.strip().splitlines()) == 1
     assert len(done.output) < 400
     assert [path.name for path in folder.iterdir()] == [name]
 
@@ -370,8 +355,7 @@ def test_the_page_on_own_recipes_is_right_and_its_example_is_clean_and_runs(
     assert len(commands) == 7
     short = {"run": QUICK, "eval": ["--limit", "1", "--max-tokens", "4"], "new": [], "export": ["--format", "adapter"]}
     for words in commands:
-        done = invoke(*words, *short[words[0]])
-        assert done.exit_code == 0, done.output
+        done = invoke_well(*words, *short[words[0]])
         if "check=true" in words:
             assert "What the reward functions pay" in done.output
             assert not (folder / "runs").exists()

@@ -5,15 +5,15 @@ import json
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from recipe_runs import invoke
 
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.trainer.play import typed_calls
 from lowmem_grpo.types import ToolCall
 
 
 def generate(*words: Any, typed: str = "") -> Result:
-    return CliRunner().invoke(main, ["generate", *map(str, words)], input=typed)
+    return invoke("generate", *words, typed=typed)
 
 
 def test_an_episode_is_shown_turn_by_turn_and_the_same_seed_plays_it_again() -> None:

@@ -5,10 +5,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from recipe_runs import invoke_well
 from tables import every_row
 
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.cli.options import assigned, file_of, literal, recipe_help, recipe_tree
 from lowmem_grpo.recipes import RECIPES
 
@@ -71,6 +70,5 @@ def test_options_inherited_from_the_package_are_listed(options: str, tmp_path: P
 
 @every_row("words", [["email", "--help"], ["--help", "email"], ["email", "seed=1", "-h"]])
 def test_help_of_a_recipe_is_not_the_help_of_the_command(words: list[str]) -> None:
-    result = CliRunner().invoke(main, ["run", *words])
-    assert result.exit_code == 0, result.output
+    result = invoke_well("run", *words)
     assert "longest_words=40" in result.output and "Usage:" not in result.output

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from public_rows import LAYOUTS, Layout
+from recipe_runs import invoke
 
-from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.layouts import answer_of, prompt_of
 from lowmem_grpo.recipes.new_recipe import KINDS
 from lowmem_grpo.recipes.recipe_file import load_recipe
@@ -21,7 +20,7 @@ def write(folder: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.path", list(sys.path))
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = CliRunner().invoke(main, ["new", "mine", "--data", "rows.jsonl"])
+    done = invoke("new", "mine", "--data", "rows.jsonl")
     return f"{done.exit_code} {' '.join(done.output.split())}"
 
 

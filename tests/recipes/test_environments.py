@@ -1,15 +1,21 @@
-"""The games keep their rules, pay what they promise, and do not fall over bad replies; known players do as is known."""
+"""The games keep their rules, pay what they promise, and do not fall over bad replies; known players of all games do as
+is known; short runs of recipes that play."""
 
+import json
 import random
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+from recipe_runs import invoke_well, lines, run
 from tables import not_refused
 
-from lowmem_grpo.recipes import guess, tictactoe
+from lowmem_grpo.environments.env_spec import HELD_OUT
+from lowmem_grpo.recipes import calculator, game2048, guess, tictactoe, twenty_questions
 from lowmem_grpo.recipes.calculator import calculate, draw_sum
-from lowmem_grpo.recipes.eval_task import baselines, play
+from lowmem_grpo.recipes.eval_task import baselines, held_out_games, play
+from lowmem_grpo.recipes.game2048 import Game2048, Size
 from lowmem_grpo.recipes.guess import Guess, number_in
 from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.recipes.tictactoe import EMPTY, TicTacToe, best_moves, free, square_in, value, winner
@@ -161,7 +167,54 @@ def test_sums_are_right_and_the_calculator_is_exact_and_refuses_what_is_no_expre
     (Guess(64, 6), guess.PLAYERS, {"blind": 9, "in range": 49, "bisection": 98}),
     (TicTacToe((0.0,)), tictactoe.PLAYERS, {"random": 58.5, "perfect": 96.8}),
     (TicTacToe((1.0,)), tictactoe.PLAYERS, {"random": 0, "perfect": 0}),
+    (twenty_questions.answered_truly(), twenty_questions.PLAYERS, {"blind": 6.2, "listening": 79.7, "halving": 100}),
+    *(pytest.param(Game2048(size), game2048.PLAYERS, shares, marks=pytest.mark.slow) for size, shares in (
+        (Size(3, 32, 25), {"random": 47, "corner": 65, "greedy": 69}),
+        (Size(3, 64, 60), {"random": 9.5, "corner": 42, "greedy": 22.5}))),
 ])
 def test_known_players_do_as_well_as_is_known(game: Any, players: Any, expected: dict[str, float]) -> None:
-    found = baselines(game, players, rows(1500))
-    assert {name: share * 100 for name, share in found.items()} == pytest.approx(expected, abs=4)
+    count, most = (700, 6) if isinstance(game, Game2048) else (1500, 4)
+    found = baselines(game, players, rows(count))
+    assert {name: share * 100 for name, share in found.items()} == pytest.approx(expected, abs=most)
+
+
+# short runs, and data
+
+
+def test_the_games_own_pay_decides_and_not_the_count_of_wins(tmp_path: Path) -> None:
+    assert run("tictactoe", tmp_path).exit_code == 0
+    written = lines(tmp_path / "completions.jsonl")
+    assert [row["reward"] for row in written] == [row["rewards"]["TicTacToe"] for row in written]
+    assert all(row["turns"] and row["ending"] == "done" for row in written)
+
+
+@pytest.mark.parametrize(("name", "model"), [
+    ("guess", "tiny-games"), ("calculator", "tiny-games"), ("tictactoe", "tiny-games"), ("game2048", "tiny-talks"),
+    ("twenty_questions", "tiny-talks"), ("inbox", "tiny-inbox"),
+])
+@pytest.mark.every(3)
+def test_eval_plays_the_same_games(name: str, model: str, tmp_path: Path) -> None:
+    invoke_well("eval", model, "--recipe", name, "--limit", "6", "--out", str(tmp_path), "--engine",
+                         "transformers")
+    found = json.loads((tmp_path / "eval.json").read_text())
+    assert found["prompts"] == 6 and 0 <= found["base"]["accuracy"] <= 1
+    assert all(row["base"][0]["text"].startswith("> ") for row in found["rows"])
+
+
+def test_held_out_games_are_repeated_by_their_seed_and_never_trained_on() -> None:
+    games = held_out_games(50, 1).to_list()
+    assert held_out_games(20, 1).to_list() == games[:20] and held_out_games(50, 2).to_list() != games
+    assert min(row["seed"] for row in games) >= HELD_OUT  # training has lower ones
+    assert games[0].keys() == held_out_games(1, 1, side=None)[0].keys() == {"prompt", "seed"}
+    for exam, columns in ((tictactoe.EXAM, {"strength": 0.0}), (guess.EXAM, {}), (game2048.EXAM, {"side": 4}),
+                          (twenty_questions.EXAM, {"world": "things"})):
+        assert exam.problems(20, 1, None).to_list() == [row | columns for row in games[:20]]
+
+
+def test_only_what_the_policy_says_itself_is_its_answer() -> None:
+    for completion, right in (
+        ("2340", 1.0), ("It is 2340.", 1.0), ("2341", 0.0), ("", 0.0),
+        ([{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": "2340"}], 0.0),
+        ([{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2340"}], 1.0),
+    ):
+        assert calculator.correct_answer([completion], ["2340"]) == [right]

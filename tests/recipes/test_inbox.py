@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from recipe_runs import lines, records, run
+from recipe_runs import lines, records, run, run_well
 
 from lowmem_grpo.recipes.inbox import make_dataset
 from lowmem_grpo.recipes.tasks.inbox import Inbox
@@ -35,8 +35,7 @@ def test_a_row_has_what_the_inbox_takes_and_the_splits_share_no_question(name: s
 
 
 def test_a_short_run_searches_trains_and_says_how_others_play(tmp_path: Path) -> None:
-    result = run("inbox", tmp_path, "seed=3")
-    assert result.exit_code == 0, result.output
+    run_well("inbox", tmp_path, "seed=3")
     summary, line = records(tmp_path)
     assert (summary["recipe"], summary["status"], summary["model"], summary["mailbox"]) == \
         ("inbox", "finished", "tiny-inbox", "small")

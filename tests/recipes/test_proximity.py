@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from recipe_runs import run
+from recipe_runs import run_well
 
 from lowmem_grpo.recipes.proximity import (
     GOODS,
@@ -128,22 +128,19 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_format_is_taught_first_and_only_once(tmp_path: Path) -> None:
-    result = run("proximity", tmp_path, *FEW, "sft_steps=6")
-    assert result.exit_code == 0, result.output
+    result = run_well("proximity", tmp_path, *FEW, "sft_steps=6")
     summary = summary_of(tmp_path)
     assert (summary["recipe"], summary["sft_steps"], summary["taught_format_before"]) == ("proximity", 6, 0.0)
     assert summary["taught_format_after_sft"] >= 0.5
     assert {"accuracy_before", "accuracy_after_sft", "accuracy_after", "taught_format_after"} <= summary.keys()
     assert "answers as `Answer = N`: 0.0% before" in result.output and "after GRPO" in result.output
     taught = (tmp_path / "sft" / "adapter" / "adapter_model.safetensors").read_bytes()
-    again = run("proximity", tmp_path, *FEW, "sft_steps=6", "max_steps=2", "resume=true")
-    assert again.exit_code == 0, again.output
+    again = run_well("proximity", tmp_path, *FEW, "sft_steps=6", "max_steps=2", "resume=true")
     assert "of fine-tuning" not in again.output
     assert (tmp_path / "sft" / "adapter" / "adapter_model.safetensors").read_bytes() == taught
     assert summary_of(tmp_path)["steps"] == 2 and summary_of(tmp_path)["taught_format_after"] >= 0.5
 
 
 def test_fine_tuning_can_be_left_out(tmp_path: Path) -> None:
-    result = run("proximity", tmp_path, *FEW, "sft_steps=0")
-    assert result.exit_code == 0, result.output
+    run_well("proximity", tmp_path, *FEW, "sft_steps=0")
     assert "sft_steps" not in summary_of(tmp_path) and not (tmp_path / "sft").exists()

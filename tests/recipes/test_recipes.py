@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from datasets import Dataset
-from recipe_runs import invoke, lines, run
+from recipe_runs import invoke, invoke_well, lines, run, run_well
 from run_pages import Page
 from tables import not_refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -134,8 +134,7 @@ def rows(count: int) -> list[dict[str, str]]:
 def test_gsm8k_trains_on_a_local_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows(6)))
-    result = invoke("run", "gsm8k", "gpu=cpu", f"dataset={path}", f"output_dir={tmp_path / 'out'}", *RUN)
-    assert result.exit_code == 0, result.output
+    invoke_well("run", "gsm8k", "gpu=cpu", f"dataset={path}", f"output_dir={tmp_path / 'out'}", *RUN)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["recipe"], summary["status"], summary["steps"], summary["seed"]) == ("gsm8k", "finished", 2, 3407)
     steps = lines(tmp_path / "out" / "metrics.jsonl")
@@ -180,15 +179,13 @@ def test_another_configuration_of_the_hub_is_read(source: str, name: str | None,
 
 def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path: Path) -> None:
     words = ("eval_problems=8", "train_size=16", "loss_type=gspo", "scale_rewards=group")
-    result = run("arithmetic", tmp_path / "run", *words, "--seed", "7")
-    assert result.exit_code == 0, result.output
+    result = run_well("arithmetic", tmp_path / "run", *words, "--seed", "7")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["seed"], summary["eval_problems"], summary["status"]) == (1, 7, 8, "finished")
     assert (summary["config"]["loss_type"], summary["config"]["scale_rewards"]) == ("gspo", "group")
     for name in ("accuracy_before", "accuracy_after"):
         assert summary[name] in [count / 8 for count in range(9)]
-    assert summary["train_seconds"] > 0
-    assert len(summary["samples"]) == SHOWN
+    assert summary["train_seconds"] > 0 and len(summary["samples"]) == SHOWN
     assert set(summary["samples"][0]) == {"prompt", "answer", "before", "after", "right_before", "right_after"}
     change = summary["difference"]
     assert change["accuracy"] == summary["accuracy_after"] - summary["accuracy_before"]
@@ -200,8 +197,7 @@ def test_arithmetic_runs_from_end_to_end_and_measures_before_and_after(tmp_path:
     again = run("arithmetic", tmp_path / "run", "eval_problems=8")
     assert again.exit_code == 1
     assert "already holds a run" in again.output and "accuracy" not in again.output
-    over = run("arithmetic", tmp_path / "run", *words, "resume=true")
-    assert over.exit_code == 0, over.output
+    over = run_well("arithmetic", tmp_path / "run", *words, "resume=true")
     assert "is finished: 1 step; raise max_steps to go on" in over.output and "accuracy" not in over.output
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 
@@ -259,5 +255,4 @@ def test_the_embedded_model_can_be_made_again(tmp_path: Path) -> None:
                                          add_generation_prompt=True)
     assert text.endswith("<|im_start|>assistant\n")
     ids = tokenizer(text).input_ids
-    assert tokenizer.decode(ids) == text
-    assert torch.isfinite(model(torch.tensor([ids])).logits).all()
+    assert tokenizer.decode(ids) == text and torch.isfinite(model(torch.tensor([ids])).logits).all()

@@ -4,7 +4,7 @@ model is loaded."""
 from pathlib import Path
 
 import pytest
-from recipe_runs import invoke, records, run
+from recipe_runs import invoke, records, run, run_well
 from tables import every_row
 
 from lowmem_grpo.recipes.tasks import mail_database
@@ -35,8 +35,7 @@ MODELS = {"guess": "tiny-games", "calculator": "tiny-games", "tictactoe": "tiny-
 def test_a_short_run_finishes_on_the_embedded_model_and_says_how_others_play(
     name: str, words: list[str], said: str, rewards: list[str], players: list[str], tmp_path: Path
 ) -> None:
-    result = run(name, tmp_path, "seed=3", *words)
-    assert result.exit_code == 0, result.output
+    result = run_well(name, tmp_path, "seed=3", *words)
     assert said in result.output and "accuracy before" in result.output
     summary, line = records(tmp_path)
     found = [summary[key] for key in ("recipe", "status", "steps", "seed", "model")]

@@ -10,6 +10,7 @@ from card import CPU
 from small_models import TINY, scatter
 from torch import Tensor
 from trainer_runs import TEXTS, Gradients, digit_sum
+from trainer_runs import naive_logprobs as plain_logprobs
 from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
@@ -88,14 +89,6 @@ def values_of(parameter: Any) -> Tensor:
         dequantized: Tensor = bitsandbytes.functional.dequantize_4bit(parameter.data, parameter.quant_state)
         return dequantized.view(parameter.quant_state.shape)
     return parameter.detach().clone()
-
-
-def plain_logprobs(twin: peft.PeftModel, prompt: list[int], completion: list[int]) -> Tensor:
-    """(C,) of one completion, from all of its logits, in float32 at least."""
-    device = next(twin.parameters()).device
-    logits = twin(input_ids=torch.tensor([prompt + completion], device=device)).logits[0, len(prompt) - 1 : -1]
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide.log_softmax(-1).gather(-1, torch.tensor(completion, device=device)[:, None]).squeeze(-1)
 
 
 def plain_gradients(twin: peft.PeftModel, groups: list[RolloutGroup], scale: float = 1.0) -> Gradients:

@@ -26,7 +26,7 @@ if os.environ.get("CI") != "true":  # in CI its absence fails the import below
 
 from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.utils import split_tensor_dict
-from trl_runs import END, Rollouts, TrlRun, given_reward, make_trainer, model_logprobs, prepare, window
+from trl_runs import END, Rollouts, TrlRun, given_reward, gradients, make_trainer, model_logprobs, prepare, window
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.losses.advantages import assign_advantages
@@ -247,10 +247,6 @@ def trl_steps(
         optimizer.step()
         optimizer.zero_grad()
     return found
-
-
-def gradients(model: nn.Module) -> Gradients:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Exact:

@@ -67,7 +67,7 @@ def until(looks: Callable[[], Any]) -> Any:
     end = time.monotonic() + LONGEST
     while not (found := looks()):
         assert time.monotonic() < end, f"it is not so after {LONGEST:g} s"
-        time.sleep(0.05)
+        time.sleep(0.01)
     return found
 
 

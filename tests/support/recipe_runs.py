@@ -12,13 +12,24 @@ SMALL = ("gpu=cpu", "max_steps=1", "eval_problems=4", "num_generations=2", "per_
          "gradient_accumulation_steps=1", "engine=transformers")
 
 
-def invoke(*words: Any) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
+def invoke(*words: Any, typed: str = "") -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words], input=typed)
+
+
+def invoke_well(*words: Any) -> Result:
+    """The result of a command that has to end well."""
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def run(name: str, folder: Path, *words: str) -> Result:
     """Run a recipe for one step; of options given twice, the later one counts."""
     return invoke("run", name, *SMALL, f"output_dir={folder}", *words)
+
+
+def run_well(name: str, folder: Path, *words: str) -> Result:
+    return invoke_well("run", name, *SMALL, f"output_dir={folder}", *words)
 
 
 def records(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

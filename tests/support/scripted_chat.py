@@ -5,13 +5,13 @@ import functools
 import itertools
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
 import openai
+from programs import until as until  # for those who import it from here
 
 from lowmem_grpo.server.openai.chat_handler import Record, unrecorded
 from lowmem_grpo.server.openai.request_queue import LIVE
@@ -125,11 +125,3 @@ def begun(base_url: str, api_key: str, **body: Any) -> HTTPConnection:
     connection.request("POST", f"{address.path}/chat/completions", json.dumps(body),
                        {"Authorization": f"Bearer {api_key}"})
     return connection
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait until it is so."""
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, "it is not so after a minute"
-        time.sleep(0.01)

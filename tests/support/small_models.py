@@ -39,7 +39,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # with gated delta nets; three of these 
 }
 Model = TypeVar("Model", bound=torch.nn.Module)
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 SPLIT = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -120,8 +120,11 @@ def plain_peft(model: FastPeftModel, folder: Path) -> peft.PeftModel:
 
 
 def naive_logprobs(model: peft.PeftModel, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+    """(C,) of one completion, from all of its logits, in float32 at least."""
+    ids = torch.tensor(prompt + completion, device=next(model.parameters()).device)
+    logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide.log_softmax(-1).gather(-1, ids[len(prompt):, None]).squeeze(-1)
 
 
 def exact() -> peft.PeftModel:

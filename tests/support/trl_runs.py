@@ -212,9 +212,11 @@ def window(trainer: GRPOTrainer, batch: dict[str, Any]) -> TrlRun:
         loss = trainer.compute_loss(trainer.model, part)
         loss.backward()
         losses.append(loss.detach())
-    gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()
-                 if parameter.grad is not None}
-    return TrlRun(trainer, batch, torch.stack(losses).sum(), logged(trainer), gradients)
+    return TrlRun(trainer, batch, torch.stack(losses).sum(), logged(trainer), gradients(trainer.model))
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def logged(trainer: GRPOTrainer) -> dict[str, float]:

@@ -10,21 +10,13 @@ max_seq_length = 1024  # longer for longer reasoning
 lora_rank = 32  # larger is smarter, and slower
 
 model, tokenizer = FastLanguageModel.from_pretrained(
-    model_name="Qwen/Qwen2.5-3B-Instruct",
-    max_seq_length=max_seq_length,
-    load_in_4bit=True,
-    fast_inference=True,
-    max_lora_rank=lora_rank,
-    gpu_memory_utilization=0.6,
+    model_name="Qwen/Qwen2.5-3B-Instruct", max_seq_length=max_seq_length, load_in_4bit=True, fast_inference=True,
+    max_lora_rank=lora_rank, gpu_memory_utilization=0.6,
 )
 
 model = FastLanguageModel.get_peft_model(
-    model,
-    r=lora_rank,
+    model, r=lora_rank, lora_alpha=lora_rank, use_gradient_checkpointing="unsloth", random_state=3407,
     target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    lora_alpha=lora_rank,
-    use_gradient_checkpointing="unsloth",
-    random_state=3407,
 )
 
 SYSTEM_PROMPT = """
@@ -39,9 +31,7 @@ Respond in the following format:
 
 
 def extract_xml_answer(text: str) -> str:
-    answer = text.split("<answer>")[-1]
-    answer = answer.split("</answer>")[0]
-    return answer.strip()
+    return text.split("<answer>")[-1].split("</answer>")[0].strip()
 
 
 def extract_hash_answer(text: str) -> str | None:
@@ -52,14 +42,10 @@ def extract_hash_answer(text: str) -> str | None:
 
 def get_gsm8k_questions(split="train") -> Dataset:
     data = load_dataset("openai/gsm8k", "main")[split]
-    data = data.map(lambda x: {
-        "prompt": [
-            {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": x["question"]},
-        ],
+    return data.map(lambda x: {
+        "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": x["question"]}],
         "answer": extract_hash_answer(x["answer"]),
     })
-    return data
 
 
 dataset = get_gsm8k_questions()
@@ -90,55 +76,24 @@ def strict_format_reward_func(completions, **kwargs) -> list[float]:
 max_prompt_length = 256
 
 training_args = GRPOConfig(
-    learning_rate=5e-6,
-    adam_beta1=0.9,
-    adam_beta2=0.99,
-    weight_decay=0.1,
-    warmup_ratio=0.1,
-    lr_scheduler_type="cosine",
-    optim="adamw_8bit",
-    logging_steps=1,
-    bf16=is_bfloat16_supported(),
-    fp16=not is_bfloat16_supported(),
-    per_device_train_batch_size=1,
-    gradient_accumulation_steps=1,
-    num_generations=4,
-    max_prompt_length=max_prompt_length,
-    max_completion_length=24,
-    max_steps=2,
-    save_steps=250,
-    max_grad_norm=0.1,
-    report_to="none",
-    output_dir="outputs",
+    learning_rate=5e-6, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.1, warmup_ratio=0.1,
+    lr_scheduler_type="cosine", optim="adamw_8bit", logging_steps=1, bf16=is_bfloat16_supported(),
+    fp16=not is_bfloat16_supported(), per_device_train_batch_size=1, gradient_accumulation_steps=1,
+    num_generations=4, max_prompt_length=max_prompt_length, max_completion_length=24, max_steps=2, save_steps=250,
+    max_grad_norm=0.1, report_to="none", output_dir="outputs",
 )
 
 trainer = GRPOTrainer(
-    model=model,
-    processing_class=tokenizer,
-    reward_funcs=[
-        strict_format_reward_func,
-        int_reward_func,
-        correctness_reward_func,
-    ],
-    args=training_args,
-    train_dataset=dataset,
+    model=model, processing_class=tokenizer, args=training_args, train_dataset=dataset,
+    reward_funcs=[strict_format_reward_func, int_reward_func, correctness_reward_func],
 )
 trainer.train()
 
-text = tokenizer.apply_chat_template([
-    {"role": "user", "content": "Calculate pi."},
-], tokenize=False, add_generation_prompt=True)
+text = tokenizer.apply_chat_template(
+    [{"role": "user", "content": "Calculate pi."}], tokenize=False, add_generation_prompt=True)
 
-sampling_params = SamplingParams(
-    temperature=0.8,
-    top_p=0.95,
-    max_tokens=8,
-)
-output = model.fast_generate(
-    [text],
-    sampling_params=sampling_params,
-    lora_request=None,
-)[0].outputs[0].text
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8)
+output = model.fast_generate([text], sampling_params=sampling_params, lora_request=None)[0].outputs[0].text
 print("before:", output)
 
 model.save_lora("grpo_saved_lora")
@@ -148,9 +103,6 @@ text = tokenizer.apply_chat_template([
     {"role": "user", "content": "Calculate pi."},
 ], tokenize=False, add_generation_prompt=True)
 
-output = model.fast_generate(
-    text,
-    sampling_params=sampling_params,
-    lora_request=model.load_lora("grpo_saved_lora"),
-)[0].outputs[0].text
+output = model.fast_generate(text, sampling_params=sampling_params,
+                             lora_request=model.load_lora("grpo_saved_lora"))[0].outputs[0].text
 print("after:", output)
