@@ -69,7 +69,8 @@ def test_a_sampled_answer_is_printed_alone() -> None:
 def test_json_output_is_one_object_a_sample_and_nothing_else() -> None:
     result = invoke_well("generate", QUESTION, "--json", "-n", 3, "--max-tokens", 4, "--seed", 1)
     records = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(records) == 3 and all(set(record) == {"text", "tokens", "finish"} for record in records)
+    assert len(records) == 3
+    assert all(set(record) == {"text", "tokens", "finish"} for record in records)
     assert all((record["tokens"], record["finish"]) == (4, "length") for record in records)
     assert result.stdout == invoke("generate", QUESTION, "--json", "-n", 3, "--max-tokens", 4, "--seed", 1).stdout
 

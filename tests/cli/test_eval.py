@@ -102,7 +102,8 @@ def test_what_two_models_answer_is_compared_prompt_by_prompt() -> None:
     base = answers([[True, False], [False, False], [True, True]])
     adapter = answers([[True, True], [False, False], [True, False]])
     found = described(base, [1, 2])
-    assert found["accuracy"] == 0.5 and found["pass_at_k"] == {"1": 0.5, "2": pytest.approx(2 / 3)}
+    assert found["accuracy"] == 0.5
+    assert found["pass_at_k"] == {"1": 0.5, "2": pytest.approx(2 / 3)}
     assert (found["mean_tokens"], found["cut_off"], found["unjudged"]) == (10, 0.5, pytest.approx(1 / 6))
     assert found["rewards"] == {"length": 0.5}
     change = compared(base, adapter)
@@ -125,9 +126,11 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_base_and_adapter_answer_the_same_prompts(adapter: Path, tmp_path: Path) -> None:
     done = invoke_well("eval", adapter, "--recipe", "arithmetic", "--limit", 12, "-n", 2, "--out", tmp_path, "--json")
     found, kept = json.loads(done.stdout), json.loads((tmp_path / "eval.json").read_text())
-    assert found["base"]["accuracy"] > 0.2 and found["adapter"]["accuracy"] < 0.1
+    assert found["base"]["accuracy"] > 0.2
+    assert found["adapter"]["accuracy"] < 0.1
     assert found["difference"]["accuracy"] == pytest.approx(found["adapter"]["accuracy"] - found["base"]["accuracy"])
-    assert found["difference"]["interval"][1] < 0 and set(found["base"]["pass_at_k"]) == {"1", "2"}
+    assert found["difference"]["interval"][1] < 0
+    assert set(found["base"]["pass_at_k"]) == {"1", "2"}
     assert found["base"]["interval"][0] <= found["base"]["accuracy"] <= found["base"]["interval"][1]
     assert (found["model"], found["prompts"], found["samples"], found["max_tokens"]) == ("tiny", 12, 2, 64)
     assert len(kept["rows"]) == 12
@@ -291,7 +294,8 @@ def test_a_verifier_without_a_verdict_counts_as_wrong_and_is_reported() -> None:
     model, _ = FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)
     rows = rows_of([{"prompt": "Start", "answer": label} for label in ("no number", "1")], 2)
     found = answer(model, rows, [find_function("number_match")], SamplingParams(max_tokens=3, temperature=0, n=2))
-    assert found.unjudged == 2 and found.right[0] == [False, False]
+    assert found.unjudged == 2
+    assert found.right[0] == [False, False]
     assert found.texts[0] == found.texts[1]
     with pytest.raises(RewardError, match="requires answer, which no dataset column provides"):
         answer(model, [{"prompt": "Start"}], [find_function("number_match")], SamplingParams(max_tokens=3))

@@ -114,7 +114,8 @@ def test_a_job_outlives_a_server_that_ends_and_the_next_one_goes_on(served: Serv
     served.start()
     assert served.job(runs)["state"] == "running"
     served.enough(runs)
-    assert served.until(runs, "done", "failed") == "done" and served.until(waits, "done", "failed") == "done"
+    assert served.until(runs, "done", "failed") == "done"
+    assert served.until(waits, "done", "failed") == "done"
     assert served.job(runs)["goes"] == 1
 
 

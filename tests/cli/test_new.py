@@ -176,7 +176,8 @@ def test_columns_are_guessed_aloud_or_left_to_be_filled_in(
     if not prompt:
         assert "FILL IN the names of columns in mine.py" in said(done)
         refused = invoke("run", "./mine.py", *QUICK)
-        assert refused.exit_code == 1 and "Traceback" not in refused.output
+        assert refused.exit_code == 1
+        assert "Traceback" not in refused.output
         assert "is read by a column without a name; its columns are alpha, beta, gamma" in said(refused)
 
 
@@ -251,7 +252,8 @@ def test_a_hub_that_does_not_answer_leaves_columns_to_fill_in_and_says_so(
                   "answers are taken for short texts"):
         assert words in said(done)
     text = (folder / "mine.py").read_text()
-    assert text.count("FILL IN the name of a column") == 2 and "The answers could not be looked at" in text
+    assert text.count("FILL IN the name of a column") == 2
+    assert "The answers could not be looked at" in text
     is_clean(folder / "mine.py")
     named = invoke_well("new", "named", "--data", "openai/gsm8k:main", "--prompt-column", "question", "--answer-column",
                         "answer", "--answers", "marked")
@@ -272,7 +274,8 @@ def test_a_dataset_that_the_hub_does_not_have_is_refused(monkeypatch: pytest.Mon
         hub.find_dataset("open/gsm8k", Hub())
     monkeypatch.setattr(hub.huggingface_hub, "HfApi", Hub)
     done = invoke("new", "mine", "--data", "open/gsm8k")
-    assert done.exit_code == 1 and "the hub has no dataset 'open/gsm8k'" in said(done)
+    assert done.exit_code == 1
+    assert "the hub has no dataset 'open/gsm8k'" in said(done)
     assert list(folder.iterdir()) == []
 
 
@@ -321,7 +324,8 @@ def test_data_that_cannot_be_used_is_refused_in_a_line_and_nothing_is_written(na
     Path(name).write_bytes(content)
     done = invoke("new", "mine", "--data", name)
     assert done.exit_code == 1, done.output
-    assert message in said(done) and len(done.output.strip().splitlines()) == 1
+    assert message in said(done)
+    assert len(done.output.strip().splitlines()) == 1
     assert len(done.output) < 400
     assert [path.name for path in folder.iterdir()] == [name]
 

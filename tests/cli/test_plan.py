@@ -21,8 +21,10 @@ def test_the_promised_case_prints_a_plan_that_fits_as_json() -> None:
     done = plan("--model", "llama-3.1-8b", "--context", 20480, "--generations", 8, "--gpu", "16GiB", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.output)
-    assert found["fits"] is True and found["train"] <= 11 * GIB
-    assert found["rollout"] <= 16 * GIB and found["model"] == "llama-3.1-8b"
+    assert found["fits"] is True
+    assert found["train"] <= 11 * GIB
+    assert found["rollout"] <= 16 * GIB
+    assert found["model"] == "llama-3.1-8b"
     assert sum(row["train"] for row in found["rows"]) == found["train"]
 
 
@@ -38,7 +40,8 @@ def test_the_table_names_components_choices_and_the_verdict_and_what_does_not_fi
 def test_the_longest_context_is_found_and_planned_for() -> None:
     done = plan("--model", "qwen2.5-1.5b", "--gpu", "3GiB", "--max-context", "--json")
     found = json.loads(done.output)
-    assert found["max_context"] >= 2048 and found["settings"]["context"] == found["max_context"]
+    assert found["max_context"] >= 2048
+    assert found["settings"]["context"] == found["max_context"]
     assert found["fits"] is True
 
 
@@ -83,7 +86,8 @@ def test_fp8_weights_take_a_byte_each_and_an_fp8_checkpoint_is_planned_so(tmp_pa
     stored = named_config("qwen3-4b") | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(stored))
     done = plan("--model", tmp_path, *words)
-    assert "is stored in FP8" in done.stderr and json.loads(done.stdout)["rows"] == fp8["rows"]
+    assert "is stored in FP8" in done.stderr
+    assert json.loads(done.stdout)["rows"] == fp8["rows"]
     (tmp_path / "config.json").write_text(json.dumps(stored | {"quantization_config": {"quant_method": "gptq"}}))
     assert "is stored in GPTQ" in plan("--model", tmp_path, "--gpu", "h200").output
 

@@ -132,7 +132,8 @@ def test_every_holder_and_spelling_gives_the_same_messages(holder: str, column: 
     make, read = HOLDERS[holder]
     for call in (standardize_sharegpt, standardize_data_formats):
         found = read(call(make([{column: messages, "id": 1}, {column: messages[1:], "id": 2}])))
-        assert [row[column] for row in found] == [READ, READ[1:]] and [row["id"] for row in found] == [1, 2]
+        assert [row[column] for row in found] == [READ, READ[1:]]
+        assert [row["id"] for row in found] == [1, 2]
 
 
 def test_other_names_of_roles_can_be_given() -> None:

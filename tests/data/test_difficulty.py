@@ -76,7 +76,8 @@ def test_a_run_goes_on_if_every_row_rests(count: int) -> None:
     prompts = source(rows(count))
     for _ in range(20):
         visit(prompts, 3, lambda _: FAILED)
-    assert prompts.position <= 20 * 3 * (count + 1) and prompts.epoch < 120
+    assert prompts.position <= 20 * 3 * (count + 1)
+    assert prompts.epoch < 120
 
 
 def test_unusable_rows_do_not_make_resting_ones_wait() -> None:

@@ -46,7 +46,8 @@ def test_prompt_and_completion_are_never_merged_into_other_tokens() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     row = {"prompt": "What is the res", "completion": "ult?"}
     found = encoder().encode(row)
-    assert isinstance(found, Example) and found.ids == tokenizer.encode("What is the res")
+    assert isinstance(found, Example)
+    assert found.ids == tokenizer.encode("What is the res")
     assert found.completion_ids == [*tokenizer.encode("ult?"), tokenizer.eos_token_id]
     assert [*found.ids, *found.completion_ids[:-1]] != tokenizer.encode("What is the result?")
 
@@ -74,7 +75,8 @@ def test_a_row_fills_max_length_to_the_last_token_and_not_beyond() -> None:
     found = encoder().encode(row)
     assert isinstance(found, Example)
     total = len(found.ids) + len(found.completion_ids)
-    assert isinstance(encoder(total).encode(row), Example) and isinstance(encoder(total - 1).encode(row), str)
+    assert isinstance(encoder(total).encode(row), Example)
+    assert isinstance(encoder(total - 1).encode(row), str)
 
 
 def test_a_template_that_renders_the_prompt_differently_with_its_answer_is_refused() -> None:
@@ -87,4 +89,5 @@ def test_a_template_that_renders_the_prompt_differently_with_its_answer_is_refus
 def test_a_template_whose_turns_do_not_end_gets_the_end_token() -> None:
     template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     found = encoder(template=template).encode({"prompt": question("a"), "completion": "b"})
-    assert isinstance(found, Example) and encoder().tokenizer.decode(found.completion_ids) == "b\n<|im_end|>"
+    assert isinstance(found, Example)
+    assert encoder().tokenizer.decode(found.completion_ids) == "b\n<|im_end|>"

@@ -105,7 +105,8 @@ def test_a_chat_is_rendered_for_the_assistants_turn(tokenizer: PreTrainedTokeniz
     assert prompt.text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert tokenizer.decode(prompt.ids) == prompt.text and prompt.row == {"prompt": CHAT, "answer": "4"}
+    assert tokenizer.decode(prompt.ids) == prompt.text
+    assert prompt.row == {"prompt": CHAT, "answer": "4"}
     length = len(prompt.ids)  # the longest that is allowed is kept, and one token more is not
     assert isinstance(PromptEncoder(tokenizer, length).encode({"prompt": CHAT}), Prompt)
     assert PromptEncoder(tokenizer, length - 1).encode({"prompt": CHAT}) == f"prompt longer than {length - 1} tokens"

@@ -83,7 +83,8 @@ def test_the_test_is_the_same_each_time_and_a_smaller_one_is_its_beginning(tmp_p
     whole = asked(OwnData(path, make_row).test(100))
     assert asked(OwnData(path, make_row).test(5)) == whole[:5]
     exam = OwnData(path, make_row).exam(len, max_tokens=7)
-    assert asked(exam.problems(5, 99, None)) == whole[:5] and (exam.max_tokens, exam.takes_source) == (7, True)
+    assert asked(exam.problems(5, 99, None)) == whole[:5]
+    assert (exam.max_tokens, exam.takes_source) == (7, True)
     other = exam.problems(3, 0, str(write(tmp_path / "other.jsonl", some(4, 500))))
     assert asked(other) == [row["question"] for row in some(3, 500)]
 

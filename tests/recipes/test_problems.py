@@ -36,7 +36,8 @@ def test_problems_are_distinct_and_no_test_problem_is_trained_on(make: Callable[
 def test_a_seed_repeats_its_problems_and_leaves_the_global_random_state_alone(make: Callable[..., Dataset]) -> None:
     state = random.getstate()
     rows = make("train", 50, 1).to_list()
-    assert make("train", 20, 1).to_list() == rows[:20] and make("train", 50, 2).to_list() != rows
+    assert make("train", 20, 1).to_list() == rows[:20]
+    assert make("train", 50, 2).to_list() != rows
     assert random.getstate() == state
 
 

@@ -85,7 +85,8 @@ def test_by_itself_it_does_the_same_as_under_run(
     code, _, errors = alone()
     assert code == 1
     assert errors.splitlines()[0] == "Traceback (most recent call last):"
-    assert errors.splitlines()[-1] == "KeyError: 'lost'" and "recipe_file.py" not in errors
+    assert errors.splitlines()[-1] == "KeyError: 'lost'"
+    assert "recipe_file.py" not in errors
     assert alone("wrod=hi") == (2, "", "Error: no option 'wrod'; did you mean word?\n")
     code, _, errors = alone("word=bad")
     assert code == 1
@@ -101,9 +102,12 @@ def test_by_itself_it_does_the_same_as_under_run(
 ])
 def test_an_error_in_the_file_is_shown_from_that_file_on(body: str, last: str) -> None:
     done = run(recipe(body))
-    assert done.exit_code == 1 and last in done.output.splitlines()[-1]
-    assert "mine.py" in done.output and "recipe_file.py" not in done.output
-    assert "by_name.py" not in done.output and "click" not in done.output
+    assert done.exit_code == 1
+    assert last in done.output.splitlines()[-1]
+    assert "mine.py" in done.output
+    assert "recipe_file.py" not in done.output
+    assert "by_name.py" not in done.output
+    assert "click" not in done.output
 
 
 def test_a_reward_function_that_fails_shows_its_own_line_and_what_it_means() -> None:
@@ -116,7 +120,8 @@ def run(options):
     RewardScorer([broken]).score(prompts=["?"], completions=["a"], completion_ids=[[1]], columns={},
                                  trainer_state=None)
 """))
-    assert done.exit_code == 1 and 'return [kwargs["grade"] for _ in completions]' in done.output
+    assert done.exit_code == 1
+    assert 'return [kwargs["grade"] for _ in completions]' in done.output
     assert done.output.strip().splitlines()[-1].startswith("Error: ")
     assert "broken" in done.output.strip().splitlines()[-1]
 
@@ -132,7 +137,8 @@ def test_what_is_no_recipe_is_told_what_it_lacks(name: str, content: str | None,
     if content is not None:
         Path(name).write_text(content)
     done = run(name)
-    assert done.exit_code == 1 and message in " ".join(done.output.split())
+    assert done.exit_code == 1
+    assert message in " ".join(done.output.split())
     assert "Traceback" not in done.output
 
 

@@ -108,7 +108,8 @@ def assert_continues(tmp_path: Path, make: Optimizers, dtype: torch.dtype, **lor
     losses = [first.step() for _ in range(3)]
     second = training(2, make, dtype, **lora)
     second.step()
-    assert second.load(folder) == STATE and [second.step() for _ in range(3)] == losses
+    assert second.load(folder) == STATE
+    assert [second.step() for _ in range(3)] == losses
     assert_identical(first, second)
 
 
@@ -372,7 +373,8 @@ def test_leftovers_of_a_process_with_the_same_id_do_not_block_saving(tmp_path: P
 def test_pruning_keeps_the_best_the_newest_and_the_last_good(tmp_path: Path) -> None:
     run = training(1)
     folders = [run.save(tmp_path, step) for step in (2, 9, 10, 30, 100)]
-    assert checkpoint.list_checkpoints(tmp_path) == folders and checkpoint.prune(tmp_path, None, set()) == []
+    assert checkpoint.list_checkpoints(tmp_path) == folders
+    assert checkpoint.prune(tmp_path, None, set()) == []
     assert checkpoint.prune(tmp_path, 4, {folders[0]}) == []
     assert checkpoint.prune(tmp_path, 3, {folders[0]}) == [folders[1]]
     truncate(folders[3] / "state.json")

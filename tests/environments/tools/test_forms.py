@@ -97,7 +97,8 @@ def test_an_unknown_form_is_read_by_the_tokenizers_response_template(
     parser = parser_of(tokenizer, [SCHEMA], None, {})
     whole = ToolCallTemplate(tokenizer, {}).call()
     ids = tokenizer.encode(whole.removeprefix(ToolCallTemplate(tokenizer, {}).prompt().rpartition("?")[2]))
-    assert parser.read(ids, "").calls == [CALL] and parser.read([], "It is warm.").content == "It is warm."
+    assert parser.read(ids, "").calls == [CALL]
+    assert parser.read([], "It is warm.").content == "It is warm."
     found = parser.read(tokenizer.encode(broken), "as decoded")
     assert (found.calls, found.content, len(found.errors)) == ([], "as decoded", 1)
     assert "look_up_weather" in found.errors[0] and "Write it like this" in found.errors[0]

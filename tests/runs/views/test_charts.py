@@ -9,7 +9,8 @@ def test_each_run_has_its_first_line_under_its_name_and_keeps_its_place() -> Non
             "c": figures([{"step": 7, "kl": 0.5}])}
     charts = {chart.title: chart for chart in comparison(runs)}
     assert [(line.name, len(line.points)) for line in charts["Reward"].lines] == [("a", 2), ("b", 3), ("c", 0)]
-    assert charts["KL divergence"].lines[2].points == [(7, 0.5)] and "Where the time goes" not in charts
+    assert charts["KL divergence"].lines[2].points == [(7, 0.5)]
+    assert "Where the time goes" not in charts
     assert all(len(chart.to_dict(100)["lines"]) == 3 for chart in charts.values())
 
 
