@@ -164,9 +164,14 @@ def model_type_of(config: Any) -> str:
     return str(config.get_text_config().model_type)
 
 
+def fields_of(config: Any) -> Mapping[str, Any]:
+    """Return the fields of a transformers config; a mapping, as of a config.json, is returned as it is."""
+    return config if isinstance(config, Mapping) else config.to_dict()
+
+
 def has_experts(config: Any) -> bool:
     """Return whether a config, or a config.json's fields, describes a mixture of more than one expert."""
-    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    fields = fields_of(config)
     fields = fields.get("text_config") or fields
     return any((fields.get(name) or 1) > 1 for name in EXPERTS)
 
@@ -192,7 +197,7 @@ def check_family(config: Any, name: str) -> str | None:
 
 def check_images(config: Any, name: str) -> None:
     """Raise ValueError for an image model that has no causal language model."""
-    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    fields = fields_of(config)
     kind = str(fields.get("model_type"))
     if fields.get("vision_config") and kind not in TEXT_NAMES and kind not in WHOLE_KINDS:
         label = next(iter(fields.get("architectures") or [kind]))

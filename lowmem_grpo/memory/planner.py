@@ -4,6 +4,7 @@ The sizes of weights and adapters are exact. Those of a training step follow the
 measured step. Those of the rollout engine and of the driver are estimates and marked as such.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.cards import Device, in_8_bits
 from lowmem_grpo.memory.layer_forms import BITS_16
-from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.named_configs import named_config, named_shapes
+from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, build, recorded
 from lowmem_grpo.memory.time_plan import faster_in_16_bit, training_seconds
@@ -174,11 +174,7 @@ def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> Memor
 
 def highest(most: int, fits: Callable[[int], bool]) -> int:
     """Return the highest number of at most `most` that fits, by binary search; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return most - bisect_left(range(most, 0, -1), True, key=fits)
 
 
 def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
@@ -247,8 +243,8 @@ def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
 
 def spreads(most: float, least: float) -> list[Step]:
     """Return the steps to spreads below `most`, down to `least`."""
-    return [("spread", spread, "less is laid side by side in attention, so that micro-batches of short completions "
-             "hold fewer") for spread in SPREADS if least <= spread < most]
+    why = "less is laid side by side in attention, so that micro-batches of short completions hold fewer"
+    return [("spread", spread, why) for spread in SPREADS if least <= spread < most]
 
 
 def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[Choice]:
@@ -273,15 +269,14 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
     """Return lines that say what would fit: an 8-bit KV cache, a shorter context, a smaller model, a larger card."""
     device, room = draft.device, size_text(draft.device.budget)
     context, models = longest(shape, asked, device), fitting_models(asked, device)
-    fixed = sum(row.train for row in draft.rows if row.name in FIXED)
-    alone = f"no context of it fits: weights and adapters alone take {size_text(fixed)} of {room}"
-    known = f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1] if models else ''}"
-    eight = "with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"
+    fixed = size_text(sum(row.train for row in draft.rows if row.name in FIXED))
     halved = may_be_halved(draft) and choose(shape, replace(asked, kv_cache_dtype="fp8"), device).fits
     return [
-        *([eight] if halved else []),
-        f"the longest context of this model that fits {room} is {context:,} tokens" if context else alone,
-        known if models else f"none of the known models fits {room} at {asked.context:,} tokens",
+        *(["with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"] * halved),
+        f"the longest context of this model that fits {room} is {context:,} tokens" if context else
+        f"no context of it fits: weights and adapters alone take {fixed} of {room}",
+        f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1]}" if models else
+        f"none of the known models fits {room} at {asked.context:,} tokens",
         f"a card with {size_text(draft.peak)} free would do",
     ]
 
@@ -295,6 +290,6 @@ def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
 def fitting_models(asked: RunSettings, device: Device) -> list[str]:
     """Return the known models that fit with these settings, smallest first."""
     shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
-    fitting = {name: shape for name, shape in shapes.items() if shape.has_form(asked.form)
-               and asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
-    return sorted(fitting, key=lambda name: fitting[name].linear_weights)
+    return sorted((name for name, shape in shapes.items() if shape.has_form(asked.form)
+                   and asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits),
+                  key=lambda name: shapes[name].linear_weights)

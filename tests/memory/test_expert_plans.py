@@ -13,8 +13,7 @@ from bench.memory import weigh
 from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.layer_forms import ExpertForm
-from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.rows import build

@@ -13,8 +13,7 @@ from tables import every_row, not_refused
 from bench.memory import weigh
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.cutting import prompts_once, token_rows
-from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.named_configs import named_config, named_shapes, shape_name
+from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes, shape_name
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import EASE, chosen_for_rollout, max_context, plan
 from lowmem_grpo.memory.rows import build

@@ -13,15 +13,13 @@ from bench.loop import calibrate_time
 from lowmem_grpo.kernels.few_rows import decode_launch, narrow_launch, taken_rows
 from lowmem_grpo.memory.cards import CARDS, SPEEDS, card_of, device
 from lowmem_grpo.memory.layer_forms import DECODE_INSTRUCTIONS, block_outputs
-from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.time_plan import (
     CALIBRATION,
     StepTime,
     TimePlan,
-    calibration,
     faster_in_16_bit,
     micro_batches,
     plan_time,
@@ -329,7 +327,6 @@ def test_planning_time_needs_no_torch() -> None:
 
 def test_the_committed_rows_are_what_plans_are_calibrated_by() -> None:
     assert calibrate_time.factors(calibrate_time.rows()) == CALIBRATION
-    assert calibration("h200", "generate") == CALIBRATION.get("h200", {}).get("generate", 1.0)
 
 
 def test_the_newest_row_of_a_card_says_what_planned_seconds_are_multiplied_with() -> None:

@@ -145,7 +145,8 @@ class ActivationOffload:
         self.device = device_of(model) if isinstance(model, nn.Module) else model
         if copies is None and self.device.type == "cuda":
             copies = StreamCopies(self.device)
-        self.store = None if copies is None else HostStore(self.device, copies, page_bytes)
+        self.offloads = copies is not None  # False on the CPU
+        self.store = HostStore(self.device, copies or Copies(), page_bytes)
         self.min_bytes = min_bytes
         self.weights: set[int] = set()  # see `storage_ids`
         self.entered: list[saved_tensors_hooks] = []
@@ -154,7 +155,7 @@ class ActivationOffload:
         self.inside = False  # True in the forward pass of a kept layer
 
     def __enter__(self) -> "ActivationOffload":
-        if self.store is not None:
+        if self.offloads:
             self.weights = storage_ids(self.model)
             self.store.start_backward()
             self.entered.append(saved_tensors_hooks(self.pack, self.unpack))
@@ -163,7 +164,7 @@ class ActivationOffload:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.store is not None:
+        if self.offloads:
             self.entered.pop().__exit__(*error)
             while self.hooks:
                 self.hooks.pop().remove()
@@ -172,45 +173,35 @@ class ActivationOffload:
         """Note when the forward pass is inside of a kept layer, until this context ends."""
         self.inside = False
         for layer in self.kept:
-            self.hooks += [layer.register_forward_pre_hook(self.enter_kept),
-                           layer.register_forward_hook(self.leave_kept)]
-
-    def enter_kept(self, *_: object) -> None:
-        self.inside = True
-
-    def leave_kept(self, *_: object) -> None:
-        self.inside = False
+            self.hooks += [layer.register_forward_pre_hook(lambda *_: setattr(self, "inside", True)),
+                           layer.register_forward_hook(lambda *_: setattr(self, "inside", False))]
 
     def read_ahead(self, ahead: bool) -> None:
         """Set whether the next tensor is prefetched while another is in use, which hides its copy but takes memory."""
-        if self.store is not None:
-            self.store.ahead = ahead
+        self.store.ahead = ahead
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self.store is None else self.store.pool.bytes_in_use
+        return self.store.pool.bytes_in_use
 
     @property
     def host_bytes_peak(self) -> int:
         """The maximum of `host_bytes`; that much host memory is held until `release`."""
-        return 0 if self.store is None else self.store.pool.peak_bytes
+        return self.store.pool.peak_bytes
 
     def release(self) -> None:
         """Return the host pages that no graph needs to the system; the next forward pass allocates new ones."""
-        if self.store is not None:
-            self.store.pool.release()
+        self.store.pool.release()
 
     def pack(self, tensor: Tensor) -> Kept | Offloaded:
         """Return the object that the graph stores for `tensor`; never `tensor` itself, which may refer to the graph."""
-        if self.store is None or self.inside or not self.goes(tensor):
-            return Kept(tensor.detach(), tensor._version)
-        return self.store.put(tensor)
+        stays = self.inside or not self.goes(tensor)
+        return Kept(tensor.detach(), tensor._version) if stays else self.store.put(tensor)
 
     def unpack(self, packed: Kept | Offloaded) -> Tensor:
         """Return the saved tensor. RuntimeError if it was modified in place, which autograd does not check under hooks.
         """
         if isinstance(packed, Offloaded):
-            assert self.store is not None
             return self.store.get(packed)
         check_untouched(packed.tensor._version == packed.version, packed.tensor.size())
         return packed.tensor

@@ -27,8 +27,8 @@ class HostEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map ids (...) to (..., D) on their device. Without `knowing`, ids on a GPU are copied to the host, which
         synchronizes."""
-        known = self.known is not None and self.known.numel() == input_ids.numel()
-        ids = self.known.view(input_ids.shape) if self.known is not None and known else input_ids.to("cpu")
+        known = self.known if self.known is not None and self.known.numel() == input_ids.numel() else None
+        ids = input_ids.to("cpu") if known is None else known.view(input_ids.shape)
         if not input_ids.is_cuda:
             return self.scaled(F.embedding(ids, self.weight)).to(input_ids.device)
         # From torch's cache of pinned memory, which does not reuse it before the copy is done.
@@ -50,10 +50,9 @@ def embed_on_host(model: Any) -> int:
                          "which is needed on the device; nothing would be saved. Leave it out")
     if any(table.weight.requires_grad for table in moved):
         raise ValueError("offload_embedding=True: the input embedding is trained; only a frozen one can be on the host")
-    for owner in list(model.modules()):
-        for name, child in list(owner.named_children()):
-            if any(child is table for table in moved):
-                setattr(owner, name, HostEmbedding(child))
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if any(module is table for table in moved):
+            model.set_submodule(name, HostEmbedding(module))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return sum(int(table.weight.nbytes) for table in moved)
