@@ -62,9 +62,7 @@ class Device:
 
 def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
     """Return a card by name ("t4", "a100-40"), with a budget of 95%, or by size ("16GiB"), with a budget of 100%.
-
-    `gpu_memory_utilization` replaces that share. The ValueError for an unknown card lists cards with similar names.
-    """
+    `gpu_memory_utilization` replaces that share. The ValueError for an unknown card lists cards with similar names."""
     share = gpu_memory_utilization
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
@@ -84,9 +82,9 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
 
 
 def prefill_tokens(total: int, sequences: int = 1) -> int:
-    """Return the prompt tokens that vLLM prefills in one pass on a card of `total` bytes; at least one per sequence, as
-    vLLM requires. vLLM profiles its own default (8,192 or 16,384) beside the trainer's model, and small cards have no
-    room for both."""
+    """Return the prompt tokens that vLLM prefills per pass on a card of `total` bytes; one per sequence or more, as it
+    requires. vLLM profiles its own default (8,192 or 16,384) beside the trainer's model: small cards have no room for
+    both."""
     return max(next((tokens for limit, tokens in PREFILL if total < limit), LARGE_PREFILL), sequences)
 
 
@@ -104,8 +102,7 @@ def graph_rows(rows: int) -> int:
 
 
 def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
-    """Round a cache length up to the length of a CUDA graph: a multiple of `least`, or of a sixteenth of the next power
-    of 2 if that is more."""
+    """Round a cache length up to a CUDA graph's: in steps of `least`, or a sixteenth of the next power of 2 if more."""
     step = max(least, (1 << (width - 1).bit_length()) // 16)
     return -(-width // step) * step
 
@@ -174,8 +171,7 @@ def why_not_on_card(capability: tuple[int, int], flashinfer: bool) -> str | None
 
 
 def why_not_on_cpu(instructions: str) -> str | None:
-    """Return the reason why vLLM's CPU build cannot keep an 8-bit KV cache with these instructions (the CPU capability
-    that torch reports); None if it can."""
+    """Return why vLLM's CPU build has no 8-bit KV cache for torch's CPU capability `instructions`; None if it has."""
     if "AVX512" in instructions.upper():
         return None
     return f"on a CPU vLLM holds it so with AVX-512 only, and this one has {instructions}"

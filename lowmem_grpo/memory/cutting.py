@@ -81,8 +81,7 @@ def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Spa
 
 
 def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
-    """Yield groups by their longest completion with its prompt, and completions by length, longest first; the sort is
-    stable."""
+    """Yield groups by their longest completion with its prompt, and completions by length, longest first; stable."""
     filled = [[span for span in spans if span.sequences] for spans in groups]
     by_length = [sorted(spans, key=lambda span: span.length, reverse=True) for spans in filled if spans]
     for spans in sorted(by_length, key=lambda spans: spans[0].length, reverse=True):
@@ -107,8 +106,7 @@ def area(batch: list[Span]) -> int:
 
 
 def families(batch: list[Span]) -> list[list[int]]:
-    """Return, for each prompt, its packed tokens and those of each sequence that shares it. Only neighbours of one
-    group share a prompt."""
+    """Return each prompt's packed tokens and those of its sequences. Only a group's neighbours share a prompt."""
     by_prompt: list[list[int]] = []
     for _, spans in groupby(batch, key=lambda span: span.group):
         lengths: dict[Hashable, list[int]] = {}
@@ -120,8 +118,8 @@ def families(batch: list[Span]) -> list[list[int]]:
 
 
 def prompts_once(prompts: Prompts) -> bool:
-    """Return whether to compute prompts once, that is, whether the saved (query, key) pairs outweigh the extra calls;
-    a prompt with a single completion takes one call for both."""
+    """Return whether to compute prompts once: the (query, key) pairs that it saves must outweigh the extra calls. A
+    prompt with a single completion takes one call for both."""
     side_by_side = count_sequences(prompts) * widest(prompts) ** 2 // 2
     pairs = sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
     calls = sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
@@ -129,8 +127,7 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Return the token rows that attention holds beside the packed ones; copies of only keys and values count as a
-    fraction of a row."""
+    """Return the token rows that attention holds beside the packed ones; copied keys and values count in part."""
     if count_sequences(prompts) == 1:
         return 0
     if not prompts_once(prompts):

@@ -182,8 +182,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def check_family(config: Any, name: str) -> str | None:
-    """Return a warning if the model's family is not in `FAMILIES`, else None. ValueError for a refused family, and for
-    a multimodal model without a causal language model."""
+    """Return a warning if the model's family is not in `FAMILIES`, else None; ValueError if it cannot train here."""
     check_images(config, name)
     row, kind = family_of(config), model_type_of(config)
     if row is not None and row.refused:

@@ -43,8 +43,7 @@ class Linear:
         return self.taken * self.rows * self.columns
 
     def bytes_in(self, form: str) -> int:
-        """Return the bytes in one of FORMS: doubly quantized NF4, FP8 with a scale per row or 128 x 128 block, 16 bit.
-        """
+        """Return the bytes in one of FORMS; FP8 has a scale for each row, or for each block of 128 x 128."""
         scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
         if form != NF4:
             return self.weights + 4 * scales[form] if form in scales else 2 * self.weights

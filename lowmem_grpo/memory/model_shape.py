@@ -169,8 +169,7 @@ class ModelShape:
         return self.experts is None or form not in (layer_forms.FP8, layer_forms.FP8_BLOCK)
 
     def weight_bytes(self, form: str) -> int:
-        """Return the bytes of all layers and norms with linear weights in this form, without embeddings. ValueError for
-        experts in FP8."""
+        """Return the bytes of all layers and norms in this form, without embeddings. ValueError for experts in FP8."""
         if not self.has_form(form):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
@@ -193,14 +192,12 @@ class ModelShape:
         return hidden + 2 * heads[self.family.attention.norm]
 
     def per_layer_bytes(self, form: str) -> int:
-        """Return the bytes of the per-layer embeddings' projection, norm and two scales, without their table; 0 if the
-        model has none."""
+        """Return the bytes of the per-layer embeddings without their table: projection, norm, two scales; or 0."""
         projection = Linear("per_layer_model_projection", self.layers * self.per_layer, self.hidden)
         return projection.bytes_in(form) + 2 * self.per_layer + 2 * 2 if self.per_layer else 0
 
     def groups(self) -> list[list[Linear]]:
-        """Return the linears of a layer in groups, which the loader makes adjacent in NF4 to dequantize them in one
-        call."""
+        """Return a layer's linears in groups that are adjacent in NF4, so that one call dequantizes a whole group."""
         linears = {linear.name: linear for linear in self.linears()}
         form, groups = self.family, [[linear] for name, linear in linears.items() if name.startswith("per_layer")]
         delta = families.DELTA_IN, (families.DELTA_OUT,)

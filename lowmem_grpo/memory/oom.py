@@ -55,8 +55,7 @@ class OutOfMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation, on the card or on the host. Other errors may mention memory too.
-    """
+    """Return whether an error is a failed allocation on the card or the host. Other errors may mention memory too."""
     if isinstance(error, MemoryExhaustedError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -136,8 +135,7 @@ def smaller(limit: int, divisible: Iterable[int]) -> int | None:
 
 @dataclass
 class MemoryAdvice:
-    """The advice shown when memory runs out: `settings` lists for each phase the helpful settings, best first; `plan`
-    may be set later."""
+    """The advice shown when memory runs out: each phase's helpful `settings`, best first. `plan` may come later."""
 
     settings: dict[str, list[str]] = field(default_factory=dict)
     plan: MemoryPlan | None = None
@@ -191,8 +189,7 @@ class BatchLimit:
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
-        """Count a shortage and set the new limit, or free spare memory instead if there is any. MemoryExhaustedError if
-        the limit is None."""
+        """Count a shortage; free spare memory if any, else set the limit (None: raise MemoryExhaustedError)."""
         if self.spare is not None:
             self.spare()
             self.spare = None

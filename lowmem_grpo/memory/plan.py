@@ -1,5 +1,4 @@
-"""The parts of a plan: settings that determine memory, the work of a step, rows of bytes, and choices with the bytes
-they save."""
+"""The parts of a plan: settings that determine memory, the work of a step, rows of bytes, and choices."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -89,11 +88,8 @@ class RunSettings:
 @dataclass(frozen=True)
 class Workload:
     """The work of a step: P prompts with G completions each. Lengths are in tokens; those of prompt and completion are
-    means.
-
-    Lengths of completions are assumed to follow a Beta(1, k) distribution scaled to the longest, L, with mean m:
-    k = L / m - 1.
-    """
+    means. Completions' lengths are assumed to follow a Beta(1, k) distribution scaled to the longest, L: with mean m, k
+    = L / m - 1."""
 
     prompts: int
     generations: int
@@ -118,8 +114,7 @@ class Workload:
         cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
         completion_length: int | None = None, longest: int | None = None,
     ) -> "Workload":
-        """Return the work that fits a context; lengths left out are shares of it, as in GSM8K. ValueError if prompt and
-        completion do not fit."""
+        """Return the work that fits a context, or raise ValueError; lengths left out are shares of it, as in GSM8K."""
         share = int(context * PROMPT_SHARE)
         prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
         limit = max(1, min(context - share, context - prompt)) if longest is None else longest
@@ -223,8 +218,7 @@ class MemoryPlan:
         return len(cut(groups, self.limits))
 
     def short_of(self, share: float = 1.0) -> list[str]:
-        """Return which of "train", "rollout" and "host" lack memory; "train" with a share of the budget, and "rollout"
-        also if the KV cache has no room for a whole group."""
+        """Return which of "train" (within a share), "rollout" (with a whole group's cache) and "host" lack memory."""
         crowded = self.concurrent_sequences < self.settings.num_generations or self.rollout > self.device.budget
         short = {"train": self.train > share * self.device.budget, "rollout": crowded,
                  "host": self.settings.host_bytes is not None and self.host > self.settings.host_bytes}

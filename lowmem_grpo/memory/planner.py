@@ -40,11 +40,9 @@ FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
 
 def plan(model_config: Any, run_config: RunSettings, device: Device, model: str = "") -> MemoryPlan:
-    """Return the plan of a run on a device, with every open setting chosen so that the run fits, if possible.
-
-    `model_config` holds a config.json's fields, or is a transformers config. If a plan does not fit (`fits`), its
-    `advice` says what would. ValueError if the context is longer than the model's.
-    """
+    """Return the plan of a run on a device, with every open setting chosen so that the run fits, if possible. If it
+    does not (`fits`), `advice` says what would. `model_config` holds a config.json's fields, or is a transformers
+    config. ValueError if the context is longer than the model's."""
     shape = ModelShape.from_config(model_config)
     if shape.context is not None and run_config.context > shape.context:
         raise ValueError(f"context is {run_config.context}; this model's is {shape.context} at most")
@@ -70,15 +68,13 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
 
 
 def worth(draft: MemoryPlan) -> tuple[Any, ...]:
-    """Return the key by which the better of two plans is chosen; `max` takes the first, with larger micro-batches, if
-    they are equal."""
+    """Return the key by which `max` takes the better plan, or the first of equals, with larger micro-batches."""
     settings = draft.settings
     return (draft.fits, draft.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
 
 
 def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
-    """Return a plan with the fastest settings, then with slower ones, one by one, as long as they lower a peak that is
-    too high."""
+    """Return a plan with the fastest settings, and slower ones, one by one, while they lower a peak too high."""
     draft = build(shape, generous(asked, device), device)
     choices: dict[str, Choice] = {}
     for steps, share in ((sizes(asked, device), EASE), (steps_down(asked, device), 1.0)):
@@ -106,8 +102,7 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with a whole micro-batch in one MLP tile if there is room: with tiles, an H100 waits for the
-    host."""
+    """Return the plan with a micro-batch in one MLP tile if there is room: with tiles, an H100 waits for the host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -116,8 +111,8 @@ def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> Me
 
 
 def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """Return the plan in which our own engine keeps its KV cache, and so its CUDA graphs and any weights in 16 bits,
-    while training, if there is room."""
+    """Return the plan in which our own engine keeps its KV cache, and with it CUDA graphs and weights in 16 bits, while
+    training, if there is room."""
     if draft.settings.engine == "vllm" or not recorded(shape):
         return draft
     kept = changed(shape, draft, "sleeps", False, LASTING)
@@ -151,8 +146,7 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
 
 
 def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:
-    """Yield plans with as many layers kept as there is room for: with narrower and, on a known card, with smaller
-    micro-batches, until one keeps all."""
+    """Yield plans that keep as many layers as have room, with ever smaller micro-batches, until one keeps all."""
     settings, wide = draft.settings, draft.settings.spread or 0.0
     most = settings.max_tokens or settings.context  # the user's may be below the context
     smaller = [most >> halved for halved in (1, 2, 3)] if known and asked.max_tokens is None else []
@@ -232,8 +226,7 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
-    """Return steps from `most` of the longest sequences in a micro-batch down to `least`, each by at most an eighth or
-    by one."""
+    """Return steps from `most` of the longest sequences in a micro-batch to `least`, by an eighth or one each."""
     steps, count = list[Step](), most
     while count > least:
         count = max(least, count - max(1, count // 8))

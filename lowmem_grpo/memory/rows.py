@@ -63,8 +63,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
 
 
 def recorded(shape: ModelShape) -> bool:
-    """Return whether our own engine can record decode steps as CUDA graphs: not with delta nets, experts or layers that
-    share keys."""
+    """Return whether our own engine can record CUDA graphs: not with delta nets, experts or layers that share keys."""
     return not (shape.delta or shape.experts or shape.forms)
 
 

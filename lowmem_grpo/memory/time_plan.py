@@ -218,8 +218,7 @@ class StepTime:
         return products + attention + (passes if self.quantized else 1) * self.dequantize(self.linears)
 
     def attention(self, squared: float) -> float:
-        """Return the seconds of a layer's attention, forward, where `squared` is the sum of squared lengths; 0 for a
-        delta net, which compares no pairs of tokens."""
+        """Return the seconds of a layer's attention, forward, with the sum of `squared` lengths; 0 for a delta net."""
         return 0.0 if self.shape.delta else 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
@@ -247,8 +246,7 @@ class StepTime:
         return self.layer(linears, 1) + elementwise + attention, backward
 
     def layer(self, linears: list[Linear], lora: int) -> float:
-        """Return a layer's seconds for all tokens times these weights, which are dequantized for each tile, with `lora`
-        times the products of their LoRA."""
+        """Return a layer's seconds for these weights, dequantized per tile, with `lora` times their LoRA's products."""
         tile, mlp = self.settings.mlp_tile, [linear for linear in linears if linear.name in MLP]
         tiles = ceil(self.work.places / self.micro_batches / tile) if tile else 1
         seconds = self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)
@@ -307,8 +305,7 @@ def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
 
 
 def training_seconds(plan: MemoryPlan, shape: ModelShape) -> float:
-    """Return the seconds of a forward and a backward pass under a memory plan for a known card, over the completions of
-    one step, with lengths as in GSM8K."""
+    """Return the seconds of both training passes over a step's completions, of lengths as in GSM8K, on a known card."""
     settings = plan.settings
     completions = settings.completions_per_step or PROMPTS * settings.num_generations
     work = Workload.within(settings.context, -(-completions // settings.num_generations), settings.num_generations)

@@ -159,8 +159,7 @@ class StepShape:
         return self.whole_layers * (self.saved() + self.hidden) if self.whole_layers else self.saved()
 
     def mlp(self) -> Moment:
-        """Return the moment of an MLP's backward pass: gate, up and their shared gradient for a tile, or the experts'
-        workspace."""
+        """Return the moment of an MLP's backward pass: a tile's gate, up and shared gradient, or experts' workspace."""
         if self.model.experts is not None:
             grads = 2 * self.hidden
             return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles,

@@ -60,8 +60,7 @@ def in_rows(values: list[Any], width: int) -> list[list[Any]]:
 def judge(
     functions: list[Right], groups: list[RolloutGroup], episodes: bool = False
 ) -> tuple[list[bool | None], dict[str, float]]:
-    """Return the first function's verdicts (N,) on the rollouts (None where it returned None), and the mean value of
-    each other function, by name."""
+    """Return the first function's verdicts (N,), None where it gave None, and each other function's mean by name."""
     rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
     scorer = RewardScorer(rewards, episodes=episodes)
     scores = score_groups(scorer, groups, None)
@@ -101,8 +100,7 @@ class Evaluation:
         self.sampler, self.scoring = sampler, scoring
 
     def run(self, rows: Any, measure: Callable[[list[RolloutGroup]], dict[str, float]]) -> dict[str, float]:
-        """Return rewards, lengths and logged metrics on these rows, and the metrics that `measure` returns. Raise
-        DataError if no row can be used."""
+        """Return rewards, lengths, logged metrics and those of `measure` on these rows; DataError if none is usable."""
         encoded = [self.encoder.encode(rows[index]) for index in range(len(rows))]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
         if not prompts:

@@ -266,8 +266,7 @@ class EpisodeBatch:
             self.end_episode(episode, None)
 
     def end_episode(self, episode: Episode, pay: float | None) -> None:
-        """End an episode, and report its group if the group is complete. `pay`, the result of `get_reward`, is added to
-        the last turn's reward."""
+        """End an episode, and report its group if complete; `get_reward`'s `pay` goes to the last turn's reward."""
         if pay is not None and episode.turns:
             episode.turns[-1].reward = (episode.turns[-1].reward or 0.0) + pay
         self.ended[episode.key] = self.live.pop(episode.key)

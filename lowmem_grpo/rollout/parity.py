@@ -54,10 +54,10 @@ class ParityGate:
         clock: Clock | None = None, cache_dtype: str = AUTO, correction: bool | None = None,
     ) -> None:
         """`params` are the rollouts' sampling parameters, `every` is the number of optimizer steps between checks (0:
-        none), and `stride` the number of steps between two rollouts. `bound` None takes the dtype's bound in BOUNDS, or
-        in BOUNDS_8_BITS for an 8-bit `cache_dtype`. With such a cache, the first check also logs whether `correction`
-        corrects the difference. Truncated sampling is measured, but raises no error. `memory` limits micro-batches,
-        and `mismatch` receives the measured k3."""
+        none), and `stride` that between two rollouts. `bound` None takes the dtype's bound in BOUNDS, or in
+        BOUNDS_8_BITS for an 8-bit `cache_dtype`: the first check then also logs whether `correction` corrects the
+        difference. Truncated sampling is measured, but raises no error. `memory` limits micro-batches; `mismatch`
+        receives the measured k3."""
         self.policy, self.temperature, self.every = policy, params.temperature, every
         self.truncates = params.truncates
         self.cache_dtype, self.correction, self.advised = cache_dtype, correction, not in_8_bits(cache_dtype)
@@ -89,9 +89,8 @@ class ParityGate:
         self.mismatch.last_k3 = metrics.get("sampling/parity/k3", self.mismatch.last_k3)
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Return metrics over some groups; ParityError if the mean difference is above the bound. Tokens with NaN or
-        infinite log-probabilities are left out with a warning, because they do not show a sampler mismatch (see
-        trainer/nonfinite.py)."""
+        """Return metrics over some groups; ParityError if the mean difference is above the bound. NaN and infinite
+        log-probabilities show no sampler mismatch: they are left out with a warning (see trainer/nonfinite.py)."""
         sampled, recomputed, later = self.recompute(list(islice(groups, GROUPS)))
         finite = (sampled - recomputed).isfinite()
         if lost := int(finite.logical_not().sum()):
@@ -112,8 +111,7 @@ class ParityGate:
         return metrics
 
     def judge(self, difference: Tensor, later: Tensor) -> None:
-        """Raise ParityError if the mean difference (N,) exceeds the bound, over all tokens or over those of `later`
-        turns (N,)."""
+        """Raise ParityError if the mean difference (N,), of all tokens or of `later` turns (N,), exceeds the bound."""
         if self.truncates:
             return
         for whose, values in (("", difference), (" of later turns", difference[later])):

@@ -57,12 +57,12 @@ class RolloutFunction:
         finally:
             self.params = None
         prompt_ids, rollouts = self.checked(returned, len(rows))
+        for row, (rollout, ids) in enumerate(zip(rollouts, prompt_ids, strict=True)):
+            prompts[row // n].ids = prompt_ids[row // n * n]
+            rollout.splits = [] if ids == prompts[row // n].ids else [Split(0, ids)]
         groups = [rollouts[start : start + n] for start in range(0, len(rows), n)]
-        for index, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-            prompt.ids = prompt_ids[index * n]
-            for rollout, ids in zip(group, prompt_ids[index * n : index * n + n], strict=True):
-                rollout.splits = [] if ids == prompt.ids else [Split(0, ids)]
-            if on_group is not None:
+        if on_group is not None:
+            for index, group in enumerate(groups):
                 on_group(index, group)
         return groups
 
@@ -90,8 +90,7 @@ class RolloutFunction:
         return prompt_ids, rollouts
 
     def complete(self, prompts: list[Any], overrides: Mapping[str, Any], as_chat: bool | None) -> list[dict[str, Any]]:
-        """Return one completion of each prompt. Each call within a batch has a different seed, so that a repeated
-        prompt gets a new completion."""
+        """Return one completion of each prompt; each call of a batch has another seed, so repeated prompts differ."""
         self.calls += 1
         usual = self.params or self.trainer.args.sampling(None)
         part = "" if usual.part is None else f"-{usual.part[0]}"
@@ -125,8 +124,8 @@ def generate_rollout_completions(
 ) -> list[dict[str, Any]]:
     """Sample one completion of each prompt with the trainer's engine and the run's settings: TRL's helper for a
     `rollout_func`. A prompt is a rendered text, chat messages, or token ids, which continue a turn exactly.
-    `generation_overrides` are fields of SamplingParams. Returns `prompt_ids`, `completion_ids`, `logprobs` and `text`
-    of each."""
+    `generation_overrides` are fields of SamplingParams. Returns `prompt_ids`, `completion_ids`, `logprobs`, `text` of
+    each."""
     player = getattr(trainer, "player", None)
     if not isinstance(player, RolloutFunction):
         raise ValueError("generate_rollout_completions is for a trainer with a rollout_func: "
@@ -135,8 +134,7 @@ def generate_rollout_completions(
 
 
 def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
-    """Return the values of each key, one per row: a list as it is, any other value repeated. RolloutFuncError for a
-    missing key, or a list of the wrong length."""
+    """Return each key's values by row (no list: repeated); RolloutFuncError for missing keys and wrong lengths."""
     if not isinstance(returned, Mapping):
         raise RolloutFuncError(f"rollout_func returned a {type(returned).__name__}; it returns a dictionary with "
                                f"{', '.join(NEEDED)}, and may add env_mask and columns for the reward functions")
@@ -212,8 +210,7 @@ def same_length(name: str, row: int, values: Any, length: int) -> None:
 
 def finish_reason(ids: list[int], trained: list[bool], ends: set[int]) -> Any:
     """Return "length" if the policy drew the last token and this is no end token, else "stop"."""
-    last = max(place for place, drawn in enumerate(trained) if drawn)
-    return "stop" if last < len(ids) - 1 or ids[last] in ends else "length"
+    return "length" if trained[-1] and ids[-1] not in ends else "stop"
 
 
 def shown(value: Any) -> str:

@@ -58,8 +58,7 @@ class Sampler:
         self.said_padding = False  # True once the log says that ids without a text were sampled
 
     def renew(self) -> None:
-        """Request the model's engine again: a process can have only one vLLM engine, and another model may have closed
-        this one."""
+        """Request the model's engine again: a process has only one of vLLM, which another model may have closed."""
         if self.is_callers or self.engine.name != "vllm":
             return
         engine = self.model.engine(self.policy, self.tokenizer)
@@ -72,8 +71,7 @@ class Sampler:
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None,
         overlap: Overlap | None = None,
     ) -> list[RolloutGroup]:
-        """Return `params.n` unscored rollouts of each prompt. `on_group` or `overlap` gets each prompt's rollouts as
-        soon as they are finished."""
+        """Return `params.n` unscored rollouts of each prompt; `on_group` or `overlap` gets them prompt by prompt."""
         with self.clock.phase("generate"):
             self.renew()
             self.pace()  # discard the timings of other calls, such as `fast_generate`, since the last sampling
@@ -84,23 +82,19 @@ class Sampler:
             elif overlap is not None:
                 with overlap.beside():
                     completions = self.engine.generate(ids, params, overlap.on_group, overlap.meanwhile)
-            elif on_group is not None and self.tells():
-                completions = self.engine.generate(ids, params, on_group)
             else:
-                completions = self.engine.generate(ids, params)
+                told = [on_group] if on_group is not None and self.tells() else []
+                completions = self.engine.generate(ids, params, *told)
             self.engine.sleep()
         self.say_padding([rollout.completion_ids for each in completions for rollout in each])
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
     def say_padding(self, completions: list[list[int]]) -> None:
-        """Warn once if sampled ids have no token because they only pad the vocabulary. Such ids are trained on all the
-        same, because leaving them out would be off-policy."""
+        """Warn once of ids without a text, which only pad the vocabulary; leaving them out would be off-policy."""
         known = len(self.tokenizer)
-        if self.said_padding or all(max(ids, default=0) < known for ids in completions):
-            return
-        beyond = [token for ids in completions for token in ids
+        beyond = [token for ids in completions if max(ids, default=0) >= known for token in ids
                   if token >= known and self.tokenizer.convert_ids_to_tokens(token) is None]
-        if beyond:
+        if beyond and not self.said_padding:
             self.said_padding = True
             logger.warning(
                 "%d sampled tokens are ids without a text, %d among them: they pad the model's vocabulary, and the "
@@ -115,13 +109,10 @@ class Sampler:
 
     def tells(self) -> bool:
         """Return True if the engine can report finished groups; warn once if it cannot."""
-        if ON_GROUP in capabilities_of(self.engine):
-            return True
-        if not self.said:
-            logger.warning(
-                "the engine %s does not report finished groups (its capabilities lack on_group), so all "
-                "rewards are computed after sampling; score_while_sampling=False does so without this warning",
-                self.engine.name,
-            )
+        tells = ON_GROUP in capabilities_of(self.engine)
+        if not tells and not self.said:
             self.said = True
-        return False
+            logger.warning("the engine %s does not report finished groups (its capabilities lack on_group), so all "
+                           "rewards are computed after sampling; score_while_sampling=False does so without this "
+                           "warning", self.engine.name)
+        return tells

@@ -62,8 +62,7 @@ class Scoring:
         self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None,
         credit: EpisodeSettings | None = None,
     ) -> None:
-        """`settings` are the settings of advantages, `credit` the settings of credit per turn (None: no such credit).
-        Reward functions get `state`."""
+        """`settings` are those of advantages, `credit` those of credit per turn. Reward functions get `state`."""
         self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
         self.said_silent = False  # True once the log says that a completion got no reward from any function

@@ -25,8 +25,7 @@ MIN_BYTES = 2**20  # below this, a copy costs more than the memory is worth
 
 
 def checkpointing_mode(value: bool | str) -> bool | str:
-    """Return True, False, "offload" or "auto" for the user's value; ValueError, with the allowed values, for any other.
-    """
+    """Return True, False, "offload" or "auto" for the user's value; ValueError, with the allowed values, for others."""
     mode = ALIASES.get(value, value) if isinstance(value, str) else value
     if mode not in MODES:
         raise ValueError(
@@ -37,11 +36,9 @@ def checkpointing_mode(value: bool | str) -> bool | str:
 
 
 def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
-    """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`.
-
-    Layers save the random states for recomputation if the model has dropout now (see `drops`). ValueError if no layer
-    of the model supports checkpointing.
-    """
+    """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`. Layers
+    save the random states for recomputation if the model has dropout now (see `drops`). ValueError if no layer supports
+    it."""
     mode = checkpointing_mode(mode)
     if not mode:
         if hasattr(model, "gradient_checkpointing_disable"):
@@ -62,8 +59,7 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
 
 
 def drops(model: Any) -> bool:
-    """Return whether training a model draws random numbers, that is, a dropout module or a rate in its config is above
-    0. Otherwise layers need not save random states."""
+    """Return whether training draws random numbers: a dropout module, or a dropout rate in the config, is above 0."""
     rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
     rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
     return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -89,15 +85,14 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module is a layer with checkpointing on; whole models are not, as they have the flag whatever
-    their layers do."""
+    """Return whether a module is a layer with checkpointing on. A whole model is not, although it has the flag."""
     flag = bool(getattr(module, "gradient_checkpointing", False))
     return flag and not hasattr(module, "gradient_checkpointing_enable")
 
 
 def keep_last(model: nn.Module, count: int) -> list[nn.Module]:
-    """Let the last `count` checkpointed layers keep all that they compute; return them. Backward begins with these, so
-    their memory is free when the first layer is recomputed."""
+    """Let the last `count` checkpointed layers keep all that they compute; return them. Backward begins with these, and
+    so frees their memory before the first layer is recomputed."""
     layers = checkpointed_layers(model)
     kept = layers[max(0, len(layers) - count) :]
     for layer in kept:
@@ -114,11 +109,9 @@ def kept_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def offload_activations(model: nn.Module | torch.device, enabled: bool = True) -> AbstractContextManager:
-    """Return a context for forward passes that moves the tensors saved by checkpointed layers to pinned host memory.
-
-    With a device instead of a model, only nn.Parameters are recognised as weights. On the CPU nothing changes. A
-    trainer should keep one `ActivationOffload` and enter it repeatedly.
-    """
+    """Return a context for forward passes that moves the tensors saved by checkpointed layers to pinned host memory; on
+    the CPU it changes nothing. With a device instead of a model, only nn.Parameters are recognised as weights. A
+    trainer should keep one `ActivationOffload` and enter it repeatedly."""
     return ActivationOffload(model) if enabled else nullcontext()
 
 
@@ -131,11 +124,9 @@ class Kept:
 
 
 class ActivationOffload:
-    """A reusable context around forward passes, which offloads saved tensors; host pages are reused each time.
-
-    Backward may run inside or outside of it, in any order, twice, or never: pages become free when the graph drops the
-    tensor that they hold. `copies` replaces the CUDA side stream (for tests and fake tensors).
-    """
+    """A reusable context around forward passes, which offloads saved tensors; host pages are reused each time. Backward
+    may run inside or outside of it, in any order, twice, or never: pages become free when the graph drops their tensor.
+    `copies` replaces the CUDA side stream (for tests and fake tensors)."""
 
     def __init__(
         self, model: nn.Module | torch.device, copies: Copies | None = None, min_bytes: int = MIN_BYTES,
@@ -199,8 +190,7 @@ class ActivationOffload:
         return Kept(tensor.detach(), tensor._version) if stays else self.store.put(tensor)
 
     def unpack(self, packed: Kept | Offloaded) -> Tensor:
-        """Return the saved tensor. RuntimeError if it was modified in place, which autograd does not check under hooks.
-        """
+        """Return the saved tensor; RuntimeError if it was modified in place: under hooks, autograd does not check."""
         if isinstance(packed, Offloaded):
             return self.store.get(packed)
         check_untouched(packed.tensor._version == packed.version, packed.tensor.size())

@@ -25,8 +25,7 @@ class HostEmbedding(nn.Module):
         self.known: Tensor | None = None  # see `knowing`
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map ids (...) to (..., D) on their device. Without `knowing`, ids on a GPU are copied to the host, which
-        synchronizes."""
+        """Map ids (...) to (..., D) on their device. Without `knowing`, reading ids from a GPU synchronizes."""
         known = self.known if self.known is not None and self.known.numel() == input_ids.numel() else None
         ids = input_ids.to("cpu") if known is None else known.view(input_ids.shape)
         if not input_ids.is_cuda:
@@ -42,8 +41,8 @@ class HostEmbedding(nn.Module):
 
 
 def embed_on_host(model: Any) -> int:
-    """Move the model's embeddings to the host; return the bytes freed. ValueError if the only one is tied to the head,
-    or one is trained."""
+    """Move the model's embeddings to the host; return the bytes freed. ValueError if none can move or one is
+    trained."""
     moved = movable(model)
     if not moved:
         raise ValueError(f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, "
@@ -77,8 +76,7 @@ def on_host(model: Any) -> list[HostEmbedding]:
 
 @contextmanager
 def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterator[None]:
-    """Give the embeddings the ids (T,) of the next pass on the host within this context, which avoids a
-    synchronization."""
+    """Give the embeddings the next pass's ids (T,) on the host within this context, which avoids a synchronization."""
     for table in embeddings:
         table.known = host_ids
     try:

@@ -1,7 +1,5 @@
-"""Reusable pages of host memory, and the asynchronous copies to and from them. All pages have one size, so tensors of
-any length share them, and a run holds only as many as its largest micro-batch needs. Checks before a run tell whether
-the host has room for them.
-"""
+"""Reusable pages of host memory, the asynchronous copies to and from them, and a check that the host has room for them.
+All pages have one size: tensors of any length share them, and a run holds as many as its largest micro-batch needs."""
 
 import logging
 import platform
@@ -29,8 +27,7 @@ class Copies:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, pairs: Sequence[Pair]) -> Any:
-        """Copy each source to its target, ordered after all computation and copies so far; return a ticket for `wait`.
-        """
+        """Copy each source to its target, after all computation and copies so far; return a ticket for `wait`."""
         for target, source in pairs:
             target.copy_(source)
 
@@ -153,16 +150,14 @@ WSL_ADVICE = (
 
 
 def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the most host bytes that offloading holds for a micro-batch of `tokens`, in whole pages. Each layer input
-    has tokens * hidden_size elements of `dtype`; four more count for the tensors saved between the last layer and the
-    loss."""
+    """Return the most host bytes, in whole pages, that offloading holds for a micro-batch: an input (tokens,
+    hidden_size) of each layer, and four more for the tensors saved between the last layer and the loss."""
     layer_input = tokens * hidden_size * dtype.itemsize
     return (num_layers + TAIL) * -(-layer_input // PAGE_BYTES) * PAGE_BYTES
 
 
 def available_host_bytes() -> int | None:
-    """Return the bytes available without swapping: the system's, or a container's if fewer; None if unknown, as
-    outside Linux."""
+    """Return the bytes available without swapping, of the system or a container; None if unknown, as outside Linux."""
     known = [room for room in (system_room(MEMINFO), container_room(CGROUP)) if room is not None]
     return min(known, default=None)
 
@@ -176,8 +171,7 @@ def system_room(meminfo: Path) -> int | None:
 
 
 def container_room(cgroup: Path) -> int | None:
-    """Return the bytes that a control group may still allocate, counting its droppable file cache as free; None if it
-    has no limit."""
+    """Return the bytes that a control group may still allocate, droppable file cache included; None: no limit."""
     limit, used, details = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.is_file() and used.is_file() and details.is_file()) or limit.read_text().strip() == "max":
         return None
