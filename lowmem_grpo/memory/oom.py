@@ -210,10 +210,8 @@ class BatchLimit:
         """Count a shortage and raise MemoryExhaustedError, with the memory table and the settings that would help."""
         self.failures += 1
         raise MemoryExhaustedError(
-            f"out of memory in {what}, which cannot be made smaller: {shortage.words}\n"
-            f"Measured peak: {size_text(shortage.peak)}. {shortage.others and shortage.others + '. '}"
-            f"{self.advice.text(self.phase)}"
-        )
+            f"out of memory in {what}, which cannot be made smaller: {shortage.words}\nMeasured peak: "
+            f"{size_text(shortage.peak)}. {shortage.others and shortage.others + '. '}{self.advice.text(self.phase)}")
 
     def state(self) -> dict[str, int | None]:
         """Return the fields of the bound that are saved in a checkpoint."""

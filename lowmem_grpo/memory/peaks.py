@@ -22,10 +22,8 @@ from lowmem_grpo.memory.plan import MemoryPlan
 def peak_memory(device: torch.device) -> dict[str, Any]:
     """Return peak bytes so far: allocated and reserved on a card, the process's resident set on the CPU."""
     if device.type == "cuda":
-        return {
-            "memory/peak_bytes": torch.cuda.max_memory_allocated(device),
-            "memory/reserved_bytes": torch.cuda.max_memory_reserved(device),
-        }
+        return {"memory/peak_bytes": torch.cuda.max_memory_allocated(device),
+                "memory/reserved_bytes": torch.cuda.max_memory_reserved(device)}
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

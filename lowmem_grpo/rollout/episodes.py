@@ -38,6 +38,8 @@ CLOSING = 5.0  # seconds for environments to close when a batch is interrupted
 ALL_FAILED = 3  # a run ends after so many batches in a row whose episodes all fail; after 1 until an episode succeeds
 NAMED = 3  # failures per batch that are logged in full
 PACKAGE = str(Path(__file__).parents[1])
+EMPTY = ("reset returned nothing and the row has no prompt, so the policy reads an empty message of the user, as in "
+         "TRL; to give it a task let reset return a text, or give the rows a prompt")
 Failure = tuple[str, BaseException]  # (message, error)
 
 
@@ -52,7 +54,7 @@ class Episodes:
         self.worked = False  # True once an episode has succeeded
         self.failed_batches = 0  # consecutive batches in which all episodes failed
         self.shown: set[str] = set()  # tracebacks already logged
-        self.said_empty = False
+        self.said_empty = False  # True once EMPTY is logged
 
     def play(
         self, engine: Engine, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
@@ -75,13 +77,6 @@ class Episodes:
         self.name_failures(batch.failures)
         self.check_working([rollout for group in result for rollout in group], batch.failures)
         return result
-
-    def warn_of_empty_prompt(self) -> None:
-        """Warn once that the policy's first message is empty."""
-        if not self.said_empty:
-            self.said_empty = True
-            logger.warning("reset returned nothing and the row has no prompt, so the policy reads an empty message of "
-                           "the user, as in TRL; to give it a task let reset return a text, or give the rows a prompt")
 
     def name_failures(self, failures: list[Failure]) -> None:
         """Log the first failures of a batch, with the traceback in the user's code unless it was logged before."""
@@ -231,8 +226,9 @@ class EpisodeBatch:
             if job.result.asks is not None:
                 return self.ask(episode, job.result.asks, job.seconds)
             (episode.answered(job.result, job.seconds) if episode.turns else episode.open_prompt(job.result))
-            if episode.empty:
-                self.owner.warn_of_empty_prompt()
+            if episode.empty and not self.owner.said_empty:
+                self.owner.said_empty = True
+                logger.warning(EMPTY)
         except (RendererError, EnvironmentFailedError) as error:  # text that the template cannot render, or no text
             return self.fail(episode, error)
         if episode.ending == "context" and not episode.turns:

@@ -28,17 +28,14 @@ BOUNDS_8_BITS = {"fp8": 0.2, "fp8_e4m3": 0.2, "fp8_e5m2": 0.4}
 MASKED = 'vllm_importance_sampling_mode="token_mask" with vllm_importance_sampling_clip_min=0.5 and _clip_max=5'
 GROUPS = 4  # the most groups per check
 TOKENS_AT_ONCE = 4096  # per micro-batch
-CAUSES = (
-    "the adapter or the base weights changed outside the trainer (merged, moved, quantized again, another adapter "
-    "active); a temperature of vllm_sampling_params other than the run's; a version of the sampler whose attention or "
-    "rotary embedding differs from transformers' for this model; fp16 overflow. Try dtype=torch.bfloat16, then "
-    'fast_inference="transformers", whose sampler is the trainer\'s own model'
-)
-BETWEEN = (
-    "The first turns agree, so what differs is the tokens between turns: those that the engine saw are not those that "
-    "are trained (a newline of the chat template dropped or doubled, a cut turn without its end, a history that was "
-    'rendered anew). Try history="append", and another chat template; if it lasts, report it with the template'
-)
+CAUSES = ("the adapter or the base weights changed outside the trainer (merged, moved, quantized again, another "
+          "adapter active); a temperature of vllm_sampling_params other than the run's; a version of the sampler whose "
+          "attention or rotary embedding differs from transformers' for this model; fp16 overflow. Try "
+          "dtype=torch.bfloat16, then fast_inference=\"transformers\", whose sampler is the trainer's own model")
+BETWEEN = ("The first turns agree, so what differs is the tokens between turns: those that the engine saw are not "
+           "those that are trained (a newline of the chat template dropped or doubled, a cut turn without its end, a "
+           'history that was rendered anew). Try history="append", and another chat template; if it lasts, report it '
+           "with the template")
 
 
 class ParityError(RuntimeError):

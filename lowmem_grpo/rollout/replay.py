@@ -55,10 +55,8 @@ class ReplayBuffer:
         fit = [packed for packed in state if len(packed["rollouts"]) == num_generations
                and all(set(rollout["rewards"]) == set(names) for rollout in packed["rollouts"])]
         if len(fit) < len(state):
-            logger.warning(
-                "%d of %d groups kept for replay are left out: num_generations or the reward functions have changed",
-                len(state) - len(fit), len(state),
-            )
+            logger.warning("%d of %d groups kept for replay are left out: num_generations or the reward functions have "
+                           "changed", len(state) - len(fit), len(state))
         self.entries = tuple(unpack_group(packed, dataset[packed["row"]]) for packed in fit)
         self.offer([])  # the buffer may have become smaller
 
@@ -77,10 +75,8 @@ def by_spread(groups: Sequence[RolloutGroup]) -> list[int]:
 def as_sampled(group: RolloutGroup) -> RolloutGroup:
     """Return a copy of a group with new rollouts, without the fields that updates fill in."""
     return replace(group, rollouts=[
-        Rollout(completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
-                rewards=dict(rollout.rewards), **{name: getattr(rollout, name) for name in OF_ROLLOUT})
-        for rollout in group.rollouts
-    ])
+        Rollout(list(rollout.completion_ids), list(rollout.rollout_logprobs), rewards=dict(rollout.rewards),
+                **{name: getattr(rollout, name) for name in OF_ROLLOUT}) for rollout in group.rollouts])
 
 
 def usable(group: RolloutGroup) -> bool:
@@ -103,16 +99,13 @@ def unpack(kind: str, text: str) -> list[Any]:
 
 def pack_group(group: RolloutGroup) -> dict[str, Any]:
     """Return a kept group as JSON values, with its row as an index."""
-    return {
-        "row": group.row_index, "prompt": pack(INTEGERS, group.prompt_ids), "baseline": group.baseline,
-        "rollouts": [
-            {"ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
-             "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
-             "rewards": rollout.rewards, "reward": rollout.reward, **pack_routes(rollout, group.prompt_ids),
-             **pack_episode(rollout, group.prompt_ids)}
-            for rollout in group.rollouts
-        ],
-    }
+    rollouts = [
+        {"ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
+         "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
+         "rewards": rollout.rewards, "reward": rollout.reward, **pack_routes(rollout, group.prompt_ids),
+         **pack_episode(rollout, group.prompt_ids)} for rollout in group.rollouts]
+    return {"row": group.row_index, "prompt": pack(INTEGERS, group.prompt_ids), "baseline": group.baseline,
+            "rollouts": rollouts}
 
 
 def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:

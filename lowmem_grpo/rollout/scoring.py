@@ -136,11 +136,9 @@ class Scoring:
                            group.row | {"completion": rollout.text}, len(silent), len(rollouts))
         for name, count in scores.invalid.items():
             if count:
-                logger.warning(
-                    'reward %s gave NaN or infinity for %d completions: %s. For "no reward" a function returns None',
-                    name, count,
-                    "no step is made on their groups" if name in self.paying else "its weight is 0, so they count",
-                )
+                effect = "no step is made on their groups" if name in self.paying else "its weight is 0, so they count"
+                logger.warning('reward %s gave NaN or infinity for %d completions: %s. For "no reward" a function '
+                               "returns None", name, count, effect)
 
     def mark_unjudged(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
         """Mark groups in which a required function returned None; returns the count of such completions by function."""

@@ -28,10 +28,8 @@ def checkpointing_mode(value: bool | str) -> bool | str:
     """Return True, False, "offload" or "auto" for the user's value; ValueError, with the allowed values, for others."""
     mode = ALIASES.get(value, value) if isinstance(value, str) else value
     if mode not in MODES:
-        raise ValueError(
-            f'use_gradient_checkpointing is {value!r}; allowed are True, False, "offload", "auto" and its alias '
-            '"unsloth"'
-        )
+        raise ValueError(f"use_gradient_checkpointing is {value!r}; allowed are True, False, "
+                         '"offload", "auto" and its alias "unsloth"')
     return mode
 
 
@@ -50,11 +48,10 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
         # only keep it, and its gradient, on the device
         model.disable_input_require_grads()
     if not checkpointed_layers(model):
-        raise ValueError(
-            f"no layer of {type(model).__name__} takes gradient checkpointing; set use_gradient_checkpointing=False, "
-            "or derive its layers from transformers.modeling_layers.GradientCheckpointingLayer and set "
-            "supports_gradient_checkpointing = True in the model's class"
-        )
+        raise ValueError(f"no layer of {type(model).__name__} takes gradient checkpointing; set "
+                         "use_gradient_checkpointing=False, or derive its layers from transformers.modeling_layers."
+                         "GradientCheckpointingLayer and set supports_gradient_checkpointing = True in the model's "
+                         "class")
     return mode
 
 
