@@ -41,8 +41,6 @@ SAME = {"a100": "a100-40", "v100": "v100-16", "3060": "rtx3060", "3090": "rtx309
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib)")
 UNITS = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": MIB}
 DEFAULT_SHARE = 0.95  # usable share of a named card; a display or other programs take the rest
-
-
 PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # (bytes, tokens): vLLM's prefill tokens per pass on smaller cards
 LARGE_PREFILL = 8192  # on larger cards
 MASK_PLACES = 2**26  # elements of the attention mask in one prefill pass of the transformers engine

@@ -8,8 +8,7 @@ Attention computes the sequences of a micro-batch in one of two ways:
                    G P^2 pairs of a query and a key, and no padding, but more launches
 
 `Prompts` holds, for each prompt of a micro-batch, its packed tokens, P - 1, and those of each of its completions.
-With a sliding window, queries are taken in blocks, each against the preceding keys within the window.
-"""
+With a sliding window, queries are taken in blocks, each against the preceding keys within the window."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Recover when memory runs out: recognise the error, free the attempt's tensors, lower the batch, and show the user the
 plan's table, the row that was probably wrong, and settings that would help. `catch_oom` makes an attempt and returns an
-`OutOfMemory` instead of raising the error; each one lowers a `BatchLimit` for the rest of the run.
-"""
+`OutOfMemory` instead of raising the error; each one lowers a `BatchLimit` for the rest of the run."""
 
 import ctypes
 import gc

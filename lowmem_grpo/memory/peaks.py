@@ -2,8 +2,7 @@
 to compare with a plan. The last is torch's own count on a GPU, and on the CPU the sum of all live storages.
 
 `TorchDispatchMode` is torch's documented way to intercept operations, but its module has a private name. Only this file
-uses it. Checked with torch 2.13; tests/memory/test_peaks.py fails if it moves.
-"""
+uses it. Checked with torch 2.13; tests/memory/test_peaks.py fails if it moves."""
 
 import sys
 import weakref

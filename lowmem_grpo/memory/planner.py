@@ -1,8 +1,7 @@
 """Plan memory before a run: the bytes of each phase, and settings with which the run fits a card. Nothing is loaded.
 
 The sizes of weights and adapters are exact. Those of a training step follow the code, and tests compare them with a
-measured step. Those of the rollout engine and of the driver are estimates and marked as such.
-"""
+measured step. Those of the rollout engine and of the driver are estimates and marked as such."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator

@@ -57,8 +57,6 @@ CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 0.97, "train": 
 TAIL = 0.25  # decode steps belong to the tail while fewer than this share of the most sequences in a call still run
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 ATTENTION_IN, MLP = (*families.SPLIT, *families.FUSED), (*families.GATE_UP, *families.FUSED_GATE_UP, "down_proj")
-
-
 Stretch = tuple[float, int, int, float]  # decode steps, running rows, computed rows, mean tokens of a row
 
 

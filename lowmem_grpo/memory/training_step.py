@@ -2,8 +2,7 @@
 
 T packed tokens of a micro-batch, A padded tokens in attention, D hidden size, I inner size, R rows of an MLP tile; 16
 bits per number. A moment lists, by a plan's rows, the bytes alive beside weights, adapters, gradients and optimizer.
-The sizes follow the code, and tests compare them with measurements of a real step.
-"""
+The sizes follow the code, and tests compare them with measurements of a real step."""
 
 from dataclasses import dataclass
 

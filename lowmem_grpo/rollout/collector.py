@@ -31,8 +31,7 @@ class Collector:
     4. Groups without signal that are not replaced stay, so that every step has the same number of groups.
 
     A group has signal if a rollout that counts has a nonzero advantage. Advantages are computed over all groups of the
-    update, since some estimators look at the whole batch.
-    """
+    update, since some estimators look at the whole batch."""
 
     def __init__(
         self, strategies: StrategySettings, draws: Draws, source: PromptSource, state: TrainerState,

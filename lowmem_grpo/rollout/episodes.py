@@ -4,8 +4,7 @@
 
 Groups finish one by one, so that their rewards are computed while other episodes are played. If an environment fails,
 its episode is played once more with the same seeds; if it fails again, its rollout is left out of the step. A run in
-which all episodes fail ends.
-"""
+which all episodes fail ends."""
 
 import logging
 import math

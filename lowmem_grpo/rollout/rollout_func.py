@@ -6,8 +6,7 @@ optional. Every other key goes to the reward functions as a column.
 
 `rollout_of` makes a rollout of the turns that user code requested. A turn whose prompt begins with all tokens of an
 earlier sequence continues that sequence; any other turn begins a new sequence. All sequences share the rollout's
-reward, and a turn that occurs in several histories is trained once.
-"""
+reward, and a turn that occurs in several histories is trained once."""
 
 import copy
 import math

@@ -1,7 +1,6 @@
 """Look up embeddings on the host: a step needs only T rows of a matrix (V, D). For Llama-3.1-8B this saves 1.05 GB on
 the card and copies 8 KB per token. Gemma 4 has a second table of per-layer embeddings: 5.6 GB for its E4B, and 21 KB
-per token. A matrix that is also the output head is needed on the card anyway.
-"""
+per token. A matrix that is also the output head is needed on the card anyway."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
