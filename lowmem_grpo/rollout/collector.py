@@ -38,8 +38,8 @@ class Collector:
         objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate, overlap: Overlap | None = None,
     ) -> None:
         """`overlap`, if given, trains on complete groups while others are sampled."""
-        self.strategies, self.draws, self.source, self.state, self.objective = strategies, draws, source, state, objective
-        self.sampler, self.scoring, self.parity, self.overlap = sampler, scoring, parity, overlap
+        self.strategies, self.draws, self.source, self.objective = strategies, draws, source, objective
+        self.state, self.sampler, self.scoring, self.parity, self.overlap = state, sampler, scoring, parity, overlap
         self.replay = ReplayBuffer(strategies.replay_buffer_size, strategies.replay_max_age)
         self.reset_step()
 
