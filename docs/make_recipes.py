@@ -22,7 +22,7 @@ from typing import Any
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.families import family_of
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes import RECIPES

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.memory.cards import device
-    from lowmem_grpo.memory.named_configs import named_config
+    from lowmem_grpo.memory.model_shape import named_config
     from lowmem_grpo.memory.plan import RunSettings, Workload
     from lowmem_grpo.memory.planner import max_context, plan
     from lowmem_grpo.memory.time_plan import plan_time
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["RunSettings", "Workload", "device", "max_context", "named_config", "plan", "plan_time"]
 
 HOMES = {"RunSettings": "memory.plan", "Workload": "memory.plan", "device": "memory.cards",
-         "max_context": "memory.planner", "named_config": "memory.named_configs", "plan": "memory.planner",
+         "max_context": "memory.planner", "named_config": "memory.model_shape", "plan": "memory.planner",
          "plan_time": "memory.time_plan"}
 
 

@@ -21,7 +21,7 @@ from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
-from lowmem_grpo.memory.time_plan import calibration, plan_time
+from lowmem_grpo.memory.time_plan import CALIBRATION, plan_time
 
 PHASES = {"generate": ("generate",), "train": ("train", "optimizer")}  # a phase of the plan: the phases of a row
 
@@ -39,7 +39,7 @@ def planned(row: dict[str, Any], card: str) -> dict[str, float]:
     work = Workload(size.prompts, size.n, size.prompt_tokens, size.completion_tokens, size.completion_tokens)
     found = plan_time(plan(config, asked, cards.device(card)), ModelShape.from_config(config), work)
     seconds = {"generate": found.generate_seconds or 0.0, "train": found.train_seconds or 0.0}
-    return {phase: value / calibration(card, phase) for phase, value in seconds.items()}
+    return {phase: value / CALIBRATION.get(card, {}).get(phase, 1.0) for phase, value in seconds.items()}
 
 
 def factors(found: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:

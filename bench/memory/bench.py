@@ -26,7 +26,7 @@ PLANNED = "+ 8-bit optimizer"  # the stage that the planner predicts
 def planned(case: Case, budget: float | None) -> dict[str, int]:
     """Return what the planner predicts for the case, on a card of `budget` GiB or of 1 TiB."""
     from lowmem_grpo.memory.cards import device
-    from lowmem_grpo.memory.named_configs import named_config
+    from lowmem_grpo.memory.model_shape import named_config
     from lowmem_grpo.memory.plan import RunSettings
     from lowmem_grpo.memory.planner import plan
 
@@ -42,7 +42,7 @@ def planned(case: Case, budget: float | None) -> dict[str, int]:
 def bytes_of(case: Case, stage: str, device: str, gib: float | None) -> dict[str, Any]:
     """Return the bytes of a stage of a case: measured on a card with a limit of `gib`, else counted on fake tensors."""
     from bench.memory import on_card, weigh
-    from lowmem_grpo.memory.named_configs import named_config
+    from lowmem_grpo.memory.model_shape import named_config
 
     config, lengths, begin = named_config(case.shape), completion_lengths(case), time.perf_counter()
     if device == "cuda":

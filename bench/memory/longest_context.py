@@ -74,7 +74,7 @@ def tried(case: Case, device: str, gib: float) -> dict[str, Any]:
 @options.output("longest_context")
 def main(shape: str, device: str, gib: float, generations: int, trials: int, start: int | None, output: Path) -> None:
     """Find the longest context that fits. The exit code is 1 if none does."""
-    from lowmem_grpo.memory.named_configs import named_config
+    from lowmem_grpo.memory.model_shape import named_config
 
     common = machine() | {"run": run_now()}  # first: the commit it began with
     case = Case(shape, 0, generations)

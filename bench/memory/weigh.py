@@ -200,7 +200,7 @@ def weight_count(weight: Tensor) -> int:
 
 def main() -> None:
     """Print the peak of one sequence, and what was alive then."""
-    from lowmem_grpo.memory.named_configs import named_config
+    from lowmem_grpo.memory.model_shape import named_config
 
     name, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20480
     found = weigh(named_config(name), [tokens])

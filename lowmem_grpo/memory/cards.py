@@ -41,8 +41,6 @@ SAME = {"a100": "a100-40", "v100": "v100-16", "3060": "rtx3060", "3090": "rtx309
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib)")
 UNITS = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": MIB}
 DEFAULT_SHARE = 0.95  # usable share of a named card; a display or other programs take the rest
-
-
 PREFILL = ((18 * GIB, 2048), (26 * GIB, 4096))  # (bytes, tokens): vLLM's prefill tokens per pass on smaller cards
 LARGE_PREFILL = 8192  # on larger cards
 MASK_PLACES = 2**26  # elements of the attention mask in one prefill pass of the transformers engine
@@ -62,9 +60,7 @@ class Device:
 
 def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
     """Return a card by name ("t4", "a100-40"), with a budget of 95%, or by size ("16GiB"), with a budget of 100%.
-
-    `gpu_memory_utilization` replaces that share. The ValueError for an unknown card lists cards with similar names.
-    """
+    `gpu_memory_utilization` replaces that share. The ValueError for an unknown card lists cards with similar names."""
     share = gpu_memory_utilization
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")

@@ -1,7 +1,6 @@
 """The tested model families: the form of their layers, and which of them our modules replace. `FAMILIES` has one row
 for each, under the text config's `model_type` in transformers. A model of another family trains on transformers' own
-layers, if they can be packed. docs/families.md is generated from this table; tests/models/test_families.py tests it.
-"""
+layers, if they can be packed. docs/families.md is generated from this table; tests/models/test_families.py tests it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,9 +106,8 @@ FAMILIES: dict[str, Family] = {
                            attention=Attention("Gemma3Attention", norm="heads", window="layers")),
     "phi3": decoder("Phi-3, Phi-4", "Phi3", turns=("<|end|>", *IM), mlp=MLP("Phi3MLP", FUSED_GATE_UP),
                     attention=Attention("Phi3Attention", FUSED, window="config")),
-    "smollm3": decoder(
-        "SmolLM3", "SmolLM3", vllm=None, turns=IM,
-        attention=Attention("SmolLM3Attention", turns="use_rope", window="layers")),
+    "smollm3": decoder("SmolLM3", "SmolLM3", vllm=None, turns=IM,
+                       attention=Attention("SmolLM3Attention", turns="use_rope", window="layers")),
     "olmo2": decoder("OLMo 2", "Olmo2", vllm=None, norm=Norm("Olmo2RMSNorm", round_once=True),
                      attention=Attention("Olmo2Attention", norm="whole")),
     "olmo3": decoder("OLMo 3", "Olmo3", vllm=None, norm=Norm("Olmo3RMSNorm", round_once=True),
@@ -121,15 +119,12 @@ FAMILIES: dict[str, Family] = {
         "Ministral3Attention", stretched=True, window="config")),
     "gemma4_text": decoder(
         "Gemma 4 (text)", "Gemma4", norms=4, turns=("<|turn>", "<turn|>"), unlike_layers=True,
-        buffers=("layer_scalar",), mlp=MLP("Gemma4TextMLP"),
-        norm=Norm("Gemma4RMSNorm", "eps", round_once=True), attention=Attention(
-            "Gemma4TextAttention", norm="heads", window="layers", values_are_keys=True, lean=False),
-    ),
+        buffers=("layer_scalar",), mlp=MLP("Gemma4TextMLP"), norm=Norm("Gemma4RMSNorm", "eps", round_once=True),
+        attention=Attention("Gemma4TextAttention", norm="heads", window="layers", values_are_keys=True, lean=False)),
     "qwen3_5_text": decoder(
         "Qwen3.5, Qwen3.6, Qwen3.8 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0),
         attention=Attention("Qwen3_5Attention", norm="heads", turned=0.25, gated=True, lean=False),
-        delta_net="Qwen3_5GatedDeltaNet", only_bfloat16=True, turns=IM,
-    ),
+        delta_net="Qwen3_5GatedDeltaNet", only_bfloat16=True, turns=IM),
     "qwen3_moe": decoder("Qwen3-MoE", "Qwen3Moe", turns=IM, experts=ExpertBlock("Qwen3MoeSparseMoeBlock"),
                          attention=Attention("Qwen3MoeAttention", norm="heads", window="config")),
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
@@ -150,8 +145,6 @@ WHOLE_KINDS = ("gemma3", "gemma3n", "gemma4_unified", "git", "got_ocr2", "llama4
                "qwen3_5_moe", "qwen4_exp")
 IMAGES = ("{!r} is a model of images ({}), and images are not supported: only text is trained here. Take a text model, "
           "such as Qwen3 instead of Qwen3-VL, or one whose text part is loaded (docs/families.md): {}")
-
-
 MULTIPLIED = ("hyperclovax",)  # families whose `logits_scaling` multiplies the logits; in others it divides them
 NO_FLOAT16 = ("{} overflows in float16: the loss would be NaN. Take bfloat16 (dtype=torch.bfloat16, bf16=True), which "
               "cards of sm_80 and later compute in, or dtype=torch.float32 with load_in_4bit=True on an older one")
@@ -164,9 +157,14 @@ def model_type_of(config: Any) -> str:
     return str(config.get_text_config().model_type)
 
 
+def fields_of(config: Any) -> Mapping[str, Any]:
+    """Return the fields of a transformers config; a mapping, as of a config.json, is returned as it is."""
+    return config if isinstance(config, Mapping) else config.to_dict()
+
+
 def has_experts(config: Any) -> bool:
     """Return whether a config, or a config.json's fields, describes a mixture of more than one expert."""
-    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    fields = fields_of(config)
     fields = fields.get("text_config") or fields
     return any((fields.get(name) or 1) > 1 for name in EXPERTS)
 
@@ -192,7 +190,7 @@ def check_family(config: Any, name: str) -> str | None:
 
 def check_images(config: Any, name: str) -> None:
     """Raise ValueError for an image model that has no causal language model."""
-    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    fields = fields_of(config)
     kind = str(fields.get("model_type"))
     if fields.get("vision_config") and kind not in TEXT_NAMES and kind not in WHOLE_KINDS:
         label = next(iter(fields.get("architectures") or [kind]))

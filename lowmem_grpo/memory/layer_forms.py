@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_grpo.memory.families import EXPERTS
+from lowmem_grpo.memory.families import EXPERTS, Family
 
 FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # how weights are stored
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights per scale, and scales per nested scale
@@ -157,3 +157,11 @@ def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[st
         return {}
     heads = fields.get("num_global_key_value_heads") if fields.get("attention_k_eq_v") else None
     return {"head_dim": fields.get("global_head_dim") or GLOBAL_HEAD, "num_key_value_heads": heads}
+
+
+def turned_share(fields: Mapping[str, Any], row: Family) -> float:
+    """Return the share of a head that RoPE rotates; 1.0 if layers differ: their RoPE table spans the head."""
+    if row.unlike_layers:
+        return 1.0
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    return float(rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or row.attention.turned)

@@ -1,8 +1,14 @@
-"""The sizes in a model's config that determine its memory."""
+"""The sizes in a model's config that determine its memory, and the configs that ship with the package, found by the
+models' names on the hub."""
 
+import difflib
+import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.memory import families, layer_forms
@@ -13,6 +19,11 @@ PAGED_BLOCK = 16  # tokens in a block of vLLM's KV cache on a GPU
 NESTED_WEIGHTS = layer_forms.BLOCK * layer_forms.NESTED_BLOCK  # weights per nested scale
 PLAIN = families.decoder("a plain decoder", "")
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SHAPES = files("lowmem_grpo") / "assets" / "shapes"
+VARIANT = re.compile(r"(-(instruct|base|it|chat|unsloth|bnb|4bit|bf16|[0-9]{4}))+$")  # endings with the same shape
+NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-llama-3.3-70b": "llama-3.3-70b",
+             "olmo-3-7b-think": "olmo-3-7b", "ministral-3-8b-reasoning": "ministral-3-8b",
+             "qwen3.5-27b": "qwen3.6-27b", "qwen3.8-27b": "qwen3.6-27b"}  # same shape, other weights
 
 
 @dataclass(frozen=True)
@@ -44,14 +55,13 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
         """Read a config.json's fields, or a transformers config; ValueError for a model that cannot be planned."""
-        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-        tied = bool(fields.get("tie_word_embeddings", False))
-        fields = fields.get("text_config") or fields
+        whole = families.fields_of(config)
+        fields = whole.get("text_config") or whole
         missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]
         if missing:
             raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
         heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
-        row, mixed = family_named(kind), families.has_experts(fields)
+        row, mixed = families.FAMILIES.get(kind, PLAIN), families.has_experts(fields)
         if mixed and row.experts is None:
             raise ValueError(f"{kind} has several experts; of such models, plans are made for "
                              f"{families.with_experts()} only")
@@ -59,14 +69,13 @@ class ModelShape:
         shape = cls(
             fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
             fields.get("num_key_value_heads") or heads, fields.get("head_dim") or fields["hidden_size"] // heads,
-            fields["vocab_size"], tied or bool(fields.get("tie_word_embeddings", False)),
-            fields.get("max_position_embeddings"), kind,
-            bool(fields.get("attention_bias")) if bias is None else bias,
+            fields["vocab_size"], bool(whole.get("tie_word_embeddings") or fields.get("tie_word_embeddings")),
+            fields.get("max_position_embeddings"), kind, bool(fields.get("attention_bias")) if bias is None else bias,
             fields.get("sliding_window") if fields.get("use_sliding_window", True) else None, forms=forms,
             per_layer=fields.get("hidden_size_per_layer_input") or 0,
             per_layer_vocabulary=fields.get("vocab_size_per_layer_input") or 0,
-            turned=turned_share(fields, row), delta=DeltaForm.from_config(fields) if row.delta_net else None,
-            experts=ExpertForm.from_config(fields) if mixed else None,
+            turned=layer_forms.turned_share(fields, row), experts=ExpertForm.from_config(fields) if mixed else None,
+            delta=DeltaForm.from_config(fields) if row.delta_net else None,
         )
         if not forms:
             return shape
@@ -104,7 +113,7 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        return family_named(self.model_type)
+        return families.FAMILIES.get(self.model_type, PLAIN)
 
     @property
     def queries(self) -> int:
@@ -118,45 +127,42 @@ class ModelShape:
 
     def linears(self) -> Iterator[Linear]:
         """Yield each linear weight of a layer that can be quantized; `lora` marks those that get LoRA by default."""
-        bias, lora = self.attention_bias, self.family.experts is None  # with experts, only attention gets LoRA
+        attention, gate_up = self.family.attention, self.family.mlp.inner
         if self.delta is not None:
             sizes = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
             yield from (Linear(name, rows, self.hidden) for name, rows in zip(families.DELTA_IN, sizes, strict=True))
             yield Linear(families.DELTA_OUT, self.hidden, self.delta.values)
-        elif self.family.attention.inner == families.FUSED:
-            yield Linear("qkv_proj", self.queries + 2 * self.keys, self.hidden, bias)
         else:
-            yield Linear("q_proj", self.queries * (1 + self.family.attention.gated), self.hidden, bias)
-            if self.own_keys:
-                yield Linear("k_proj", self.keys, self.hidden, bias)
-            if self.own_keys and self.own_values:
-                yield Linear("v_proj", self.keys, self.hidden, bias)
-        if self.delta is None:
+            outputs = {"q_proj": self.queries * (1 + attention.gated), "k_proj": self.own_keys * self.keys,
+                       "v_proj": self.own_keys * self.own_values * self.keys,
+                       "qkv_proj": self.queries + 2 * self.keys}
+            yield from (Linear(name, outputs[name], self.hidden, self.attention_bias) for name in attention.inner
+                        if outputs[name])
             yield Linear("o_proj", self.hidden, self.queries)
         if self.experts is not None:
             many: dict[str, Any] = {"lora": False, "experts": self.experts.count, "taken": self.experts.taken}
             yield Linear("experts.gate_up_proj", 2 * self.experts.inner, self.hidden, **many)
             yield Linear("experts.down_proj", self.hidden, self.experts.inner, **many)
             return
-        if self.family.mlp.inner == families.FUSED_GATE_UP:
-            yield Linear("gate_up_proj", 2 * self.inner, self.hidden)
-        else:
-            yield Linear("gate_proj", self.inner, self.hidden, lora=lora)
-            yield Linear("up_proj", self.inner, self.hidden, lora=lora)
+        lora = self.family.experts is None  # with experts, only attention gets LoRA
+        yield from (Linear(name, 2 * self.inner // len(gate_up), self.hidden, lora=lora) for name in gate_up)
         yield Linear("down_proj", self.hidden, self.inner, lora=lora)
         if self.per_layer:
             yield Linear("per_layer_input_gate", self.per_layer, self.hidden, lora=False)
             yield Linear("per_layer_projection", self.hidden, self.per_layer, lora=False)
 
+    def all_linears(self) -> Iterator[tuple[int, Linear]]:
+        """Yield (number of layers, linear weight) for the linear weights of all layers."""
+        return ((count, linear) for count, shape in self.each() for linear in shape.linears())
+
     @property
     def linear_weights(self) -> int:
-        return sum(count * sum(linear.weights for linear in shape.linears()) for count, shape in self.each())
+        return sum(count * linear.weights for count, linear in self.all_linears())
 
     @property
     def sampler_weights(self) -> int:
         """The linear weights that the sampler may hold in 16 bits during sampling: all except experts."""
-        return sum(count * sum(linear.weights for linear in shape.linears() if linear.experts == 1)
-                   for count, shape in self.each())
+        return sum(count * linear.weights for count, linear in self.all_linears() if linear.experts == 1)
 
     def has_form(self, form: str) -> bool:
         """Return whether the model's weights can be held in this form: experts cannot in FP8."""
@@ -173,10 +179,9 @@ class ModelShape:
 
     def layer_bytes(self, form: str) -> int:
         """Return the bytes of one layer with its norms."""
-        linears = sum(linear.bytes_in(form) for linear in self.linears())
+        linears = sum(linear.bytes_in(form) + 2 * linear.bias * linear.rows for linear in self.linears())
         linears += self.offset_bytes() if form == layer_forms.NF4 else 0
-        biases = 2 * sum(linear.rows for linear in self.linears() if linear.bias)
-        return linears + biases + self.norm_bytes() + (2 * len(self.family.buffers))
+        return linears + self.norm_bytes() + 2 * len(self.family.buffers)
 
     def norm_bytes(self) -> int:
         """Return the bytes of a layer's norms (hidden size, queries and keys), its router and a delta net's extras."""
@@ -184,18 +189,14 @@ class ModelShape:
         hidden += 2 * self.experts.count * self.hidden if self.experts is not None else 0  # the router
         if self.delta is not None:
             return hidden + self.delta.weight_bytes
-        if self.family.attention.norm == "whole":
-            return hidden + 2 * (self.queries + self.keys)
-        return hidden + (2 * (1 + self.own_keys) * self.head_size if self.family.attention.norm else 0)
+        heads = {"": 0, "heads": (1 + self.own_keys) * self.head_size, "whole": self.queries + self.keys}
+        return hidden + 2 * heads[self.family.attention.norm]
 
     def per_layer_bytes(self, form: str) -> int:
         """Return the bytes of the per-layer embeddings' projection, norm and two scales, without their table; 0 if the
         model has none."""
-        if not self.per_layer:
-            return 0
-        width = self.layers * self.per_layer
-        projection = Linear("per_layer_model_projection", width, self.hidden)
-        return projection.bytes_in(form) + 2 * self.per_layer + 2 * 2
+        projection = Linear("per_layer_model_projection", self.layers * self.per_layer, self.hidden)
+        return projection.bytes_in(form) + 2 * self.per_layer + 2 * 2 if self.per_layer else 0
 
     def groups(self) -> list[list[Linear]]:
         """Return the linears of a layer in groups, which the loader makes adjacent in NF4 to dequantize them in one
@@ -227,9 +228,8 @@ class ModelShape:
 
     def lora_weights(self, rank: int, least: int = 0) -> int:
         """Return the number of LoRA weights of this rank, on all linears that get it, in tensors of `least` or more."""
-        sizes = (count * rank * side for count, shape in self.each() for linear in shape.linears() if linear.lora
-                 for side in (linear.rows, linear.columns) if rank * side >= least)
-        return sum(sizes)
+        return sum(count * rank * side for count, linear in self.all_linears() if linear.lora
+                   for side in (linear.rows, linear.columns) if rank * side >= least)
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Return the bytes of one sequence's keys and values, and of its states in layers without attention."""
@@ -259,13 +259,42 @@ class ModelShape:
         return block * -(-self.delta.state_bytes // (block * 2 * itemsize * self.keys))
 
 
-def turned_share(fields: Mapping[str, Any], row: Family) -> float:
-    """Return the share of a head that RoPE rotates; 1.0 if layers differ: their RoPE table spans the head."""
-    if row.unlike_layers:
-        return 1.0
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    return float(rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or row.attention.turned)
+def named_shapes() -> list[str]:
+    return sorted(entry.name.removesuffix(".json") for entry in SHAPES.iterdir())
 
 
-def family_named(model_type: str) -> Family:
-    return families.FAMILIES.get(model_type, PLAIN)
+def named_config(name: str) -> dict[str, Any]:
+    """Return the fields of a model's config.json, by its name here or on the hub, or by a folder or file. Case, owner,
+    and endings such as -Instruct are ignored. The ValueError for an unknown name lists similar ones."""
+    path = Path(name).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        return read_config(path / "config.json" if path.is_dir() else path)
+    short = shape_name(name)
+    if short is None:
+        close = difflib.get_close_matches(plain_name(name), named_shapes(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a "
+                         "config.json")
+    return json.loads((SHAPES / f"{short}.json").read_text())
+
+
+def shape_name(name: str) -> str | None:
+    """Return the name of the shipped config that a model's name stands for; None if there is none."""
+    plain = NAMESAKES.get(plain_name(name), plain_name(name))
+    return plain if plain in named_shapes() else None
+
+
+def plain_name(name: str) -> str:
+    """Return a model's name in lower case, without its owner and without endings that do not change the shape."""
+    return VARIANT.sub("", name.rpartition("/")[2].lower())
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json; ValueError if it cannot be read, with the reason."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as a model's config.json: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no object of fields; a model's config.json is needed")
+    return fields

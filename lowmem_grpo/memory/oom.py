@@ -1,7 +1,6 @@
 """Recover when memory runs out: recognise the error, free the attempt's tensors, lower the batch, and show the user the
 plan's table, the row that was probably wrong, and settings that would help. `catch_oom` makes an attempt and returns an
-`OutOfMemory` instead of raising the error; each one lowers a `BatchLimit` for the rest of the run.
-"""
+`OutOfMemory` instead of raising the error; each one lowers a `BatchLimit` for the rest of the run."""
 
 import ctypes
 import gc
@@ -25,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 CARD_WORDS = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
-              "Triton Error [CUDA]: out of memory")
-POOL_WORDS = "CUDA Error: out of memory"  # from vLLM's memory pool, with this spelling, anywhere in the message
+              "Triton Error [CUDA]: out of memory")  # at the beginning of a message
+ANYWHERE = ("CUDA Error: out of memory",  # from vLLM's memory pool, with this spelling
+            "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 # Rows of a plan that do not depend on the batch: a shortage is no sign that they are wrong.
 FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
@@ -55,15 +54,13 @@ class OutOfMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation, on the card or on the host. Other errors may mention memory too.
-    """
+    """Return whether an error is a failed allocation on the card or the host. Other errors may mention memory too."""
     if isinstance(error, MemoryExhaustedError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     words = str(error)
-    anywhere = (POOL_WORDS, *CPU_WORDS)
-    return isinstance(error, RuntimeError) and (words.startswith(CARD_WORDS) or any(w in words for w in anywhere))
+    return isinstance(error, RuntimeError) and (words.startswith(CARD_WORDS) or any(w in words for w in ANYWHERE))
 
 
 def catch_oom(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | OutOfMemory:
@@ -129,12 +126,10 @@ def freed_memory_returned() -> Iterator[None]:
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
     """Return `limit` halved until it is below the largest of the `divisible` sizes; None if there are none."""
     largest = max(divisible, default=0)
-    if not largest:
-        return None
     limit //= 2
-    while limit >= largest:
+    while limit >= largest > 0:
         limit //= 2
-    return limit
+    return limit if largest else None
 
 
 @dataclass
@@ -171,10 +166,8 @@ class MemoryAdvice:
         grows = [row for row in rows if not any(word in row.name.lower() for word in FIXED)]
         blamed = max(named or grows or rows, key=attrgetter(phase))
         planned = sum(getattr(row, phase) for row in rows)
-        return (
-            f"The plan has {size_text(planned)} in this phase and {size_text(peak)} were measured; its row that is "
-            f"most likely wrong: {blamed.name} ({size_text(getattr(blamed, phase))})"
-        )
+        return (f"The plan has {size_text(planned)} in this phase and {size_text(peak)} were measured; its row that is "
+                f"most likely wrong: {blamed.name} ({size_text(getattr(blamed, phase))})")
 
 
 @dataclass
@@ -218,10 +211,8 @@ class BatchLimit:
         """Count a shortage and raise MemoryExhaustedError, with the memory table and the settings that would help."""
         self.failures += 1
         raise MemoryExhaustedError(
-            f"out of memory in {what}, which cannot be made smaller: {shortage.words}\n"
-            f"Measured peak: {size_text(shortage.peak)}. {shortage.others and shortage.others + '. '}"
-            f"{self.advice.text(self.phase)}"
-        )
+            f"out of memory in {what}, which cannot be made smaller: {shortage.words}\nMeasured peak: "
+            f"{size_text(shortage.peak)}. {shortage.others and shortage.others + '. '}{self.advice.text(self.phase)}")
 
     def state(self) -> dict[str, int | None]:
         """Return the fields of the bound that are saved in a checkpoint."""

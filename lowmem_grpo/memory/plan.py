@@ -77,9 +77,8 @@ class RunSettings:
 
     def opened(self) -> "RunSettings":
         """Return the settings with checkpointing "auto" spelled out; an MLP tile that is set leaves no layer whole."""
-        if self.checkpointing != "auto":
-            return self
-        return replace(self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
+        return self if self.checkpointing != "auto" else replace(
+            self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
 
     @property
     def form(self) -> str:
@@ -226,8 +225,7 @@ class MemoryPlan:
     def short_of(self, share: float = 1.0) -> list[str]:
         """Return which of "train", "rollout" and "host" lack memory; "train" with a share of the budget, and "rollout"
         also if the KV cache has no room for a whole group."""
-        wanted = min(self.concurrent_sequences, self.settings.num_generations) < self.settings.num_generations
-        crowded = wanted or self.rollout > self.device.budget
+        crowded = self.concurrent_sequences < self.settings.num_generations or self.rollout > self.device.budget
         short = {"train": self.train > share * self.device.budget, "rollout": crowded,
                  "host": self.settings.host_bytes is not None and self.host > self.settings.host_bytes}
         return [name for name, wants in short.items() if wants]

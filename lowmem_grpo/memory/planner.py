@@ -1,9 +1,9 @@
 """Plan memory before a run: the bytes of each phase, and settings with which the run fits a card. Nothing is loaded.
 
 The sizes of weights and adapters are exact. Those of a training step follow the code, and tests compare them with a
-measured step. Those of the rollout engine and of the driver are estimates and marked as such.
-"""
+measured step. Those of the rollout engine and of the driver are estimates and marked as such."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.cards import Device, in_8_bits
 from lowmem_grpo.memory.layer_forms import BITS_16
-from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.named_configs import named_config, named_shapes
+from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, build, recorded
 from lowmem_grpo.memory.time_plan import faster_in_16_bit, training_seconds
@@ -40,11 +39,9 @@ FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
 
 def plan(model_config: Any, run_config: RunSettings, device: Device, model: str = "") -> MemoryPlan:
-    """Return the plan of a run on a device, with every open setting chosen so that the run fits, if possible.
-
-    `model_config` holds a config.json's fields, or is a transformers config. If a plan does not fit (`fits`), its
-    `advice` says what would. ValueError if the context is longer than the model's.
-    """
+    """Return the plan of a run on a device, with every open setting chosen so that the run fits, if possible. If it
+    does not (`fits`), `advice` says what would. `model_config` holds a config.json's fields, or is a transformers
+    config. ValueError if the context is longer than the model's."""
     shape = ModelShape.from_config(model_config)
     if shape.context is not None and run_config.context > shape.context:
         raise ValueError(f"context is {run_config.context}; this model's is {shape.context} at most")
@@ -106,8 +103,7 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with a whole micro-batch in one MLP tile if there is room: with tiles, an H100 waits for the
-    host."""
+    """Return the plan with a micro-batch in one MLP tile if there is room: with tiles, an H100 waits for the host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -116,8 +112,8 @@ def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> Me
 
 
 def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """Return the plan in which our own engine keeps its KV cache, and so its CUDA graphs and any weights in 16 bits,
-    while training, if there is room."""
+    """Return the plan in which our own engine keeps its KV cache, and with it CUDA graphs and weights in 16 bits, while
+    training, if there is room."""
     if draft.settings.engine == "vllm" or not recorded(shape):
         return draft
     kept = changed(shape, draft, "sleeps", False, LASTING)
@@ -174,11 +170,7 @@ def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> Memor
 
 def highest(most: int, fits: Callable[[int], bool]) -> int:
     """Return the highest number of at most `most` that fits, by binary search; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return most - bisect_left(range(most, 0, -1), True, key=fits)
 
 
 def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
@@ -247,8 +239,8 @@ def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
 
 def spreads(most: float, least: float) -> list[Step]:
     """Return the steps to spreads below `most`, down to `least`."""
-    return [("spread", spread, "less is laid side by side in attention, so that micro-batches of short completions "
-             "hold fewer") for spread in SPREADS if least <= spread < most]
+    why = "less is laid side by side in attention, so that micro-batches of short completions hold fewer"
+    return [("spread", spread, why) for spread in SPREADS if least <= spread < most]
 
 
 def chosen_for_rollout(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[Choice]:
@@ -273,15 +265,14 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
     """Return lines that say what would fit: an 8-bit KV cache, a shorter context, a smaller model, a larger card."""
     device, room = draft.device, size_text(draft.device.budget)
     context, models = longest(shape, asked, device), fitting_models(asked, device)
-    fixed = sum(row.train for row in draft.rows if row.name in FIXED)
-    alone = f"no context of it fits: weights and adapters alone take {size_text(fixed)} of {room}"
-    known = f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1] if models else ''}"
-    eight = "with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"
+    fixed = size_text(sum(row.train for row in draft.rows if row.name in FIXED))
     halved = may_be_halved(draft) and choose(shape, replace(asked, kv_cache_dtype="fp8"), device).fits
     return [
-        *([eight] if halved else []),
-        f"the longest context of this model that fits {room} is {context:,} tokens" if context else alone,
-        known if models else f"none of the known models fits {room} at {asked.context:,} tokens",
+        *(["with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"] * halved),
+        f"the longest context of this model that fits {room} is {context:,} tokens" if context else
+        f"no context of it fits: weights and adapters alone take {fixed} of {room}",
+        f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1]}" if models else
+        f"none of the known models fits {room} at {asked.context:,} tokens",
         f"a card with {size_text(draft.peak)} free would do",
     ]
 
@@ -295,6 +286,6 @@ def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
 def fitting_models(asked: RunSettings, device: Device) -> list[str]:
     """Return the known models that fit with these settings, smallest first."""
     shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
-    fitting = {name: shape for name, shape in shapes.items() if shape.has_form(asked.form)
-               and asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits}
-    return sorted(fitting, key=lambda name: fitting[name].linear_weights)
+    return sorted((name for name, shape in shapes.items() if shape.has_form(asked.form)
+                   and asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits),
+                  key=lambda name: shapes[name].linear_weights)

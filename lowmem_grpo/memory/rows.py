@@ -1,20 +1,12 @@
 """Build the rows of a plan: the bytes of each component in both phases, for complete settings."""
 
-from lowmem_grpo.memory import training_step
-from lowmem_grpo.memory.cards import (
-    GRAPH_PLACES,
-    LARGE_PREFILL,
-    MIB,
-    Device,
-    cache_itemsize,
-    cache_text,
-    prefill_piece,
-    prefill_tokens,
-)
+from lowmem_grpo.memory import cards, training_step
+from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
 from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, WORD, Moment, StepShape
+from lowmem_grpo.utils import MIB
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
 PAGED = "paged_adamw_8bit"  # its states are in managed memory: on the card while there is room, else on the host
@@ -54,11 +46,11 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     sequences = together or settings.num_generations
     wanted = first + (sequences - 1) * each
     kv_bytes = settings.kv_bytes or max(first, min(wanted, device.budget - taken))
-    held_in, after = cache_text(settings.kv_cache_dtype), "freed" if settings.sleeps else "stays"
+    held_in, after = cards.cache_text(settings.kv_cache_dtype), "freed" if settings.sleeps else "stays"
     cache = PlanRow(KV_CACHE, kv_bytes, 0 if settings.sleeps else kv_bytes,
                     note=f"{held_in}{states(shape)}; {after} while training")
     concurrent = min(sequences, max(0, 1 + (kv_bytes - first) // each))
-    rows = (*fixed, *sampler, cache, engine, *working, *host_rows(shape, settings), *driver)
+    rows = (*fixed, *sampler, cache, engine, *working, host_row(shape, settings), *driver)
     return MemoryPlan("", device, settings, rows, choices, concurrent, name, allocated)
 
 
@@ -71,8 +63,8 @@ def recorded(shape: ModelShape) -> bool:
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
     """Return the KV cache bytes of the first longest sequence, and of each further one of its group."""
     if settings.engine != "vllm":
-        return (shape.kv_bytes(-(-settings.context // GRAPH_PLACES) * GRAPH_PLACES),) * 2
-    itemsize = cache_itemsize(settings.kv_cache_dtype)
+        return (shape.kv_bytes(-(-settings.context // cards.GRAPH_PLACES) * cards.GRAPH_PLACES),) * 2
+    itemsize = cards.cache_itemsize(settings.kv_cache_dtype)
     sequence = shape.paged_bytes(settings.context, itemsize=itemsize)
     if shape.delta is not None or settings.longest_completion is None:
         return sequence, sequence
@@ -86,7 +78,9 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states, paged = state_bytes(shape, settings)
-    where = "on the host" if settings.host_embedding and shape.host_bytes() else embedded(shape)
+    table_note = "the head is the same table" if shape.tied else "16 bits"
+    table_note += "; that of each layer's own numbers in 16 bits" if shape.per_layer else ""
+    where = "on the host" if settings.host_embedding and shape.host_bytes() else table_note
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
     kind, ranks = KINDS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
     return [
@@ -122,12 +116,6 @@ def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
     if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
         return f"LoRA of rank {settings.lora_rank} on {layers}"
     return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
-
-
-def embedded(shape: ModelShape) -> str:
-    """Return a note on the embeddings on the card."""
-    return "; ".join(("the head is the same table" if shape.tied else "16 bits",
-                      *(["that of each layer's own numbers in 16 bits"] if shape.per_layer else [])))
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
@@ -181,7 +169,7 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
     """Return the bytes of the engine while sampling, apart from weights, KV cache and CUDA graphs."""
     sequences = settings.sequences or settings.num_generations
     sampling = 3 * 4 * sequences * shape.vocabulary  # logits, probabilities, sorted
-    most = prefill_tokens(device.total, sequences) if settings.engine == "vllm" else LARGE_PREFILL
+    most = cards.prefill_tokens(device.total, sequences) if settings.engine == "vllm" else cards.LARGE_PREFILL
     tokens = min(settings.context, most)
     prefill = WORD * tokens * (2 * shape.inner + 3 * shape.hidden + shape.queries + 2 * shape.keys)
     return sampling + prefill + BAND_BYTES + (0 if settings.engine == "vllm" else mask_bytes(settings, sequences))
@@ -190,17 +178,15 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
 def mask_bytes(settings: RunSettings, sequences: int) -> int:
     """Return the bytes of attention's masks while our engine prefills: two of bools, one in 16 bits."""
     prompts = -(-sequences // settings.num_generations)
-    return 2 * WORD * prompts * min(settings.context, prefill_piece(prompts, settings.context)) * settings.context
+    return 2 * WORD * prompts * min(settings.context, cards.prefill_piece(prompts, settings.context)) * settings.context
 
 
-def host_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
+def host_row(shape: ModelShape, settings: RunSettings) -> PlanRow:
     """Return the row of host memory: offloaded layer inputs, embedding, optimizer states, adapter, reward models."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
-    embedding = shape.host_bytes() if settings.host_embedding else 0
-    _, states = state_bytes(shape, settings)
-    kept = ADAPTER_BYTES * trained_numbers(shape, settings) if settings.keeps_reference else 0
-    scorers = settings.reward_host_bytes
-    return [PlanRow("host buffers", host=inputs + embedding + states + kept + scorers,
-                    note="layer inputs in pinned memory" + (", embedding" if embedding else "")
-                    + (", optimizer" if states else "") + (", the reference adapter" if kept else "")
-                    + (", reward models" if scorers else ""))]
+    names = {"embedding": shape.host_bytes() if settings.host_embedding else 0,
+             "optimizer": state_bytes(shape, settings)[1],
+             "the reference adapter": settings.keeps_reference * ADAPTER_BYTES * trained_numbers(shape, settings),
+             "reward models": settings.reward_host_bytes}
+    held = ["layer inputs in pinned memory", *(name for name, size in names.items() if size)]
+    return PlanRow("host buffers", host=inputs + sum(names.values()), note=", ".join(held))

@@ -52,18 +52,11 @@ NF4_LAUNCH_US = 3.5  # each matrix takes this much more in the NF4 kernel: a lay
 WEIGHT_READ = 0.72  # share of MEMORY's rate at which products of few rows read 16-bit weights, on an H100
 DECODE_SHARE = 0.82  # the same for other decode kernels, as a share of their bound; an assumption
 # Ratio of measured to planned seconds, by card and phase ("generate", "train"), from rows of bench/results measured on
-# that card. `bench/loop/calibrate_time.py` prints the ratios of the committed rows.
+# that card; 1 for others. `bench/loop/calibrate_time.py` prints the ratios of the committed rows.
 CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 0.97, "train": 1.31}}
 TAIL = 0.25  # decode steps belong to the tail while fewer than this share of the most sequences in a call still run
 GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
 ATTENTION_IN, MLP = (*families.SPLIT, *families.FUSED), (*families.GATE_UP, *families.FUSED_GATE_UP, "down_proj")
-
-
-def calibration(card: str, phase: str) -> float:
-    """Return the correction factor for a phase's planned time; 1 if this card has no measurement."""
-    return CALIBRATION.get(card, {}).get(phase, 1.0)
-
-
 Stretch = tuple[float, int, int, float]  # decode steps, running rows, computed rows, mean tokens of a row
 
 
@@ -101,7 +94,7 @@ class StepTime:
         most = 0 if self.settings.form == BITS_16 else max(self.instructions)
         if self.quantized:
             return most
-        linears = [(count, linear) for count, kind in self.kinds for linear in kind.linears if linear.experts == 1]
+        linears = [(count, linear) for count, linear in self.shape.all_linears() if linear.experts == 1]
         for rows in range(1, most + 1):
             if sum(count * (self.by_codes(linear, rows) - self.multiply(linear.weights, rows))
                    for count, linear in linears) > 0:
@@ -218,9 +211,9 @@ class StepTime:
 
     def prefill_layer(self, tokens: float, passes: int) -> float:
         """Return the card's seconds of one layer to prefill the tokens of all prompts in so many passes."""
-        card = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
-        card += self.attention(tokens * self.work.prompt_length)
-        return card + (passes if self.quantized else 1) * self.dequantize(self.linears)
+        products = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
+        attention = self.attention(tokens * self.work.prompt_length)
+        return products + attention + (passes if self.quantized else 1) * self.dequantize(self.linears)
 
     def attention(self, squared: float) -> float:
         """Return the seconds of a layer's attention, forward, where `squared` is the sum of squared lengths; 0 for a
@@ -277,7 +270,7 @@ class StepTime:
         states = 2 * numbers * OPTIMIZER_BYTES[optim]
         moved = self.move(24 * numbers + states)  # read gradients 3 times, write once; weights and states both ways
         paged = states / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
-        tensors = sum(2 * count * len(kind.linears) for count, kind in self.kinds)
+        tensors = sum(2 * count for count, _ in self.shape.all_linears())
         return moved + paged + tensors * OPTIMIZER_US_PER_TENSOR * 1e-6
 
     def copies(self, forward: float, backward: float) -> float:
@@ -352,7 +345,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     step = step_of(plan, shape, work)
     passes = step.passes()
     forward, backward = map(max, passes.values())
-    sampling, training = calibration(card, "generate"), calibration(card, "train")
+    sampling, training = (CALIBRATION.get(card, {}).get(phase, 1.0) for phase in ("generate", "train"))
     gradients = ADAPTER_BYTES * trained_numbers(shape, settings)
     seconds = {
         "prefill": sampling * step.prefill(), "decode": sampling * step.decode(),

@@ -2,8 +2,7 @@
 
 T packed tokens of a micro-batch, A padded tokens in attention, D hidden size, I inner size, R rows of an MLP tile; 16
 bits per number. A moment lists, by a plan's rows, the bytes alive beside weights, adapters, gradients and optimizer.
-The sizes follow the code, and tests compare them with measurements of a real step.
-"""
+The sizes follow the code, and tests compare them with measurements of a real step."""
 
 from dataclasses import dataclass
 
@@ -19,10 +18,8 @@ PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # most rows per expert, on average, for which all experts are computed together
 PAGE_BYTES = 4 * 2**20  # a page of host memory
 RESIDENT = 2  # layer inputs on the device while the others are on the host; one if attention runs by groups of heads
-INPUTS, LAYER, TILE, CHUNK, HEAD, WORKSPACE = (
-    "layer inputs", "layer recompute", "MLP tile", "logits chunk", "U and hidden states", "attention workspace"
-)
-EXPERTS = "experts at work"
+INPUTS, LAYER, TILE, CHUNK = "layer inputs", "layer recompute", "MLP tile", "logits chunk"
+HEAD, WORKSPACE, EXPERTS = "U and hidden states", "attention workspace", "experts at work"
 CARD_ONLY = (WORKSPACE, EXPERTS)  # allocated within one operation, so not visible with fake tensors
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work, or of all that keep everything",
@@ -47,11 +44,6 @@ class StepShape:
     def by_groups(self) -> bool:
         """True if attention saves only q, k and v, and recomputes each group of heads for its gradient."""
         return (self.settings.head_groups or 1) > 1
-
-    @property
-    def made_again(self) -> bool:
-        """True if q, k and v are recomputed as well, when attention's backward pass begins."""
-        return self.by_groups and self.model.family.attention.lean
 
     @property
     def group(self) -> float:
@@ -81,10 +73,6 @@ class StepShape:
         if self.by_groups:  # no log-sums; the packed output is saved by the next layer
             token -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
         return token * (self.area or self.tokens)
-
-    @property
-    def rows(self) -> int:
-        return min(self.tile or self.tokens, self.tokens)
 
     @property
     def whole_layers(self) -> int:
@@ -134,8 +122,9 @@ class StepShape:
         return kept
 
     def attention_waits(self) -> int:
-        """Return the part of `attention_saved` that is alive while the layers after attention run backward."""
-        if not self.made_again:
+        """Return the part of `attention_saved` that is alive while the layers after attention run backward: without q,
+        k and v if attention runs by groups and is ours, which computes them again."""
+        if not (self.by_groups and self.model.family.attention.lean):
             return self.attention_saved()
         others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
         return self.hidden + self.queries + others  # normed input, output
@@ -159,14 +148,13 @@ class StepShape:
         return self.whole_layers * (self.saved() + self.hidden) if self.whole_layers else self.saved()
 
     def mlp(self) -> Moment:
-        """Return the moment of an MLP's backward pass: gate, up and their shared gradient for a tile, or the experts'
-        workspace."""
+        """Return the moment of an MLP's backward pass: a tile's gate, up and shared gradient, or experts' workspace."""
         if self.model.experts is not None:
             grads = 2 * self.hidden
             return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles,
                     EXPERTS: self.at_experts(self.model.experts)}
-        inner = WORD * self.rows * self.model.inner
-        row_hidden = WORD * self.rows * self.model.hidden
+        rows = min(self.tile or self.tokens, self.tokens)
+        inner, row_hidden = WORD * rows * self.model.inner, WORD * rows * self.model.hidden
         lora = 4 * self.settings.lora_rank * 3 * (self.model.inner + self.model.hidden)
         at_work = (3 if self.tile else 1) * inner + 2 * row_hidden  # without tiles, gate and up are saved anyway
         grads = self.hidden * (2 if self.tile else 1)  # the output's, and with tiles the input's as it fills

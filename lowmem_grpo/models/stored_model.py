@@ -16,7 +16,7 @@ from typing import Any
 
 from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
-from lowmem_grpo.memory.named_configs import named_config, read_config
+from lowmem_grpo.memory.model_shape import named_config, read_config
 
 TINY = "tiny"  # a model that ships with the package, and trains on a CPU in minutes
 TINY_GAMES = "tiny-games"  # plays games

@@ -9,7 +9,7 @@ from click.testing import Result
 from recipe_runs import invoke
 from tables import every_row
 
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.utils import GIB
 
 

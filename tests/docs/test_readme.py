@@ -11,7 +11,7 @@ from bench.common.public_code import latest, ran
 from bench.common.rows import read_rows
 from lowmem_grpo import SamplingParams
 from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.plan import PROMPTS, RunSettings
 from lowmem_grpo.memory.planner import max_context
 from lowmem_grpo.recipes.arithmetic import make_dataset

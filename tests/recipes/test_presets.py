@@ -16,7 +16,7 @@ from lowmem_grpo.config.loading import TRANSFORMERS, VLLM
 from lowmem_grpo.engines.vllm.settings import default_kv_bytes
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.families import family_of
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes import presets as module

@@ -20,8 +20,7 @@ from transformers import (
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.models.pretrained import linears_in_4bit

@@ -1,19 +1,30 @@
-"""Episodes from the first prompt to their ends: what environments may do wrong; nothing is lost or left open."""
+"""Episodes from the first prompt to their ends: what environments may do wrong, and how they may begin anew; nothing is
+lost or left open."""
 
 import itertools
 import json
+import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scripted import TEMPLATE, Hang, played
+from scripted import FREE, TEMPLATE, Hang, ScriptedEngine, played
 from tables import every_row
 from template_tokenizers import tokenizer_of
 
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.environments import Anew
+from lowmem_grpo.environments.env_spec import EnvSpecs, Factories
+from lowmem_grpo.environments.episode import EpisodeBounds
+from lowmem_grpo.environments.protocol import EnvironmentFailedError
 from lowmem_grpo.environments.tools.results import FinalResult
 from lowmem_grpo.environments.workers import WorkerJob, Workers
+from lowmem_grpo.models.packing import sequences_of
 from lowmem_grpo.rollout import episodes
+from lowmem_grpo.types import RolloutGroup
 
 ROW = {"prompt": [{"role": "user", "content": ""}], "size": 3}
 open_now: Counter[str] = Counter()
@@ -378,3 +389,159 @@ def test_runs_are_the_same_however_long_the_environments_take(monkeypatch: pytes
     expected = sequence(Game)
     monkeypatch.setattr(Workers, "collect", noted)
     assert sequence(Uneven) == expected
+
+
+# An environment that lets the conversation begin anew
+
+BOARD = {"prompt": [{"role": "system", "content": "Play."}, {"role": "user", "content": ""}]}
+
+
+class Board:
+    """Shows the last board only; over after three moves."""
+
+    def reset(self, **row: Any) -> Any:
+        self.moves = 0
+        return "board 0"
+
+    def step(self, reply: str) -> Any:
+        self.moves += 1
+        return Anew(f"board {self.moves}"), 1.0, self.moves == 3
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_each_turn_sees_the_rows_prompt_and_the_last_observation_and_is_a_sequence_of_its_own(append: bool) -> None:
+    [[one]] = played(lambda prompt: "up", [BOARD], Board, n=1, append=append)
+    tokenizer = tokenizer_of(TEMPLATE)
+    system: Any = BOARD["prompt"][0]
+    expected = [tokenizer.apply_chat_template([system, {"role": "user", "content": f"board {number}"}], tokenize=False,
+                                              add_generation_prompt=True) for number in range(3)]
+    assert [tokenizer.decode(turn.prompt_ids) for turn in one.turns] == expected
+    assert one.ending == "done" and [turn.reward for turn in one.turns] == [1.0] * 3
+    assert [split.prompt_ids for split in one.splits] == [turn.prompt_ids for turn in one.turns[1:]]
+    assert one.trained == [True] * len(one.completion_ids), "nothing comes between two boards"
+    group = RolloutGroup(BOARD, one.turns[0].prompt_ids, [one])
+    [sequences] = sequences_of(group, [one])
+    assert [([*each.prompt, *each.ids], each.mask.tolist()) for each in sequences] == [
+        ([*turn.prompt_ids, *turn.completion_ids], [True] * len(turn.completion_ids)) for turn in one.turns]
+
+
+def test_the_budget_of_tokens_is_that_of_one_sequence_and_max_turns_bounds_the_episode() -> None:
+    [[one]] = played(lambda prompt: "up", [BOARD], Board, n=1, completion=8)
+    assert (one.ending, len(one.turns)) == ("done", 3)
+    [[one]] = played(lambda prompt: "up", [BOARD], Board, n=1, turns=2)
+    assert (one.ending, len(one.turns)) == ("max_turns", 2)
+
+
+class OnlyOnce(Board):
+    """Begins anew after the first move, and goes on as usual after the second."""
+
+    def step(self, reply: str) -> Any:
+        observation, reward, done = super().step(reply)
+        return (observation if self.moves == 1 else "and on"), reward, done
+
+
+def test_after_a_new_beginning_the_history_grows_again() -> None:
+    [[one]] = played(lambda prompt: "up", [BOARD], OnlyOnce, n=1)
+    assert len(one.splits) == 1 and one.splits[0].prompt_ids == one.turns[1].prompt_ids
+    before = [*one.turns[1].prompt_ids, *one.turns[1].completion_ids]
+    assert one.turns[2].prompt_ids[: len(before)] == before
+
+
+class Same(Board):
+    """Shows the same board again."""
+
+    def step(self, reply: str) -> Any:
+        return Anew("board 0"), *super().step(reply)[1:]
+
+
+def test_a_board_that_is_shown_again_has_the_prompt_of_the_group() -> None:
+    [[one]] = played(lambda prompt: "up", [BOARD], Same, n=1)
+    drawn = len(one.turns[0].completion_ids)
+    assert [(split.start, split.prompt_ids) for split in one.splits] == [(drawn, None), (2 * drawn, None)]
+    assert len({tuple(turn.prompt_ids) for turn in one.turns}) == 1
+
+
+def test_anew_may_be_the_first_observation_too() -> None:
+    class Begins(Board):
+        def reset(self, **row: Any) -> Any:
+            return Anew(super().reset())
+
+    [[one]] = played(lambda prompt: "up", [BOARD], Begins, n=1)
+    assert one.opening[-1]["content"] == "board 0" and len(one.splits) == 2
+
+
+# A broken environment ends a run at once and shows its own lines; one that is out for a while ends it in time
+
+
+class Outage:
+    """Fails as long as it is told to."""
+
+    left = 0
+
+    def reset(self) -> None:
+        """The prompt is all there is."""
+
+    def step(self, reply: str) -> tuple[str, float, bool]:
+        Outage.left -= 1
+        return ("", 1.0, True) if Outage.left < 0 else {}["missing"]
+
+
+def batches(stopping: Callable[[], bool] = lambda: False) -> Callable[[], list[str]]:
+    """A function that plays two episodes more, and returns how they ended."""
+    specs = EnvSpecs(tokenizer_of(TEMPLATE), [], Factories(Outage), 1024, {})
+    player, engine = episodes.Episodes(specs, EpisodeBounds(**FREE), stopping), ScriptedEngine(lambda prompt: "a")
+
+    def play() -> list[str]:
+        prompts, params = [Prompt(dict(QUESTION), [], "")], SamplingParams(n=2, max_tokens=64)
+        (group,) = player.play(engine, prompts, params)  # type: ignore[arg-type]
+        return sorted(one.ending for one in group)
+
+    return play
+
+
+@pytest.mark.parametrize(("way", "told"), [
+    ("reset", "raised KeyError: 'missing'"), ("step", "raised KeyError: 'missing'"), ("exit", r"sys.exit\(3\)"),
+    ("nothing", "reset returned nothing and the row has no prompt"),
+])
+def test_a_broken_environment_ends_the_run_at_once_and_shows_its_own_lines(
+    way: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mistaken:
+        def reset(self) -> Any:
+            return {}["missing"] if way == "reset" else None
+
+        def step(self, reply: str) -> Any:
+            return {}["missing"] if way == "step" else sys.exit(3)
+
+    row = {"prompt": [{"role": "user", "content": ""}]} if way == "nothing" else QUESTION
+    with pytest.raises(EnvironmentFailedError, match=f"all 2 episodes failed, so there is nothing.*{told}"):
+        played(lambda prompt: "a", [row], Mistaken)
+    if way in ("reset", "step"):
+        assert caplog.text.count("in " + way) == 1 and "lowmem_grpo/environments" not in caplog.text
+
+
+def test_an_outage_ends_the_run_after_three_batches() -> None:
+    play = batches()
+    Outage.left = 0
+    assert play() == ["done", "done"]
+    Outage.left = 1000
+    assert play() == play() == ["environment_error"] * 2
+    with pytest.raises(EnvironmentFailedError, match="all 2 episodes failed in 3 batches in a row"):
+        play()
+
+
+def test_no_failed_episode_is_played_again_once_the_run_is_to_end() -> None:
+    Outage.left = 1
+    assert batches(lambda: True)() == ["done", "environment_error"]
+
+
+def test_a_first_prompt_that_does_not_fit_is_told_with_its_length(caplog: pytest.LogCaptureFixture) -> None:
+    class Long:
+        def reset(self) -> str:
+            return "word " * 500
+
+        def step(self, reply: str) -> tuple[str, float, bool]:
+            raise AssertionError
+
+    ((one, _),) = played(lambda prompt: "a", [QUESTION], Long, context=100)
+    assert one.ending == "context" and "what reset returned did not fit in 2 episodes" in caplog.text

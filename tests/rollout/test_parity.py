@@ -37,6 +37,11 @@ def groups(sampled_once: list[RolloutGroup]) -> list[RolloutGroup]:
     return deepcopy(sampled_once)
 
 
+def shift(groups: list[RolloutGroup], by: float) -> None:
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.rollout_logprobs = [value - by for value in rollout.rollout_logprobs]
+
+
 def gate(policy: Policy, **options: Any) -> ParityGate:
     """Of a run that has made no step yet."""
     own = {name: options.pop(name) for name in ("state", "stride", "mismatch", "cache_dtype", "correction")
@@ -100,30 +105,26 @@ def test_a_resumed_run_is_checked_at_once_and_records_nothing_new(
     state, mismatch = TrainerState(global_step=7), MismatchWatch()
     assert gate(tiny_policy, state=state, mismatch=mismatch).watch(groups) == {}
     assert mismatch.last_k3 is None
-    for group in groups:
-        for rollout in group.rollouts:
-            rollout.rollout_logprobs = [value - 1 for value in rollout.rollout_logprobs]
+    shift(groups, 1)
     with pytest.raises(ParityError):
         gate(tiny_policy, state=state).watch(groups)
 
 
-@pytest.mark.parametrize(("correction", "shift", "said"), [
+@pytest.mark.parametrize(("correction", "by", "said"), [
     (None, 0.0, "Nothing corrects it yet, as the mean k3 is at most 0.001"),
     (None, 0.1, "Tokens are weighed for it, as the mean k3 is above 0.001"),
     (True, 0.1, "Tokens are weighed for it (vllm_importance_sampling_correction=True)"),
     (False, 0.1, "Nothing corrects it (vllm_importance_sampling_correction=False)"),
 ])
 def test_with_a_cache_in_8_bits_the_first_check_says_what_corrects_the_difference_and_changes_nothing(
-    tiny_policy: Policy, groups: list[RolloutGroup], correction: bool | None, shift: float, said: str,
+    tiny_policy: Policy, groups: list[RolloutGroup], correction: bool | None, by: float, said: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for group in groups:
-        for rollout in group.rollouts:
-            rollout.rollout_logprobs = [value - shift for value in rollout.rollout_logprobs]
+    shift(groups, by)
     watcher = gate(tiny_policy, parity_steps=1, cache_dtype="fp8", correction=correction)
     for step in range(3):
         watcher.state.global_step = step
-        assert watcher.watch(groups)["sampling/parity/mean"] == pytest.approx(shift, abs=1e-4)
+        assert watcher.watch(groups)["sampling/parity/mean"] == pytest.approx(by, abs=1e-4)
     (told,) = [text for text in caplog.messages if "the key-value cache is in 8 bits (fp8)" in text]
     assert said in told and 'vllm_importance_sampling_mode="token_mask"' in told
     assert watcher.correction is correction
@@ -132,9 +133,7 @@ def test_with_a_cache_in_8_bits_the_first_check_says_what_corrects_the_differenc
 def test_the_bound_is_wider_for_a_cache_in_8_bits_and_the_error_names_it(
     tiny_policy: Policy, groups: list[RolloutGroup]
 ) -> None:
-    for group in groups:
-        for rollout in group.rollouts:
-            rollout.rollout_logprobs = [value - 0.3 for value in rollout.rollout_logprobs]
+    shift(groups, 0.3)
     assert gate(tiny_policy, cache_dtype="fp8_e5m2").watch(groups)
     with pytest.raises(ParityError, match=r"allowed is 0\.2 .*keys too large for 8 bits \(kv_cache_dtype is 'fp8'"):
         gate(tiny_policy, cache_dtype="fp8").watch(groups)
@@ -153,9 +152,7 @@ def test_a_value_that_is_no_number_is_left_to_the_guard_of_the_step(
     assert metrics["sampling/parity/mean"] == pytest.approx(whole["sampling/parity/mean"], abs=1e-5)
     assert mismatch.last_k3 is not None and mismatch.last_k3 < 1e-5
     assert "left out 1 of" in caplog.text
-    for group in groups:
-        for rollout in group.rollouts:
-            rollout.rollout_logprobs = [value] * len(rollout.rollout_logprobs)
+    shift(groups, value)
     assert gate(tiny_policy).watch(groups) == {}
 
 

@@ -1,5 +1,7 @@
-"""What a `rollout_func` may return, what is refused, and how it samples."""
+"""What a `rollout_func` may return, what is refused, and how it samples; and what rollouts of plain Python become:
+every sampled token trained once, given what the engine saw before it."""
 
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,12 +9,20 @@ import pytest
 import torch
 from small_models import TINY
 from tables import every_row
+from trainer_runs import close, exact, gradient
 from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.rollout.rollout_func import RolloutFunction, generate_rollout_completions
-from lowmem_grpo.types import Rollout, Split
+from lowmem_grpo.models.packing import sequences_of
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.rollout.rollout_func import (
+    RolloutFunction,
+    generate_rollout_completions,
+    group_of,
+    rollout_of,
+)
+from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
 
 END, VOCABULARY, CONTEXT = 2, 384, 32
 GOOD = {"prompt_ids": [[5, 6]] * 4, "completion_ids": [[7, 8, END]] * 4, "logprobs": [[-1.0, -2.0, -0.5]] * 4}
@@ -42,9 +52,9 @@ def trainer(function: Any = None) -> Any:
     return found
 
 
-def played(returned: Any) -> list[list[Rollout]]:
-    prompts = [Prompt(one.row, list(one.ids), one.text) for one in PROMPTS]
-    return trainer(lambda prompts, _: returned).player.play(None, prompts, SamplingParams(n=2, seed=1))
+def played(returned: Any, prompts: list[Prompt] | None = None) -> list[list[Rollout]]:
+    prompts = [Prompt(one.row, list(one.ids), one.text) for one in PROMPTS] if prompts is None else prompts
+    return trainer(lambda *_: returned).player.play(None, prompts, SamplingParams(n=2, seed=1))
 
 
 def test_the_function_gets_each_prompt_as_often_as_it_is_to_be_answered_and_may_change_its_copy() -> None:
@@ -78,10 +88,9 @@ def test_without_a_mask_every_token_trains_and_a_missing_end_token_means_cut() -
 
 def test_prompts_that_the_function_rendered_itself_are_the_prompts_that_are_trained_on() -> None:
     prompts = [Prompt(one.row, list(one.ids), one.text) for one in PROMPTS]
-    function = trainer(lambda *_: GOOD | {"prompt_ids": [[5], [6], [7, 7], [7, 7]]})
-    (first, second), (third, fourth) = function.player.play(None, prompts, SamplingParams(n=2, seed=1))
+    groups = played(GOOD | {"prompt_ids": [[5], [6], [7, 7], [7, 7]]}, prompts)
     assert [prompt.ids for prompt in prompts] == [[5], [7, 7]]
-    assert (first.splits, second.splits, third.splits, fourth.splits) == ([], [Split(0, [6])], [], [])
+    assert [one.splits for group in groups for one in group] == [[], [Split(0, [6])], [], []]
 
 
 def test_tensors_and_numpy_integers_are_taken_as_numbers() -> None:
@@ -150,3 +159,98 @@ def test_options_of_sampling_that_cannot_be_are_refused(options: dict[str, Any],
 def test_sampling_for_a_rollout_func_needs_a_trainer_with_one() -> None:
     with pytest.raises(ValueError, match="is for a trainer with a rollout_func"):
         generate_rollout_completions(SimpleNamespace(), ["ab"])
+
+
+# Rollouts of turns
+
+PROMPT = [5, 6, 7]
+
+
+def turn(prompt: list[int], *drawn: int, **more: Any) -> Turn:
+    return Turn(prompt, list(drawn), [-0.25 * token for token in drawn], more.pop("finish_reason", "stop"), **more)
+
+
+def after(before: Turn, *between: int) -> list[int]:
+    """A prompt that continues a turn."""
+    return [*before.prompt_ids, *before.completion_ids, *between]
+
+
+FIRST = turn(PROMPT, 10, 11)
+SECOND = turn(after(FIRST, 20, 21), 12, 13, 14)
+OTHERWISE = turn(after(FIRST, 22), 15)  # the caller went on from the first turn in another way
+AGAIN = turn([5, 8], 16, 17)  # a conversation of its own
+REWRITTEN = turn([*PROMPT, 10, 23], 18, 19)  # the template dropped a token of the first turn
+
+
+def trained_once(made: Rollout, prompt: list[int]) -> dict[tuple[int, ...], int]:
+    """Every drawn token as a training pass computes it: all that it sees, and itself."""
+    [sequences] = sequences_of(RolloutGroup({}, prompt, [made]), [made])
+    found = {}
+    for one in sequences:
+        ids = [*one.prompt, *one.ids]
+        for at in (one.mask.nonzero()[:, 0] + len(one.prompt)).tolist():
+            assert tuple(ids[:at]) not in found, "a token is trained twice"
+            found[tuple(ids[:at])] = ids[at]
+    return found
+
+
+def as_sampled(*turns: Turn) -> dict[tuple[int, ...], int]:
+    """The same, by the engine."""
+    return {(*one.prompt_ids, *one.completion_ids[:at]): token
+            for one in turns for at, token in enumerate(one.completion_ids)}
+
+
+@every_row(("histories", "sequences"), [
+    ([[FIRST]], 1), ([[FIRST, SECOND]], 1), ([[FIRST, REWRITTEN]], 2), ([[FIRST, SECOND], [AGAIN]], 2),
+    ([[FIRST, SECOND], [FIRST, OTHERWISE]], 2), ([[FIRST], [AGAIN], [FIRST, SECOND]], 2),
+    ([[FIRST, AGAIN, SECOND]], 2),  # two conversations by turns
+])
+def test_every_sampled_token_is_trained_once_behind_what_the_engine_saw(
+    histories: list[list[Turn]], sequences: int
+) -> None:
+    made, all_turns = rollout_of(histories), {id(one): one for history in histories for one in history}.values()
+    assert trained_once(made, PROMPT) == as_sampled(*all_turns)
+    assert len(made.splits) + 1 == sequences
+    assert made.trained is not None and made.num_trained == sum(len(one.completion_ids) for one in all_turns)
+    drawn = [value for value, ours in zip(made.rollout_logprobs, made.trained, strict=True) if ours]
+    assert drawn == [value for one in made.turns for value in one.logprobs], "credit and parity count on this order"
+    assert all(ours or value == 0.0 for value, ours in zip(made.rollout_logprobs, made.trained, strict=True))
+
+
+def test_two_turns_that_drew_the_same_are_two_turns() -> None:
+    twin = turn(PROMPT, 10, 11)
+    made = rollout_of([[FIRST], [twin]])
+    assert made.num_trained == 4 and len(made.splits) == 1
+    assert rollout_of([[FIRST], [FIRST]]).num_trained == 2, "and one that stands in two histories is one"
+
+
+def test_ends_and_versions_are_those_of_the_turns() -> None:
+    made = rollout_of([[turn(PROMPT, 10, policy_version=4), turn([5], 11, policy_version=3, cached_tokens=1)]])
+    assert (made.finish_reason, made.ending, made.policy_version, made.cached_tokens) == ("stop", "done", 3, 1)
+    cut = rollout_of([[FIRST], [turn([9], 11, finish_reason="length", text="cut")]])
+    assert (cut.finish_reason, cut.ending, cut.text) == ("length", "max_tokens", "cut")
+    with pytest.raises(ValueError, match="nothing to train"):
+        rollout_of([[]])
+
+
+def test_members_share_the_prompt_that_most_began_with() -> None:
+    group = group_of([[[AGAIN]], [[FIRST, SECOND]], [[turn(PROMPT, 30)]]])
+    assert group.prompt_ids == PROMPT
+    assert [[split.start for split in one.splits] for one in group.rollouts] == [[0], [], []]
+    for made, turns in zip(group.rollouts, ([AGAIN], [FIRST, SECOND]), strict=False):
+        assert trained_once(made, group.prompt_ids) == as_sampled(*turns)
+
+
+def test_the_order_of_histories_does_not_change_the_gradient() -> None:
+    policy = Policy(exact())
+    histories = [[FIRST, SECOND], [FIRST, OTHERWISE], [AGAIN], [FIRST, REWRITTEN]]
+    found = []
+    for order in permutations(histories):
+        group = group_of([list(order), [[turn(PROMPT, 40, 41, 42)]]])
+        group.rollouts[0].advantage, group.rollouts[1].advantage = 0.75, -0.5
+        for one in group.rollouts:
+            one.old_logprobs = torch.tensor(one.rollout_logprobs)
+        found.append(gradient(policy, [group]))
+    assert len(found) == 24
+    for one in found[1:]:
+        close(one, found[0])

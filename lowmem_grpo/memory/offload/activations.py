@@ -29,19 +29,15 @@ def checkpointing_mode(value: bool | str) -> bool | str:
     """
     mode = ALIASES.get(value, value) if isinstance(value, str) else value
     if mode not in MODES:
-        raise ValueError(
-            f'use_gradient_checkpointing is {value!r}; allowed are True, False, "offload", "auto" and its alias '
-            '"unsloth"'
-        )
+        raise ValueError(f"use_gradient_checkpointing is {value!r}; allowed are True, False, "
+                         '"offload", "auto" and its alias "unsloth"')
     return mode
 
 
 def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
-    """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`.
-
-    Layers save the random states for recomputation if the model has dropout now (see `drops`). ValueError if no layer
-    of the model supports checkpointing.
-    """
+    """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`. Layers
+    save the random states for recomputation if the model has dropout now (see `drops`). ValueError if no layer supports
+    it."""
     mode = checkpointing_mode(mode)
     if not mode:
         if hasattr(model, "gradient_checkpointing_disable"):
@@ -53,17 +49,15 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
         # only keep it, and its gradient, on the device
         model.disable_input_require_grads()
     if not checkpointed_layers(model):
-        raise ValueError(
-            f"no layer of {type(model).__name__} takes gradient checkpointing; set use_gradient_checkpointing=False, "
-            "or derive its layers from transformers.modeling_layers.GradientCheckpointingLayer and set "
-            "supports_gradient_checkpointing = True in the model's class"
-        )
+        raise ValueError(f"no layer of {type(model).__name__} takes gradient checkpointing; set "
+                         "use_gradient_checkpointing=False, or derive its layers from transformers.modeling_layers."
+                         "GradientCheckpointingLayer and set supports_gradient_checkpointing = True in the model's "
+                         "class")
     return mode
 
 
 def drops(model: Any) -> bool:
-    """Return whether training a model draws random numbers, that is, a dropout module or a rate in its config is above
-    0. Otherwise layers need not save random states."""
+    """Return whether training draws random numbers: a dropout module, or a dropout rate in the config, is above 0."""
     rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
     rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
     return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -114,11 +108,9 @@ def kept_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def offload_activations(model: nn.Module | torch.device, enabled: bool = True) -> AbstractContextManager:
-    """Return a context for forward passes that moves the tensors saved by checkpointed layers to pinned host memory.
-
-    With a device instead of a model, only nn.Parameters are recognised as weights. On the CPU nothing changes. A
-    trainer should keep one `ActivationOffload` and enter it repeatedly.
-    """
+    """Return a context for forward passes that moves the tensors saved by checkpointed layers to pinned host memory; on
+    the CPU it changes nothing. With a device instead of a model, only nn.Parameters are recognised as weights. A
+    trainer should keep one `ActivationOffload` and enter it repeatedly."""
     return ActivationOffload(model) if enabled else nullcontext()
 
 
@@ -131,11 +123,9 @@ class Kept:
 
 
 class ActivationOffload:
-    """A reusable context around forward passes, which offloads saved tensors; host pages are reused each time.
-
-    Backward may run inside or outside of it, in any order, twice, or never: pages become free when the graph drops the
-    tensor that they hold. `copies` replaces the CUDA side stream (for tests and fake tensors).
-    """
+    """A reusable context around forward passes, which offloads saved tensors; host pages are reused each time. Backward
+    may run inside or outside of it, in any order, twice, or never: pages become free when the graph drops their tensor.
+    `copies` replaces the CUDA side stream (for tests and fake tensors)."""
 
     def __init__(
         self, model: nn.Module | torch.device, copies: Copies | None = None, min_bytes: int = MIN_BYTES,
@@ -145,7 +135,8 @@ class ActivationOffload:
         self.device = device_of(model) if isinstance(model, nn.Module) else model
         if copies is None and self.device.type == "cuda":
             copies = StreamCopies(self.device)
-        self.store = None if copies is None else HostStore(self.device, copies, page_bytes)
+        self.offloads = copies is not None  # False on the CPU
+        self.store = HostStore(self.device, copies or Copies(), page_bytes)
         self.min_bytes = min_bytes
         self.weights: set[int] = set()  # see `storage_ids`
         self.entered: list[saved_tensors_hooks] = []
@@ -154,7 +145,7 @@ class ActivationOffload:
         self.inside = False  # True in the forward pass of a kept layer
 
     def __enter__(self) -> "ActivationOffload":
-        if self.store is not None:
+        if self.offloads:
             self.weights = storage_ids(self.model)
             self.store.start_backward()
             self.entered.append(saved_tensors_hooks(self.pack, self.unpack))
@@ -163,7 +154,7 @@ class ActivationOffload:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.store is not None:
+        if self.offloads:
             self.entered.pop().__exit__(*error)
             while self.hooks:
                 self.hooks.pop().remove()
@@ -172,45 +163,35 @@ class ActivationOffload:
         """Note when the forward pass is inside of a kept layer, until this context ends."""
         self.inside = False
         for layer in self.kept:
-            self.hooks += [layer.register_forward_pre_hook(self.enter_kept),
-                           layer.register_forward_hook(self.leave_kept)]
-
-    def enter_kept(self, *_: object) -> None:
-        self.inside = True
-
-    def leave_kept(self, *_: object) -> None:
-        self.inside = False
+            self.hooks += [layer.register_forward_pre_hook(lambda *_: setattr(self, "inside", True)),
+                           layer.register_forward_hook(lambda *_: setattr(self, "inside", False))]
 
     def read_ahead(self, ahead: bool) -> None:
         """Set whether the next tensor is prefetched while another is in use, which hides its copy but takes memory."""
-        if self.store is not None:
-            self.store.ahead = ahead
+        self.store.ahead = ahead
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self.store is None else self.store.pool.bytes_in_use
+        return self.store.pool.bytes_in_use
 
     @property
     def host_bytes_peak(self) -> int:
         """The maximum of `host_bytes`; that much host memory is held until `release`."""
-        return 0 if self.store is None else self.store.pool.peak_bytes
+        return self.store.pool.peak_bytes
 
     def release(self) -> None:
         """Return the host pages that no graph needs to the system; the next forward pass allocates new ones."""
-        if self.store is not None:
-            self.store.pool.release()
+        self.store.pool.release()
 
     def pack(self, tensor: Tensor) -> Kept | Offloaded:
         """Return the object that the graph stores for `tensor`; never `tensor` itself, which may refer to the graph."""
-        if self.store is None or self.inside or not self.goes(tensor):
-            return Kept(tensor.detach(), tensor._version)
-        return self.store.put(tensor)
+        stays = self.inside or not self.goes(tensor)
+        return Kept(tensor.detach(), tensor._version) if stays else self.store.put(tensor)
 
     def unpack(self, packed: Kept | Offloaded) -> Tensor:
         """Return the saved tensor. RuntimeError if it was modified in place, which autograd does not check under hooks.
         """
         if isinstance(packed, Offloaded):
-            assert self.store is not None
             return self.store.get(packed)
         check_untouched(packed.tensor._version == packed.version, packed.tensor.size())
         return packed.tensor

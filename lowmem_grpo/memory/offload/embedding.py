@@ -1,7 +1,6 @@
 """Look up embeddings on the host: a step needs only T rows of a matrix (V, D). For Llama-3.1-8B this saves 1.05 GB on
 the card and copies 8 KB per token. Gemma 4 has a second table of per-layer embeddings: 5.6 GB for its E4B, and 21 KB
-per token. A matrix that is also the output head is needed on the card anyway.
-"""
+per token. A matrix that is also the output head is needed on the card anyway."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +26,8 @@ class HostEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map ids (...) to (..., D) on their device. Without `knowing`, ids on a GPU are copied to the host, which
         synchronizes."""
-        known = self.known is not None and self.known.numel() == input_ids.numel()
-        ids = self.known.view(input_ids.shape) if self.known is not None and known else input_ids.to("cpu")
+        known = self.known if self.known is not None and self.known.numel() == input_ids.numel() else None
+        ids = input_ids.to("cpu") if known is None else known.view(input_ids.shape)
         if not input_ids.is_cuda:
             return self.scaled(F.embedding(ids, self.weight)).to(input_ids.device)
         # From torch's cache of pinned memory, which does not reuse it before the copy is done.
@@ -50,10 +49,9 @@ def embed_on_host(model: Any) -> int:
                          "which is needed on the device; nothing would be saved. Leave it out")
     if any(table.weight.requires_grad for table in moved):
         raise ValueError("offload_embedding=True: the input embedding is trained; only a frozen one can be on the host")
-    for owner in list(model.modules()):
-        for name, child in list(owner.named_children()):
-            if any(child is table for table in moved):
-                setattr(owner, name, HostEmbedding(child))
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if any(module is table for table in moved):
+            model.set_submodule(name, HostEmbedding(module))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return sum(int(table.weight.nbytes) for table in moved)
@@ -78,8 +76,7 @@ def on_host(model: Any) -> list[HostEmbedding]:
 
 @contextmanager
 def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterator[None]:
-    """Give the embeddings the ids (T,) of the next pass on the host within this context, which avoids a
-    synchronization."""
+    """Give the embeddings the next pass's ids (T,) on the host within this context, which avoids a synchronization."""
     for table in embeddings:
         table.known = host_ids
     try:

@@ -65,8 +65,7 @@ class StreamCopies(Copies):
                     "the system refused pinned host memory (%s); layer inputs go to pageable memory instead: each "
                     "copy then blocks Python and does not overlap with the computation. To avoid it raise the limit "
                     "of locked memory (ulimit -l), free host memory, or set use_gradient_checkpointing=True",
-                    str(error).partition("\n")[0],
-                )
+                    str(error).partition("\n")[0])
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, pairs: Sequence[Pair]) -> tuple[Any, Any]:
@@ -145,11 +144,9 @@ MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # a container's own limits (version 2)
 TAIL = 4  # tensors saved after the layers, in units of a layer input: the final norm in float32, and the head's U
 SPARE = GIB  # room left for other programs, since pinned memory cannot be swapped out
-WSL_ADVICE = (
-    "this is WSL: its driver pins only a part of the host's memory, and a paged optimizer's states are read only when "
-    'the card is idle. If pinning fails, take use_gradient_checkpointing=True in place of "offload", and '
-    'optim="adamw_8bit" in place of a paged one'
-)
+WSL_ADVICE = ("this is WSL: its driver pins only a part of the host's memory, and a paged optimizer's states are read "
+              "only when the card is idle. If pinning fails, take use_gradient_checkpointing=True in place of "
+              '"offload", and optim="adamw_8bit" in place of a paged one')
 
 
 def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
@@ -176,8 +173,7 @@ def system_room(meminfo: Path) -> int | None:
 
 
 def container_room(cgroup: Path) -> int | None:
-    """Return the bytes that a control group may still allocate, counting its droppable file cache as free; None if it
-    has no limit."""
+    """Return the bytes that a control group may still allocate, droppable file cache included; None: no limit."""
     limit, used, details = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.is_file() and used.is_file() and details.is_file()) or limit.read_text().strip() == "max":
         return None
@@ -192,10 +188,10 @@ def check_host_room(needed_bytes: int) -> None:
         logger.warning("cannot tell whether the host has %s for layer inputs", size_text(needed_bytes))
         return
     left = available - needed_bytes
-    figures = f"layer inputs on the host need {size_text(needed_bytes)} ({needed_bytes} bytes), and " \
-              f"{size_text(available)} ({available} bytes) of host memory are available"
-    remedy = "lower max_tokens_per_micro_batch, free host memory, or set use_gradient_checkpointing=True, which " \
-             "keeps layer inputs on the device"
+    figures = (f"layer inputs on the host need {size_text(needed_bytes)} ({needed_bytes} bytes), and "
+               f"{size_text(available)} ({available} bytes) of host memory are available")
+    remedy = ("lower max_tokens_per_micro_batch, free host memory, or set use_gradient_checkpointing=True, which "
+              "keeps layer inputs on the device")
     if left < 0:
         raise MemoryError(f"{figures}; {remedy}")
     if left < SPARE:

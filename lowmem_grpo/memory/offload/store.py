@@ -46,6 +46,11 @@ class Resident:
     def touched(self) -> bool:
         return self.tensor._version != self.version
 
+    @property
+    def spoils(self) -> bool:
+        """True if the original was modified while its copy may have been running: the host may have either value."""
+        return self.original and self.touched
+
 
 class HostStore:
     """A host store: `put` offloads tensors in the order of forward, `get` returns them in any order. A tensor's pages
@@ -81,7 +86,7 @@ class HostStore:
         following = self.following(packed.index) if self.ahead else None
         wanted = {packed.index} if following is None else {packed.index, following.index}
         for index in set(self.residents) - wanted:
-            self.retire(index)
+            self.drop(index)
         if following is not None and following.index not in self.residents:
             self.fetch(following)
         return tensor
@@ -89,7 +94,7 @@ class HostStore:
     def send(self, tensor: Tensor, storage: StorageWeakRef) -> Offloaded:
         """Start the copy of a tensor to the host; the oldest residents leave the device first, to make room."""
         while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
-            self.retire(next(iter(self.residents)))
+            self.drop(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
         pages = self.pool.take_pages(flat.numel() * flat.element_size())
         index = next(self.indices)
@@ -103,7 +108,7 @@ class HostStore:
     def recall(self, packed: Offloaded) -> Tensor:
         """Return the tensor on the device. RuntimeError if it was modified while it was being copied."""
         resident = self.residents.get(packed.index)
-        self.note_spoiled(packed)
+        packed.spoiled |= resident is not None and resident.spoils
         check_untouched(not packed.spoiled, packed.size)
         if resident is None or resident.touched:  # backward may write to a returned tensor; the host's copy is right
             resident = self.fetch(packed)
@@ -129,25 +134,15 @@ class HostStore:
             self.asked.add(index)
         assert self.edge is not None
         waiting = [other for other in list(self.live) if other not in self.asked]
-        if self.upwards:
-            return self.live.get(min((other for other in waiting if other > self.edge), default=-1))
-        return self.live.get(max((other for other in waiting if other < self.edge), default=-1))
-
-    def note_spoiled(self, packed: Offloaded) -> None:
-        """Record if the original was modified while its copy may have been running: the host may have either value."""
-        resident = self.residents.get(packed.index)
-        packed.spoiled |= resident is not None and resident.original and resident.touched
-
-    def retire(self, index: int) -> None:
-        """Drop a tensor from the device; its host copy stays."""
-        packed = self.live.get(index)
-        if packed is not None:
-            self.note_spoiled(packed)
-        self.drop(index)
+        above, below = ([other for other in waiting if (other > self.edge) is side] for side in (True, False))
+        return self.live.get(min(above, default=-1) if self.upwards else max(below, default=-1))
 
     def drop(self, index: int) -> None:
-        resident = self.residents.pop(index, None)
+        """Drop a tensor from the device, if it is there; its host copy stays."""
+        resident, packed = self.residents.pop(index, None), self.live.get(index)
         if resident is not None:
+            if packed is not None:
+                packed.spoiled |= resident.spoils
             self.settle(resident)
 
     def settle(self, resident: Resident) -> None:

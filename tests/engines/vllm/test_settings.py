@@ -10,8 +10,7 @@ from tables import every_row
 
 from lowmem_grpo.engines.vllm import settings as vllm_settings
 from lowmem_grpo.memory.cards import Device
-from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import engine_workspace
 

@@ -72,25 +72,19 @@ def test_of_checkpointed_layers_only_the_inputs_go_and_a_dropped_graph_gives_its
 
 
 WEIGHT = nn.Linear(32, 32)
-STAYING: dict[str, Callable[[], Tensor]] = {
-    "small": lambda: torch.randn(63),
-    "empty": lambda: torch.randn(0, 900),
-    "integers": lambda: torch.arange(900),
-    "booleans": lambda: torch.ones(900, dtype=torch.bool),
-    "sparse": lambda: torch.eye(90).to_sparse(),
-    "complex": lambda: torch.randn(900, dtype=torch.complex64),
-    "negated": lambda: torch.randn(900, dtype=torch.complex64).conj().imag,
-    "a parameter": lambda: nn.Parameter(torch.randn(900)),
-    "a leaf that requires grad": lambda: torch.randn(900, requires_grad=True),
-    "a weight's view": lambda: WEIGHT.weight.detach().T,
-    "a thin slice": lambda: torch.randn(900, 4)[:, 0],
-    "on another device": lambda: torch.empty(900, device="meta"),
+STAYING: dict[str, Tensor] = {
+    "small": torch.randn(63), "empty": torch.randn(0, 900), "integers": torch.arange(900),
+    "booleans": torch.ones(900, dtype=torch.bool), "sparse": torch.eye(90).to_sparse(),
+    "complex": torch.randn(900, dtype=torch.complex64),
+    "negated": torch.randn(900, dtype=torch.complex64).conj().imag, "a parameter": nn.Parameter(torch.randn(900)),
+    "a leaf that requires grad": torch.randn(900, requires_grad=True), "a weight's view": WEIGHT.weight.detach().T,
+    "a thin slice": torch.randn(900, 4)[:, 0], "on another device": torch.empty(900, device="meta"),
 }
 
 
 def test_what_is_no_large_activation_stays_where_it_is() -> None:
-    for name, make in STAYING.items():
-        tensor, offload = make(), offloading(WEIGHT)
+    for name, tensor in STAYING.items():
+        offload = offloading(WEIGHT)
         with offload:
             back = offload.unpack(offload.pack(tensor))
         assert offload.store.copies.started == 0, name
@@ -223,9 +217,7 @@ def test_fake_tensors_tell_the_hosts_bytes_from_the_devices() -> None:
     tokens, one = 4096, 4096 * 1024 * 2
     plain_peak, nothing, plain_kept, _ = fake_step(tokens, offloaded=False)
     peak, host, kept, offload = fake_step(tokens, offloaded=True)
-    assert nothing == 0
-    assert isinstance(offload, ActivationOffload)
-    assert host == offload.host_bytes_peak
+    assert isinstance(offload, ActivationOffload) and (nothing, host) == (0, offload.host_bytes_peak)
     assert 8 * one < host <= host_bytes_needed(8, tokens, 1024, torch.bfloat16) <= 1.25 * host
     assert plain_kept - kept >= 7 * one  # two inputs are on the device at the end of forward, as much as was saved
     assert plain_peak - peak >= 5 * one

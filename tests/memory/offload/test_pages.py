@@ -1,14 +1,28 @@
-"""Host pages and the copies to and from them: used again, and pageable where pinned memory is refused."""
+"""Host pages and the copies to and from them: used again, and pageable where pinned memory is refused; and whether the
+host has room for them."""
 
 import logging
 from itertools import product
+from pathlib import Path
 from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 from card import HAS_CARD
 
-from lowmem_grpo.memory.offload.pages import PAGE_BYTES, Copies, PagePool, StreamCopies
+from lowmem_grpo.memory.offload import pages
+from lowmem_grpo.memory.offload.pages import (
+    PAGE_BYTES,
+    Copies,
+    PagePool,
+    StreamCopies,
+    available_host_bytes,
+    check_host_room,
+    container_room,
+    host_bytes_needed,
+    system_room,
+)
+from lowmem_grpo.utils import GIB
 
 
 def test_pages_are_handed_out_again_and_made_only_when_none_is_free() -> None:
@@ -56,9 +70,9 @@ def test_bytes_are_spread_over_pages_and_gathered_unchanged() -> None:
     for count, dtype in product((1, 31, 32, 33, 100), (torch.bfloat16, torch.float32, torch.float64)):
         pool = PagePool(Copies(), page_bytes=64)
         values, back = torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
-        pages = pool.take_pages(values.nbytes)
-        pool.copies.start(list(pool.pairs(pages, values)))
-        pool.copies.start([(part, page) for page, part in pool.pairs(pages, back)])
+        taken = pool.take_pages(values.nbytes)
+        pool.copies.start(list(pool.pairs(taken, values)))
+        pool.copies.start([(part, page) for page, part in pool.pairs(taken, back)])
         assert torch.equal(values, back), (count, dtype)
 
 
@@ -99,10 +113,64 @@ def test_refused_pinned_memory_is_pageable_and_said_once(
 ) -> None:
     copies = StreamCopies(torch.device("cuda"))
     with caplog.at_level(logging.WARNING, logger="lowmem_grpo"):
-        pages = PagePool(copies, page_bytes=64).take_pages(64 * 3)
-    assert [page.nbytes for page in pages] == [64] * 3
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert "refused pinned host memory" in message
-    assert "blocks Python and does not overlap" in message
-    assert "ulimit -l" in message
+        taken = PagePool(copies, page_bytes=64).take_pages(64 * 3)
+    assert [page.nbytes for page in taken] == [64] * 3
+    (message,) = caplog.messages
+    for part in ("refused pinned host memory", "blocks Python and does not overlap", "ulimit -l"):
+        assert part in message
+
+
+# Whether the host has room
+
+
+def test_the_bytes_needed_are_whole_pages_for_each_layer_and_four_inputs_more() -> None:
+    assert host_bytes_needed(32, 20480, 4096, torch.bfloat16) == 36 * 20480 * 4096 * 2
+    assert host_bytes_needed(2, 1, 8, torch.float32) == 6 * PAGE_BYTES
+    assert host_bytes_needed(1, PAGE_BYTES // 4 + 1, 1, torch.float32) == 5 * 2 * PAGE_BYTES
+
+
+def test_the_systems_room_is_what_it_says_is_available(tmp_path: Path) -> None:
+    path = tmp_path / "meminfo"
+    assert system_room(path) is None
+    path.write_text("MemTotal: 16000 kB\nMemFree: 100 kB\n")
+    assert system_room(path) is None
+    path.write_text("MemTotal: 16000 kB\nMemFree: 100 kB\nMemAvailable:   3000 kB\nHugePages_Total:   0\n")
+    assert system_room(path) == 3000 * 1024
+
+
+def test_a_containers_room_is_its_limit_less_what_it_cannot_drop(tmp_path: Path) -> None:
+    assert container_room(tmp_path) is None
+    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 500\ninactive_file 150\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert container_room(tmp_path) == 450
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert container_room(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert container_room(tmp_path) is None
+
+
+@pytest.mark.skipif(not pages.MEMINFO.is_file(), reason="needs /proc/meminfo")
+def test_this_machines_room_is_a_number_of_bytes() -> None:
+    room = available_host_bytes()
+    assert room is not None and 2**20 < room < 2**50
+
+
+def test_too_little_room_is_an_error_that_says_what_to_do_and_little_or_unknown_room_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "meminfo"
+    monkeypatch.setattr(pages, "MEMINFO", path)
+    monkeypatch.setattr(pages, "CGROUP", tmp_path / "none")
+    path.write_text(f"MemAvailable: {5 * 2**20} kB\n")
+    with pytest.raises(MemoryError) as error:
+        check_host_room(6 * GIB)
+    for part in (f"need 6.00 GiB ({6 * GIB} bytes)", f"5.00 GiB ({5 * GIB} bytes) of host memory are available",
+                 "max_tokens_per_micro_batch", "use_gradient_checkpointing=True"):
+        assert part in str(error.value)
+    check_host_room(4 * GIB)
+    assert caplog.records == []
+    check_host_room(5 * GIB - 2**29)
+    assert "leaves 512.0 MiB for everything else" in caplog.text
+    path.unlink()
+    check_host_room(6 * GIB)
+    assert "cannot tell whether the host has 6.00 GiB" in caplog.text

@@ -10,15 +10,12 @@ from checkpointed_stack import LAYERS, LateCopies, Stack, grads, inputs, offload
 from torch import Tensor, nn
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
-    "contiguous": lambda: torch.randn(8, 40),
-    "bfloat16": lambda: torch.randn(8, 40).bfloat16(),
-    "float64": lambda: torch.randn(8, 40, dtype=torch.float64),
-    "transposed": lambda: torch.randn(8, 40).T,
+    "contiguous": lambda: torch.randn(8, 40), "bfloat16": lambda: torch.randn(8, 40).bfloat16(),
+    "float64": lambda: torch.randn(8, 40, dtype=torch.float64), "transposed": lambda: torch.randn(8, 40).T,
     "channels last": lambda: torch.randn(2, 4, 6, 8).to(memory_format=torch.channels_last),
-    "expanded": lambda: torch.randn(1, 300).expand(5, 300),
+    "expanded": lambda: torch.randn(1, 300).expand(5, 300), "a leaf without grad": lambda: torch.randn(100).detach(),
     "half of the columns": lambda: torch.randn(20, 40)[:, 20:],
     "from within a storage": lambda: torch.randn(2000)[700:1400],
-    "a leaf without grad": lambda: torch.randn(100).detach(),
 }
 
 

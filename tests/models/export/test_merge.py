@@ -14,7 +14,7 @@ from small_models import TINY
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.export import merge
 from lowmem_grpo.models.export.base_weights import Weight, live_weights, stored_weights, tensor_files
 from lowmem_grpo.models.export.formats import export

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.runs.accuracy import Answers, wilson_interval

@@ -9,8 +9,7 @@ import pytest
 from trainer_runs import TEXTS, make
 
 from lowmem_grpo.memory.cards import device
-from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.named_configs import named_config
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
 from lowmem_grpo.memory.plan import RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.time_plan import plan_time

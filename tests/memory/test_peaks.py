@@ -12,9 +12,8 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.memory.cutting import SPREAD
-from lowmem_grpo.memory.live_bytes import LiveBytes, update_peak
 from lowmem_grpo.memory.offload import pages
-from lowmem_grpo.memory.peaks import peak_memory
+from lowmem_grpo.memory.peaks import LiveBytes, peak_memory, update_peak
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes.arithmetic import make_dataset
 from lowmem_grpo.trainer.run_memory import settings_of
