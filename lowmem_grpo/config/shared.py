@@ -30,6 +30,10 @@ MOST = 1_000_000  # completions of a step; more are a typing error
 NAMES: Rule = ("a name, or a list of names", lambda value: value is None or isinstance(value, str | list | tuple))
 REPO_NAME: Rule = ("OWNER/NAME, or a NAME of your own",
                    lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value)))
+NOT_THE_TEMPLATES = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
+                     "return_tensors", "padding", "truncation", "max_length", "documents")
+TEMPLATE_VARIABLES: Rule = (f"a dict of the chat template's own variables, without {', '.join(NOT_THE_TEMPLATES)}",
+                            lambda value: isinstance(value, dict) and value.keys().isdisjoint(NOT_THE_TEMPLATES))
 STRATEGIES = ("no", "steps", "epoch")
 ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields that exist for the
 # argument parsers of TRL's scripts; the table of unsupported options says which values are accepted
@@ -172,7 +176,7 @@ class TrainSettings(metaclass=CheckedCall):
                             lambda value: value % 1 == 0 and (value > 0 or value == -1)),
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
         "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
-        "lr_scheduler_kwargs": utils.OF_KINDS[dict],
+        "lr_scheduler_kwargs": utils.OF_KINDS[dict], "chat_template_kwargs": TEMPLATE_VARIABLES,
         "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": utils.DECAY,
         "adam_beta2": utils.DECAY, "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE,
         "max_grad_norm": POSITIVE, "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE,

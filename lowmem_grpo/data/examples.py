@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.config.shared import TEMPLATE_VARIABLES
 from lowmem_grpo.data.prompt_inputs import CLOSED, chat_text
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
 
@@ -100,14 +101,18 @@ class ExampleEncoder(PromptEncoder):
         return Example(row, ids[:first], text, None, 0, ids[first:end], None if all(mask) else mask, ids, labels)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the chat template's keyword arguments for a row; DataError if its `tools` are text but not JSON."""
+        """Return the chat template's keyword arguments for a row; DataError if its `tools` are text but not JSON, or
+        its `chat_template_kwargs` are not the template's."""
         tools, own = row.get("tools"), row.get("chat_template_kwargs") or {}
+        own = {name: value for name, value in own.items() if value is not None} if isinstance(own, dict) else own
+        if not TEMPLATE_VARIABLES[1](own):
+            raise DataError(f"chat_template_kwargs is {own!r}; it must be {TEMPLATE_VARIABLES[0]}")
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools else tools
         except ValueError as error:
             raise DataError(f"tools is a text that is no JSON ({error}): make it a list of schemas, or JSON") from error
-        own = {name: value for name, value in own.items() if value is not None} | ({"tools": tools} if tools else {})
-        return {**self.template_kwargs, **own, **({} if self.continues else NEW_TURN)}
+        listed = {"tools": tools} if tools else {}
+        return {**self.template_kwargs, **own, **listed, **({} if self.continues else NEW_TURN)}
 
     def render_whole(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> str:
         """Return the chat template's text of the messages, without a generation prompt."""

@@ -161,7 +161,7 @@ def test_a_value_of_another_type_is_refused_by_the_name_of_its_setting() -> None
         *((name, "yes", truth) for name in ("bf16", "use_vllm", "log_completions", "shuffle_dataset", "preflight",
                                             "overwrite_output_dir", "gradient_checkpointing", "disable_tqdm")),
         ("mask_truncated_completions", 3, truth), ("report_to", 5, "a name, or a list of names"),
-        ("hub_model_id", "a/b/c", "OWNER/NAME"),
+        ("hub_model_id", "a/b/c", "OWNER/NAME"), ("chat_template_kwargs", {"tokenize": True}, "a dict of the chat"),
     ]
     assert not_refused(lambda given: GRPOConfig(**given), [
         ({name: value}, f"{name} is {value!r}; it must be {words}") for name, value, words in wrong]) == []

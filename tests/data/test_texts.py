@@ -197,8 +197,11 @@ def test_options_of_a_row_reach_the_template() -> None:
     found = ExampleEncoder(tokenizer, 200, [tokenizer.eos_token_id]).encode(row)
     assert isinstance(found, Example) and found.text == tokenizer.apply_chat_template(
         TALK[:1], tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    with pytest.raises(DataError, match="tools is a text that is no JSON"):
-        ExampleEncoder(tokenizer, 200, [tokenizer.eos_token_id]).encode(row | {"tools": "["})
+    for wrong, words in (({"tools": "["}, "tools is a text that is no JSON"),
+                         *(({"chat_template_kwargs": given}, "must be a dict of the chat template's own variables")
+                           for given in ("enable_thinking", {"tokenize": True}, {"add_generation_prompt": False}))):
+        with pytest.raises(DataError, match=words):
+            ExampleEncoder(tokenizer, 200, [tokenizer.eos_token_id]).encode(row | wrong)
 
 
 @every_row(("text", "ending"), [

@@ -17,7 +17,8 @@ SIGNS = str.maketrans({
     "\u222a": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset ", "∈": "\\in ", "\u2019": "'", "\u2044": "/",
     **{letter: f"\\{name} " for letter, name in zip("αβγδθλμπρσφω", LETTERS, strict=True)},
 })
-WRITTEN = {"{,}": "\\,", "\\!": "", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm", "\\{\\}": "\\emptyset"}
+WRITTEN = {"{,}": "\\,", "\\!": "", "\\bar{": "\\overline{", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm",
+           "\\{\\}": "\\emptyset"}
 TEXTS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|mathit|operatorname)[a-z]*\s*\{([^{}]*)\}")
 DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))")
 THIN = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;:][0-9]{3})+(?![0-9])")

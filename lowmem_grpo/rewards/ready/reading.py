@@ -17,8 +17,7 @@ MAX_DIGITS = 64  # in a number that is read; a longer one is not an answer, and 
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
 MINUSES = "-\u2212\u2013"  # hyphen, minus sign, and the en dash that is often used for it
 PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ",
-         "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*",
-         "\u2044": "/"}
+         "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*", "\u2044": "/", r"\bar": r"\overline"}
 SIGNS = re.compile(r"((?<=\S)[⁰¹²³⁴-⁹⁺⁻ⁿ]+)|([₀-₉]+)|[¼-¾⅐-⅞]")  # exponents, indices, fractions
 FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))")
 SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # after letters: cm^2, x_1
@@ -40,7 +39,7 @@ NEAR = 400  # characters before the last digit that are searched for the number'
 FENCE = "```"
 LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # tag of a fenced block
 STATED = re.compile(r"\banswer(?: is)?[ :=]{1,3}(.+)", re.IGNORECASE)
-ENCLOSED = re.compile(r"\A(\*\*|\$\$?)(.+)\1\Z")
+ENCLOSED = re.compile(r"\A(?:(\*\*|\$\$?)(.+)\1|\\\((.+)\\\)|\\\[(.+)\\\])\Z")
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
 
 
@@ -93,7 +92,7 @@ def stated(label: str) -> str:
         return marked
     sentences = STATED.findall(label)
     answer = (re.split(r"\.(?:\s|$)", sentences[-1])[0] if sentences else label).strip()
-    return ENCLOSED.sub(r"\2", answer) or label
+    return ENCLOSED.sub(r"\2\3\4", answer).strip() or label
 
 
 def boxed(text: str) -> str | None:

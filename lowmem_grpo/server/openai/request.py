@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from lowmem_grpo.config.sampling import FORMAT, PENALTY
+from lowmem_grpo.config.shared import NOT_THE_TEMPLATES
 from lowmem_grpo.config.unsupported import Table, only
 from lowmem_grpo.data.prompt_inputs import plain_message
 from lowmem_grpo.server.requests import Body, ChatError, shown, words_of
@@ -19,8 +20,6 @@ KEPT = ("name", "reasoning_content", "thinking")  # text fields that a chat temp
 OWN = ("role", "content", "tool_calls", "tool_call_id", "turn")
 EMPTY: tuple[Any, ...] = (None, [], {}, "")  # values of fields that are unset, as in replies
 MOST_COMPLETIONS, MOST_TEXTS = 128, 4096
-TEMPLATES_OWN = ("tools", "messages", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
-                 "return_tensors", "padding", "truncation", "max_length", "documents")
 DRAWN = {"temperature", "top_p", "top_k", "min_p", "stop"}
 OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # ignored
 REFUSED: Table = {
@@ -224,7 +223,7 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if own := sorted(set(kwargs) & set(TEMPLATES_OWN)):
+    if own := sorted(set(kwargs) & set(NOT_THE_TEMPLATES)):
         raise ChatError(400, f"chat_template_kwargs has {own[0]}, which is not the template's to choose; leave it out",
                         "chat_template_kwargs")
     return kwargs

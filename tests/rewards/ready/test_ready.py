@@ -131,7 +131,7 @@ SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether she sold
 LABELS = [  # as data sets and people write that the answer is 43
     SOLUTION, "#### 43", "####43", "The answer is 43.", "The final answer is $43$. I hope it is correct.", "$43$",
     "Answer: 43", "So the answer is: 43", "answer = 43", r"so $x = 43$: \boxed{43}", "$43", "43%", "43.0", "43.",
-    "**43**", "The answer is **43**.", " 43 ", "43 ",
+    "**43**", "The answer is **43**.", r"\(43\)", r"The answer is \[ 43 \]", " 43 ", "43 ",
 ]
 
 
