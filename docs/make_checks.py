@@ -26,9 +26,9 @@ Before its first step, and when it resumes, `train()` looks for mistakes that wo
 If nothing is wrong, one line says so (unless `disable_tqdm=True`). `trainer.preflight()` returns the findings as a
 list. `GRPOConfig(preflight=False)` turns the checks off.
 
-The checks take about a second. They read at most 256 rows, spread evenly over the dataset, and spend 0.3 seconds on
-comparing prompts. They call no reward function, sample nothing and use no random numbers, so they do not change the
-run. To try your rewards on real samples, use [`rewards.check`](rewards.md).
+The checks take about a second. They read at most 256 rows, spread evenly over the dataset; only the check for
+duplicates reads on, for 0.3 seconds. They call no reward function, sample nothing and use no random numbers, so they do
+not change the run. To try your rewards on real samples, use [`rewards.check`](rewards.md).
 
 | check | worst severity | what it finds | also for SFTTrainer |
 |---|---|---|---|"""
@@ -89,7 +89,7 @@ METRICS = {
         "completions for which a required function returned None; their groups are left out",
     "verdicts/NAME": "share of correct completions among those that the verifier could judge",
     "judge/NAME/failed, judge/NAME/cached":
-        "share of completions without a judgement, and of those whose judgement was in the cache",
+        "share of completions without a judgement; share whose judgement came from the cache",
     "judge/NAME/retries, judge/NAME/tokens, judge/NAME/seconds":
         "per completion: the judge's questions that were repeated after a reply without scores, and its tokens; "
         "seconds per call",
@@ -146,7 +146,8 @@ METRICS = {
     "off_policy/masked_share": "share of tokens left out by off_policy_mask_threshold",
     "clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean, clip_ratio/low_min, clip_ratio/high_max":
         "share of tokens (of sequences, at the sequence level) whose gradient was clipped; min and max over sequences",
-    "cispo_clip_ratio, vespo/phi_seq_mean": "bounded weights of cispo, mean weight of vespo",
+    "cispo_clip_ratio, vespo/phi_seq_mean":
+        "cispo: share of tokens (of sequences, at the sequence level) whose weight was bounded; vespo: mean weight",
     "kl": "the KL estimate against the reference (`kl_reference`)",
     "entropy, entropy/policy": "mean entropy per token, over all tokens and over those that top_entropy_quantile keeps",
     "entropy_coef": "the coefficient of the entropy bonus, after this step's change",
@@ -175,8 +176,8 @@ METRICS = {
         "with train_while_sampling: the share of completions trained before all were sampled, and 1 if that work was "
         "discarded and repeated",
     "time/sampling/prefill_s, time/sampling/full_s, time/sampling/tail_s":
-        "seconds of sampling: computing prompts; token steps of many sequences; and the tail, token steps of fewer "
-        "than a quarter of the most sequences that ran together in the call. None of them includes waiting for tools",
+        "seconds of sampling: computing prompts; token steps of many sequences; and the tail, token steps in which "
+        "fewer than a quarter of the call's most concurrent sequences still ran. None includes waiting for tools",
     "time/sampling/tail_share": "the tail's share of these three",
     "tokens_per_second/prefill, tokens_per_second/full, tokens_per_second/tail":
         "tokens per second in each phase: prompt tokens computed, and tokens sampled",

@@ -73,7 +73,7 @@ class TransformersEngine:
                 torch.cuda.empty_cache()
 
     def use_weights(self, form: str | None) -> None:
-        """Sample with weights as stored, or dequantized if `form` is "16bit", except for few rows."""
+        """Choose the weights to sample with: as stored or, for "16bit", dequantized (except in steps of few rows)."""
         self.free_weights()
         self.sampling_weights = form
         self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None

@@ -39,7 +39,7 @@ def custom_op(
 
 
 def raising_versions(function: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
-    """Return `function` wrapped to give a new version to the arguments at `written` after each call."""
+    """Return `function` wrapped to raise, after each call, autograd's version counter of the tensors at `written`."""
     if not written:
         return function
 

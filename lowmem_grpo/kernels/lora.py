@@ -31,7 +31,7 @@ def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
 def lora_linear(
     x: Tensor, weights: Sequence[Any], loras: Sequence[LoRA | None], biases: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the outputs (..., out_i) of several linear layers on the same x (..., in), which is kept once for all.
+    """Return the outputs (..., out_i) of several linear layers on the same x (..., in), saved once for backward.
 
     A weight is a tensor (out, in) of the dtype of x, an `NF4Weight`, an `FP8Weight` or bitsandbytes' Params4bit; it
     takes no gradient, and neither does a bias (out,). A quantized weight of several adjacent matrices stands for as

@@ -97,7 +97,8 @@ def full(batch: list[Span], limits: Limits) -> bool:
 
 
 def places(batch: list[Span]) -> int:
-    """Return the packed tokens of a micro-batch: each prompt once, without its last token, which each sequence has."""
+    """Return the number of packed tokens of a micro-batch. A shared prompt counts once, without its last token, which
+    each sequence repeats."""
     return sum(map(sum, families(batch)))
 
 

@@ -161,7 +161,7 @@ def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, k
 
 
 def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> MemoryPlan:
-    """Return the plan with the most layers kept."""
+    """Return the plan that keeps all activations of as many layers as have room; of none if it does not fit."""
     def keep(count: int) -> MemoryPlan:
         return build(shape, replace(settings, kept_layers=count), device)
 

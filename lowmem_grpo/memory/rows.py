@@ -176,7 +176,7 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
 
 
 def mask_bytes(settings: RunSettings, sequences: int) -> int:
-    """Return the bytes of attention's masks while our engine prefills: two of bools, one in 16 bits."""
+    """Return the bytes of attention's masks while our engine prefills: two masks of bools and one in 16 bits."""
     prompts = -(-sequences // settings.num_generations)
     return 2 * WORD * prompts * min(settings.context, cards.prefill_piece(prompts, settings.context)) * settings.context
 

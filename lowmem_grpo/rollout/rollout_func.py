@@ -1,8 +1,8 @@
 """Rollouts made by a user's function: TRL's `rollout_func(prompts, trainer) -> dict`, with the interface of TRL 1.16.
 
-The function gets every prompt of the dataset unchanged, repeated `num_generations` times in a row, and returns one
-entry for each repetition in `prompt_ids`, `completion_ids` and `logprobs`. `env_mask` (1: the policy drew the token) is
-optional. Every other key goes to the reward functions as a column.
+The function gets the batch's prompts as they are in the dataset, each repeated `num_generations` times in a row, and
+returns one entry for each repetition in `prompt_ids`, `completion_ids` and `logprobs`. `env_mask` (1: the policy drew
+the token) is optional. Every other key goes to the reward functions as a column.
 
 `rollout_of` makes a rollout of the turns that user code requested. A turn whose prompt begins with all tokens of an
 earlier sequence continues that sequence; any other turn begins a new sequence. All sequences share the rollout's

@@ -119,8 +119,9 @@ ALARMS = (
     Alarm(
         "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (for how long: nothing_to_learn_steps)", 10,
         no_signal, "so there is no gradient",
-        "if the mean is low, use easier problems, a reward for partial success, a stronger model, or SFT on the format "
-        "first; if it is high, use harder problems; otherwise raise num_generations or the temperature", repeats=True,
+        "if the mean reward is low, use easier problems, a reward for partial success, a stronger model, or SFT on the "
+        "format first; if it is high, use harder problems; otherwise raise num_generations or the temperature",
+        repeats=True,
     ),
     Alarm(
         "truncated", "all completions were cut off", "completions/clipped_ratio is 1", 3,
@@ -135,8 +136,8 @@ ALARMS = (
         f"mismatch/k3 above {MISMATCH_K3} or mismatch/effective_samples below {EFFECTIVE_SAMPLES}", 3, mismatch,
         "so completions come from another distribution than the one being trained",
         "use bfloat16 or fp32 for both, do not quantize the sampler's weights separately, leave out top_p, top_k and "
-        "min_p, or take fewer steps between sampling and training; vllm_importance_sampling_correction=None corrects "
-        "what remains",
+        "min_p, or take fewer steps between sampling and training; vllm_importance_sampling_correction=None, "
+        "the default, corrects what remains",
     ),
     Alarm(
         "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio above {CLIPPED}", 3,
@@ -180,7 +181,7 @@ ALARMS = (
         "no_room", "episodes run out of tokens", f"episodes/max_tokens or episodes/context above {MANY_ENDS}", 3,
         outside(lambda share: share > MANY_ENDS, "episodes/max_tokens", "episodes/context"),
         "so they stop early, with the rewards that they have earned by then",
-        "raise max_completion_length, which limits all turns and the messages between them together, lower "
+        "raise max_completion_length, which limits all turns of a sequence and the messages between them, lower "
         "max_tool_tokens, max_turn_tokens or the number of turns, or let the environment send shorter messages",
     ),
     Alarm(

@@ -28,7 +28,7 @@ async def as_chat_errors() -> AsyncIterator[None]:
 
 
 def owner_of(request: Request) -> str | None:
-    """Return the user to whose jobs a request is restricted; None for all jobs. ChatError if it may not use jobs."""
+    """Return the only user whose jobs a request may see; None for all users. ChatError if it may not use jobs."""
     user: User = request.scope["holder"]
     if not user.may(JOBS):
         raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "

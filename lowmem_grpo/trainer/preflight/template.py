@@ -77,7 +77,7 @@ def names_of_ends(subject: Subject) -> str:
 
 
 def endless(subject: Subject) -> Iterator[Finding]:
-    """Find rows of fine-tuning of which no trained token ends a completion; a warning where only some answers of a row
+    """Find rows of fine-tuning whose trained tokens include no end token; a warning where only some answers of a row
     have no end, and for rows of token ids."""
     ended = [[bool(subject.end_ids & {*answer}) for answer in answers(example)]
              for looked in subject.sample.fitting for example in each_of(looked.prompt)]
@@ -121,8 +121,8 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
 
 
 def not_rendered(subject: Subject) -> Iterator[Finding]:
-    """Find several turns with a chat template that has no tools, leaves messages out, refuses a user message behind an
-    answer, or cannot render a history anew where `history="template"` asks for it."""
+    """Find runs of several turns with a chat template that supports no tools, leaves messages out, refuses a user
+    message after an answer, or cannot render the conversation anew for `history="template"`."""
     try:
         renderer, trials = try_turns(subject)
         anew = renderer is not None and subject.args.history == "template"
@@ -136,7 +136,7 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
 
 
 def rewritten(subject: Subject) -> Iterator[Finding]:
-    """Find a chat template that rewrites what was sampled once more messages follow, before which of them, and what
+    """Find a chat template that rewrites sampled text when messages follow; say which messages cause it, and what
     `history="template"` then costs."""
     try:
         trials = try_turns(subject)[1]

@@ -114,9 +114,8 @@ def test_a_call_that_cannot_be_right_is_not_repeated_and_costs_nothing(
     for message, calls in bad.items():
         with pytest.raises(ValueError, match=message):
             engine.generate(calls, SamplingParams(max_tokens=2))
-    for refused in (SamplingParams(stop=""), SamplingParams(n=100_000)):  # by vLLM itself, whatever its error is
-        with pytest.raises(Exception, match=r"stop|n must"):
-            engine.generate(prompts, refused)
+    with pytest.raises(Exception, match="n must"):  # refused by vLLM itself, whatever its error is
+        engine.generate(prompts, SamplingParams(n=100_000))
     assert engine.llm is llm
     assert len(engine.generate(prompts, GREEDY)) == 3
     assert engine.llm is llm
