@@ -46,7 +46,8 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) or None,
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing=checkpointing and (may_keep(model, config) or ("offload" if model.loaded.offload else True)),
-        engine=engine, max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,
+        engine=VLLM if engine == VLLM else TRANSFORMERS,  # an engine of the user is planned like our own
+        max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,
         chunk_rows=config.logits_chunk or default_rows(base.device, vocabulary),
         kv_bytes=model.loaded.keeper.settings.kv_cache_bytes, optim=config.optim,
         host_embedding=bool(on_host(base)),
