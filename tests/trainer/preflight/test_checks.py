@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import UserList
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -200,7 +201,7 @@ SIMPLE: list[tuple[Any, ...]] = [  # what is wrong, check, severity, what is sai
      r"^all 12 rows cannot be made into a prompt \(TemplateError: System role not supported\)\. ",
      lambda make: make(WITH_SYSTEM), LIKE_GEMMA),
     ("broken row", "rows", "error", r"^1 of 13 rows cannot be made into a prompt \(AttributeError: ",
-     lambda make: make([*ROWS, 7])),
+     lambda make: make(UserList([*ROWS, 7]))),
     ("some skipped", "skipped rows", "warning",
      r"^3 of 15 rows will be skipped: empty prompt \(2\), prompt is int, not text or chat",
      lambda make: make([*ROWS, {"prompt": ""}, {"prompt": None}, {"prompt": 7}])),
