@@ -195,8 +195,7 @@ def switches(setup: Setup) -> list[Piece]:
         "rollout.bench", "--device", setup.device, "--shape", "tiny", "--weights", str(setup.weights / "tiny"),
         "--provider", "transformers", "--provider", "transformers_eager", *(("--rounds", "2") if quick else ()),
         *setup.rows("rollout")), least=90, needs=("bitsandbytes", "bf16"))
-    # without `graphs` on a pretend card: see `rollout`
-    return [*sampled, *([] if setup.form == PRETEND else [graphs]), *(
+    return [*sampled, *([] if setup.form == PRETEND else [graphs]), *(  # see `rollout`
         Piece(f"switches/{name}", script("loop.overlap", *words, *quick, *small, *setup.rows("overlap")), least=90,
               needs=("bf16", "vllm") if "vllm" in words else ())
         for name, words in overlap.items() if setup.form != CPU or name == "overlap chains")]
@@ -211,9 +210,8 @@ def loop(setup: Setup) -> list[Piece]:
 
 def peers(setup: Setup) -> list[Piece]:
     """Return pieces for the same step by installed peers; those without vLLM, which take minutes a step, come last."""
-    # see `rollout`
     chosen = {CPU: ["trl_transformers"], PRETEND: [name for name in PEERS if name != "lowmem_grpo_transformers"]}
-    return [loop_piece(setup, "peers", name) for name in chosen.get(setup.form, PEERS)]
+    return [loop_piece(setup, "peers", name) for name in chosen.get(setup.form, PEERS)]  # see `rollout`
 
 
 def loop_piece(setup: Setup, stage: str, provider: str) -> Piece:
