@@ -8,7 +8,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import torch
@@ -32,9 +34,12 @@ TIMEOUT = 400  # seconds until what hangs is killed
 
 
 def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    """Return a free port below those that the system gives to connections, so that none takes it before it is used."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listening, suppress(OSError):
+            listening.bind(("127.0.0.1", port))
+            return port
 
 
 class Ranked:

@@ -120,7 +120,7 @@ class Scripted(Judge):
         self.fails = fails
 
     def rate(self, questions: list[Question]) -> Round:
-        now, waiting = self.start_round(questions)
+        now, waiting = self.begin(questions)
         self.asked += waiting
         for question in waiting:
             now.prompt_tokens += 10
@@ -128,5 +128,5 @@ class Scripted(Judge):
                 now.report("babble", "it babbles", "take another")
             else:
                 ratings = [(min(len(text), question.high), text[:3]) for text in question.answers]
-                self.keep_ratings(now, question, ratings)
-        return self.end_round(now)
+                self.learn(now, question, ratings)
+        return self.end(now)

@@ -74,7 +74,7 @@ class Judge:
         self.meter = Meter()
         self.warned = set[str]()  # kinds of trouble
 
-    def start_round(self, questions: list[Question]) -> tuple[Round, list[Question]]:
+    def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
         """Return a round with the ratings found in the cache, and the distinct questions that must be asked."""
         now = Round()
         now.found = {question: ratings for question in questions if (ratings := self.cache.get(question.key))}
@@ -83,14 +83,14 @@ class Judge:
         now.calls, now.cached, now.failed = len(waiting), len(now.known), len(waiting)
         return now, waiting
 
-    def keep_ratings(self, now: Round, question: Question, ratings: Ratings) -> None:
+    def learn(self, now: Round, question: Question, ratings: Ratings) -> None:
         """Store a question's ratings in the round and in the cache."""
         now.found[question] = self.cache[question.key] = ratings
         now.failed -= 1
         while len(self.cache) > self.cache_size:
             self.cache.popitem(last=False)
 
-    def end_round(self, now: Round) -> Round:
+    def end(self, now: Round) -> Round:
         """Add the round to the meter, and return it. Warn once of each kind of trouble."""
         self.meter.add(now)
         for trouble in now.troubles:

@@ -39,7 +39,7 @@ class SelfJudge(Judge):
 
     def rate(self, questions: list[Question]) -> Round:
         """Return a round with the ratings of the questions that the base model answered. Failures raise no error."""
-        now, waiting = self.start_round(questions)
+        now, waiting = self.begin(questions)
         faults: dict[Question, Any] = dict.fromkeys(waiting)
         for temperature in (self.temperature, max(self.temperature, SECOND_TEMPERATURE)):
             faults = self.ask(faults, temperature, now)
@@ -47,7 +47,7 @@ class SelfJudge(Judge):
             now.report("babble", f"{len(faults)} of {len(questions)} replies have no scores that can be used: "
                        f"{next(iter(faults.values()))}", "take a larger model, raise max_tokens, or judge by URL: a "
                        "small model may not follow the form")
-        return self.end_round(now)
+        return self.end(now)
 
     def ask(self, faults: dict[Question, Any], temperature: float, now: Round) -> dict[Question, BadReplyError]:
         """Ask the base model all questions in one batch, each with the error of its previous reply, if any. Return the
@@ -71,7 +71,7 @@ class SelfJudge(Judge):
             try:
                 if reply.finish_reason == "length":
                     raise BadReplyError("it was cut off at max_tokens", reply.text)
-                self.keep_ratings(now, question, question.read(reply.text))
+                self.learn(now, question, question.read(reply.text))
             except BadReplyError as bad:
                 bad_replies[question] = bad
         return bad_replies

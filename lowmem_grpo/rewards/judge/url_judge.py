@@ -101,7 +101,7 @@ class UrlJudge(Judge):
 
     async def rate(self, questions: list[Question]) -> Round:
         """Return a round with the ratings of the questions answered within the deadline. Failures raise no error."""
-        now, waiting = self.start_round(questions)
+        now, waiting = self.begin(questions)
         try:
             async with asyncio.timeout(self.deadline):
                 await asyncio.gather(*(self.answer(question, now) for question in waiting))
@@ -109,7 +109,7 @@ class UrlJudge(Judge):
             late = len({*waiting} - now.found.keys())
             now.report("late", f"{late} of {len(questions)} questions had no answer after {self.deadline:g} s",
                        "raise deadline or concurrency, or take a faster model")
-        return self.end_round(now)
+        return self.end(now)
 
     def session(self) -> tuple[openai.AsyncOpenAI, asyncio.Semaphore]:
         """Return the client of this event loop, and the semaphore that limits its requests: both are bound to it."""
@@ -124,7 +124,7 @@ class UrlJudge(Judge):
         fault: str | None = None
         for left in range(self.retries, -1, -1):
             try:
-                return self.keep_ratings(now, question, await self.ask(question, fault, now))
+                return self.learn(now, question, await self.ask(question, fault, now))
             except BadReplyError as bad:
                 fault = bad.fault
                 now.retried += bool(left)

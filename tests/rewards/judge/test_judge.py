@@ -210,7 +210,7 @@ def test_a_kind_of_trouble_is_said_once(caplog: pytest.LogCaptureFixture) -> Non
     judge = Scripted()
     for kind in ("down", "down", "slow", "down"):
         (now := Round()).report(kind, f"it is {kind}", "Wait")
-        judge.end_round(now)
+        judge.end(now)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "scripted: completions have no reward: it is down. What to do: Wait" in caplog.records[0].message
 

@@ -162,7 +162,7 @@ def test_the_adapter_is_off_while_the_base_model_judges(monkeypatch: pytest.Monk
     monkeypatch.setattr(judge, "generate", listening)
     model.train()
     state = torch.get_rng_state()
-    (first, _), asked = judge.start_round([]), [["Start with 4. Add 3. What is the result?"] * 2, ["7", "8"]]
+    (first, _), asked = judge.begin([]), [["Start with 4. Add 3. What is the result?"] * 2, ["7", "8"]]
     assert rewards.ruler(judge)(prompts=asked[0], completions=asked[1]) == [None, None], "it babbles"
     assert first.found == {} and len(said) == 2, "asked again once"
     assert torch.equal(state, torch.get_rng_state()) and model.training
