@@ -158,7 +158,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "ReMax, arXiv 2310.10505",
     ),
     "passk": Estimator(
-        pass_at_k, ("group", "none"), "A_i = (E[best of k | i among them] - E[best of k]) / std(best of k), k: pass_at_k",
+        pass_at_k, ("group", "none"), "A_i = (E[best of k | i in the k] - E[best of k]) / std(best of k), k: pass_at_k",
         "Exploration: the first right completion of a prompt earns much, further ones hardly anything.",
         "Pass@k training, arXiv 2508.10751; for rewards of any size as in PKPO, arXiv 2505.15201",
     ),
