@@ -237,7 +237,7 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "dr_grpo": LossType(
         clipped, mean_over_longest, CLIP | LEVEL, f"{CLIPPED}; sum over tokens / (sequences * max_completion_length)",
-        "No bias towards long wrong answers; use it with scale_rewards='none'. A longer limit makes it smaller.",
+        "No bias towards long wrong answers; use it with scale_rewards='none'. A longer limit makes the loss smaller.",
         "Dr. GRPO, arXiv 2503.20783", metrics="clip", in_trl=True,
     ),
     "dapo": LossType(
@@ -252,7 +252,7 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "gspo": LossType(
         clipped, mean_of_sequence_means, GSPO, f"{CLIPPED}; w = exp(mean_t log ratio_t), one for the sequence",
-        "Mixture-of-experts models and long completions. Means of ratios hardly move, hence the small epsilon.",
+        "Mixture-of-experts models and long completions. A sequence's w stays near 1, hence the small epsilon.",
         "GSPO, arXiv 2507.18071, eq. 5 to 7", level="sequence", metrics="clip",
     ),
     "gspo_token": LossType(
@@ -271,19 +271,20 @@ LOSS_TYPES: dict[str, LossType] = {
         "SAPO, arXiv 2511.20347", in_trl=True,
     ),
     "vespo": LossType(
-        vespo, mean_over_tokens, VESPO, "l = -sg(w^k exp(lambda (1 - w))) A logp, w = exp(sum_t log ratio_t)",
+        vespo, mean_over_tokens, VESPO,
+        "l = -sg(w^k exp(lambda (1 - w))) A logp, w = exp(sum_t log ratio_t), k and lambda by A's sign; token mean",
         "Stale samples: far off-policy sequences fade out smoothly, at sequence level.",
         "VESPO, arXiv 2602.10693", counts_generation=True, metrics="vespo", in_trl=True,
     ),
     "gmpo": LossType(
         gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
         "l = -exp(mean_t clip(log ratio_t, -epsilon, epsilon_high)) A, clipped on the side that would gain",
-        "Outliers among token ratios: a geometric mean is steadier than an arithmetic one.",
+        "Single tokens with extreme ratios: a geometric mean is steadier than an arithmetic one.",
         "GMPO, arXiv 2507.20673", metrics="gmpo",
     ),
     "rloo": LossType(
         clipped, mean_of_sequence_means, CLIP, f"{CLIPPED}; w = exp(sum_t log ratio_t), one for the sequence",
-        "A completion is one action: with advantage_estimator='rloo' (RLOOConfig) the KL term is part of its reward.",
+        "A completion is one action; with advantage_estimator='rloo' (RLOOConfig) the KL term is part of its reward.",
         "RLOO, arXiv 2402.14740; the clip as in TRL", level="sequence_sum", metrics="clip",
     ),
     "reinforce": LossType(

@@ -78,7 +78,7 @@ CORRECTIONS: dict[str, Correction] = {
     ),
     "token_mask": Correction(
         lambda mismatch, *_: ratio_of(mismatch), masked, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
-        "A few extreme tokens (mixture-of-experts routing): IcePop is this with both bounds, such as 0.5 and 5.",
+        "A few extreme tokens (mixture-of-experts routing). With both bounds, such as 0.5 and 5, it is IcePop.",
         "MIS; IcePop (Ring-1T), arXiv 2510.18855",
     ),
     "sequence_truncate": Correction(
@@ -86,7 +86,7 @@ CORRECTIONS: dict[str, Correction] = {
         "Only short completions: the product grows or vanishes with length.", "TRL", True,
     ),
     "sequence_mask": Correction(
-        sequence_product, masked, "c = prod_t rho_t where inside of the bounds, else 0",
+        sequence_product, masked, "c = prod_t rho_t where it is within the bounds, else 0",
         "TRL's default, for comparison: it drops long completions first.", "TRL", True,
     ),
     "geometric_mask": Correction(
@@ -98,7 +98,7 @@ CORRECTIONS: dict[str, Correction] = {
     "k3_mask": Correction(
         lambda mismatch, ids, lengths: sequence_means(k3_of(mismatch), ids, lengths), kept,
         "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
-        "As geometric_mask, where deviations of both signs must not cancel; clip_max such as 0.01.",
+        "As geometric_mask, but deviations of opposite sign do not cancel; clip_max such as 0.01.",
         "K3 rejection, verl", True,
     ),
 }
