@@ -64,12 +64,12 @@ MEASURED = """On {}:
 | recipe | teaches | model | before | after | mean reward, first to last steps | steps | median step, s | whole command, s | memory, MiB | commit |
 |---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 FOOT = """
-"Before" and "after" are the shares of held-out problems that the model answers correctly at temperature 1, without and
-with its adapter, with 95% intervals. On a CPU, memory is the peak resident size of the process, with Python and torch.
-On a card, it is the most that torch allocated."""
+"Before" and "after" are the shares of held-out problems that the model solves, or of games that it wins, at temperature
+1, without and with its adapter, with 95% intervals. On a CPU, memory is the peak resident size of the process, with
+Python and torch. On a card, it is the most that torch allocated."""
 NO_CARD = """
-**No row {}is from a GPU yet.** The memory that presets need on a card is planned, and what models from the hub learn is
-what we expect."""
+**No row {}is from a GPU yet.** The memory that presets need on a card is planned, and what the page says of models
+from the hub is what we expect."""
 OPTIONS = """
 ## Options of all recipes
 

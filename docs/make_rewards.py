@@ -27,8 +27,8 @@ logged as `verdicts/NAME`. All names are in `lowmem_grpo.rewards`.
     rewards.check(reward_funcs, dataset, model, args)     # before the run: what is wrong with them, in seconds
     GRPOTrainer(model, reward_funcs, args, dataset).train()
 
-A completion's reward is the sum of all functions, weighted by `reward_weights`. Each function is also logged by itself
-as `rewards/NAME/mean`. A function of weight 0 changes no advantage.
+A completion's reward is the weighted sum of what the functions return, with `reward_weights` as weights. Each
+function's mean is also logged by itself, as `rewards/NAME/mean`. A function of weight 0 changes no advantage.
 
 `ruler(judge)` and `judged(judge)` are rewards from a language model: see [judge.md](judge.md).
 
@@ -41,16 +41,17 @@ as `rewards/NAME/mean`. A function of weight 0 changes no advantage.
 
 A function follows TRL's contract. It is called by keyword with `prompts`, `completions`, `completion_ids`, a list for
 every dataset column, `trainer_state`, `log_extra` and `log_metric`, and returns one float or None for each completion.
-Completions are texts or chats; `completion_texts` reads both. So these rewards work in TRL, and the functions of
-`trl.rewards` work here. If your column has another name, pass `column="solution"` to the ready-made rewards.
+Without `**kwargs` it gets only the arguments that it names. Completions are texts or chats; `completion_texts` reads
+both. So these rewards work in TRL, and the functions of `trl.rewards` work here. The ready-made rewards read labels
+from the column `answer`; if yours has another name, pass it, as in `column="solution"`.
 
 A function may change its arguments: each call gets copies (except of episodes' `environments`). In an evaluation,
 values passed to `log_metric` are logged as `eval_NAME`, and so is the mean of a column of numbers passed to
 `log_extra`.
 
-Booleans, tensors and arrays are accepted as numbers, with one warning. Strings, a wrong number of rewards or a missing
-column end the run, with an error that names the function, what it returned and what was expected. If a function with a
-weight other than 0 returns NaN or infinity, the whole step is skipped.
+Booleans, tensors and arrays are accepted as numbers, with one warning for each function. Strings, a wrong number of
+rewards or a missing column end the run, with an error that names the function, what it returned and what was expected.
+If a function with a weight other than 0 returns NaN or infinity, the whole step is skipped.
 
 Plain functions are called in the main thread, as in TRL, so code that needs `signal.alarm` works, such as math-verify's
 own time limits and the test runners of APPS. A call that takes longer than `GRPOConfig(reward_timeout=60.0)` seconds is
@@ -59,8 +60,8 @@ event loop of their own, so in a notebook write `async def` instead of calling `
 
 ## Try them before a run: `rewards.check(reward_funcs, dataset, model, args)`
 
-The check samples a few groups as the run would, and prints the rewards of each function and what is wrong with them. It
-finds functions that fail (even if only on an empty completion), are slower than `reward_timeout`, need a missing
+The check samples a few groups as the run would, and prints what each function returns and which problems it has. It
+finds functions that fail (even if only on an empty completion), are too slow for `reward_timeout`, need a missing
 column, do not distinguish completions, give the same rewards as another function, or reward the empty answer. It also
 estimates the share of groups that will carry signal, with a 95% interval. It returns a `RewardCheck` (`findings`,
 `trials`, `signal_share`, `ok`).
@@ -92,14 +93,14 @@ policy is on a card, and code from a model's repository.
 
 ## Scoring while other groups are still sampled
 
-The ready-made rewards (except GSM8K's five plain functions) score finished groups while other groups still decode, so a
-step waits only for the last calls: `time/reward` is that wait, `time/reward_hidden` the time saved. Scores and
-gradients are the same as with one call on all completions of the step.
+The ready-made rewards (except the plain functions: `soft_overlong_penalty` and GSM8K's five) score finished groups
+while other groups still decode, so a step waits only for the last calls: `time/reward` is that wait,
+`time/reward_hidden` the time saved. Scores and gradients are the same as with one call on all completions of the step.
 
 A plain function keeps TRL's contract: one call with all completions, after sampling. With
-`GRPOConfig(score_while_sampling=True)` you promise that your functions can be called on some of the groups, in another
-thread than the one that samples (`signal.alarm` raises an error there), and that they do not touch the model and its
-tokenizer. `score_while_sampling=False` turns early calls off for all functions. What changes with early calls:
+`GRPOConfig(score_while_sampling=True)` you promise that your functions can be called on only some of the groups and in
+a thread other than the one that samples (`signal.alarm` raises an error there), and that they touch neither the model
+nor its tokenizer. `score_while_sampling=False` turns early calls off for all functions. What changes with early calls:
 
 - Plain functions run one after another in one thread. Each call takes all waiting groups.
 - Async functions are called for each group as soon as it is finished.
@@ -120,8 +121,9 @@ A subclass of `rewards.Reward` can set these attributes:
 - `by_group = False`: it needs the whole batch.
 - `after_sampling = True`: it uses the engine itself.
 - `time_limit`: seconds, in place of `reward_timeout`.
-- `required = True` (a judge): if it returns None for one completion, the whole group is left out of the step, including
-  its KL term and entropy bonus, as if it were not there. `rewards/NAME/unjudged` counts such completions."""
+- `required = True` (a judge): if it returns None for one completion and its weight is not 0, the whole group is left
+  out of the step, including its KL term and entropy bonus, as if it were not there. `rewards/NAME/unjudged` counts such
+  completions."""
 PLACES = """
 ## Where the answer is
 
@@ -157,9 +159,9 @@ one test or a list of them, also as JSON text, in one of these layouts:
 
 `function=` names the column that holds the name of the tested function. LiveCodeBench's packed private tests are read
 too. A method of `class Solution` is found by its name. Code with such a class, and code for calls written as JSON, may
-use LeetCode's names (`List`, `deque`, `inf`, `ListNode`) without imports. A result in a list of one (APPS) may also be
-returned alone; JSON's numbers compare as Python's do. An import of a module that Python does not have (`solution`,
-`main`) imports the code under test.
+use LeetCode's names (`List`, `deque`, `inf`, `ListNode`) without imports. Where APPS puts an expected result into a
+list of one, the code may return it without the list. JSON's numbers compare as Python's do. An import of a module that
+Python does not have (`solution`, `main`) imports the code under test.
 
 A test can use the code's classes and objects, generators, callbacks, async functions and exceptions; it sees changed
 arguments and printed output, and provides `input()`. From pytest, tests can use raises, approx, fail, param, fixture,
@@ -168,9 +170,9 @@ mark.parametrize, and the fixtures capsys, monkeypatch and tmp_path; other marks
 **Rows without a verdict.** Some tests can never give a verdict: empty tests, tests that cannot be read or import
 another package, and tests that no code can pass (`assert True`, a `check(candidate)` that nothing calls). Their rows
 are refused before a run, and by `rewards.check`. During a run such a row gets None, `tests/no_verdict` counts it, and a
-warning gives each reason once. A test whose result depends only on the code's own objects gives no verdict either, for
-example if they are compared with data, or if two of them claim to be equal and hold different things. If another test
-of the row fails, the code is wrong.
+warning gives each reason once. A test whose result only the code's own objects decide gives no verdict either: for
+example if such an object is compared with data, or if two of them claim to be equal and hold different things. If
+another test of the row fails, the code is wrong.
 
 **Trust.** A test that compares objects of the code's own classes with each other (`Vector(1, 2) < Vector(2, 3)`) trusts
 these classes. Tests cannot derive a class from one of the code's classes, or read more of an exception than its
@@ -209,19 +211,19 @@ the inputs of its tests.
 uncertain is compared as text, because rewarding a wrong answer is worse than missing a right one.
 
 - **Notation** does not count: white space (but `3 4` is not `34`), `$`, `\left`, `\,`, `\dfrac`, braces around one
-  sign, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop at the end, the capital at the beginning
-  of a word.
+  character, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop at the end, the capital at the
+  beginning of a word.
 - **Numbers** are compared exactly: `1,234` and `1{,}234`, `1 1/2` and `1.5`, `3e6` and `3 \times 10^{6}`,
   `0.\overline{3}` and `\frac13`, `5 \text{ million}`. `0.333` is not `\frac13`, and `3.14` is not `\pi`. In brackets,
   `(1,234)` is a pair.
-- **Units** count if both have one: `5 \text{ cm}` is `5`, and not `5 \text{ km}`. So do currencies, `%` and degrees. A
-  unit's exponent does not count. Words such as `am`, `pm`, `or more` and `dozen` are not units.
-- **Lists** (`,`, `;`, `or`, `and`), sets and unions may have another order, but need the same values as often. `\pm 3`
+- **Units** count if both have one: `5 \text{ cm}` is `5`, and not `5 \text{ km}`. The same holds for currencies, `%`
+  and degrees. A unit's exponent does not count. Words such as `am`, `pm`, `or more` and `dozen` are not units.
+- **Lists** (`,`, `;`, `or`, `and`), sets and unions are equal in any order, if each value occurs equally often. `\pm 3`
   is `3, -3`, and `\{1,2\}` is `1, 2`. Tuples, intervals and matrices are compared place by place, and the kind of
   bracket counts.
-- **Names**: `x = 5` and `x \in [1,2]` are `5` and `[1,2]`, but not `y = 5`.
-- **Equations** are equal if both sides are, or if the differences of their sides are, up to the sign; inequalities also
-  if both sides and the sign are swapped.
+- **Names**: `x = 5` is `5`, and `x \in [1,2]` is `[1,2]`; but `x = 5` is not `y = 5`.
+- **Equations** are equal if both sides are, or if left side minus right side is, up to its sign; inequalities also if
+  the sides are swapped and the sign is turned around.
 - Everything else is compared as text, and by `math_match` as an **expression**, if it is certain to be one: numbers,
   letters, roots, fractions, powers, factorials, binomials, logarithms, trigonometric functions.
 
@@ -234,15 +236,16 @@ blank for `70000` (`number_match` reads it), and `four` for `4`.
 `number_match` reads the same numbers, wherever they stand: the last number of `12 cm^2` is 12, of `x = - 3` it is -3,
 and a label like `10:30` is compared with the last time of day.
 
-**Labels.** A label may contain more than its answer: a GSM8K solution that ends in `#### 43`, `\boxed{43}`,
-`The answer is 43.`, `Answer: 43`, `$43$`, `**43**` are 43 to every verifier and reward that reads labels. If a label
-cannot be compared (a sentence, a number in words, for `number_match` anything but a number), only the same text is
-right. Other completions get None, and one warning shows such a label. A label may be a list, as in Natural Questions:
-any of its answers is right.
+**Labels.** A label may contain more than its answer: a GSM8K solution that ends in `#### 43`, `\boxed{43}`, `The answer
+is 43.`, `Answer: 43`, `$43$`, `**43**` are 43 to every verifier and reward that reads labels. If a label is a sentence
+or a number in words, `boxed_match` and `math_match` accept only the same text, and give None for any other completion.
+`number_match` gives None for a label without a number or time. One warning shows such a label. A label may be a list,
+as in Natural Questions: any of its answers is right.
 
 `math_match` needs `pip install math-verify`, and `json_match` with a schema needs `pip install jsonschema`. math-verify
 runs in a process of its own, because an answer like `9^{9^{9}}` would keep it busy forever. That process ends after 2 s
-of processor time or at 4 GiB of memory, and the answer then counts as wrong."""
+of processor time or at 4 GiB of memory, and the answer then counts as wrong; after five such answers in one call, the
+other answers that need math-verify get None."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +264,7 @@ STEPS = "<start_working_out>9 + 1<end_working_out><SOLUTION>10</SOLUTION>"
 XML = "<reasoning>\n9 + 1\n</reasoning>\n<answer>\n10\n</answer>\n"
 MAIL = "Dear Bo,\n\nyour refund is on its way.\n\nBest regards,\nAda Moss"
 ENTRIES = [
-    Entry("verifier", "answer_match()", "the text is the label, apart from white space",
+    Entry("verifier", "answer_match()", "the text is the label; the amount of white space does not count",
           [(" Paris\n", True), ("It is Paris", False)], {"answer": "Paris"}),
     Entry("verifier", "number_match()", "the last number, or the last time of day, equals the label",
           [("so $1,000.00", True), ("1,000 or 999", False)], {"answer": "1000"}),
@@ -273,17 +276,20 @@ ENTRIES = [
           [(r"\boxed{1/2}", True), (r"\boxed{\frac{2}{3}}", False)], {"answer": r"\frac{1}{2}"}, "math_verify"),
     Entry("verifier", 'regex_match(r"[A-D]", where=last_line)', "the whole answer matches the pattern",
           [("I think\nC", True), ("I think\nC.", False)]),
-    Entry("verifier", 'json_match({"required": ["city"]})', "the text, or its last fenced block, is JSON of the schema",
+    Entry("verifier", 'json_match({"required": ["city"]})',
+          "the text, or its last fenced block, is JSON that fits the schema",
           [('{"city": "Rome"}', True), ('{"town": "Rome"}', False), ("{city", False)], {}, "jsonschema"),
     Entry("verifier", "json_match()", "the text is a JSON object or list", [("[1, 2]", True), ("[1, 2", False)]),
-    Entry("verifier", "format_match()", "each tag is there once, in order, with nothing after the last",
+    Entry("verifier", "format_match()",
+          "each tag occurs once, in order, with text in each pair and nothing after the last",
           [(STEPS, True), (STEPS + " so 10", False)]),
     Entry("reward", "number_match().reward(right=2.0, wrong=-1.0)", "a verifier's verdicts", [("10", 2.0), ("9", -1.0)],
           {"answer": 10}),
     Entry("reward", "number_present()", "1 if there is a number, else -1", [("it is 9", 1.0), ("no idea", -1.0)]),
     Entry("reward", "number_equal()", "3 if the last number equals the label, else -3",
           [("it is 10", 3.0), ("9", -3.0)], {"answer": "10"}),
-    Entry("reward", "proximity()", "max(-1.5, 3 (1 - distance / label)): a closer number earns more, an outlier loses",
+    Entry("reward", "proximity()",
+          "max(-1.5, 3 (1 - distance / abs(label))): a closer number earns more, an outlier loses",
           [("10", 3.0), ("9", 2.7), ("3", 0.9), ("99", -1.5), ("many", -1.5)], {"answer": "10"}),
     Entry("reward", "format_kept()", "3 if the whole format is kept, else 0", [(STEPS, 3.0), ("10", 0.0)]),
     Entry("reward", "tags_counted()", "for each of the four tags: 0.5 if it occurs once, else -1",
@@ -298,11 +304,12 @@ ENTRIES = [
           {"completion_ids": [[], [5, 6, 7, 5, 6, 8]]}),
     Entry("reward", "repetition_penalty(ngram=2)", "minus the share of token n-grams that have occurred before",
           [("1 2 3 4 5", 0.0), ("1 2 1 2 1", -0.5)], {"completion_ids": [[1, 2, 3, 4, 5], [1, 2, 1, 2, 1]]}),
-    Entry("reward", "keyword_present()", "1 if the row's keyword, or each keyword of a list, is in the text",
+    Entry("reward", "keyword_present()",
+          "1 if the row's keyword, or each of a list, is in the text as a whole word, in any case",
           [(MAIL, 1.0), ("Refunding you", 0.0)], {"keyword": "refund"}),
     Entry("reward", "ideal_answer()", "1 if the text is the row's ideal answer",
           [("Yes,\nof course.", 1.0), ("Yes", 0.0)], {"ideal": "Yes, of course."}),
-    Entry("reward", "recipient_named()", "1 if the first two lines name the recipient",
+    Entry("reward", "recipient_named()", "1 if one of the first two lines that are not blank names the recipient",
           [(MAIL, 1.0), ("Dear Bob,", 0.0)], {"recipient": "Bo"}),
     Entry("reward", 'signed("Best regards,\\nAda Moss")', "1 if the text ends with these lines",
           [(MAIL, 1.0), ("Ada Moss", 0.0)]),
@@ -313,7 +320,8 @@ ENTRIES = [
           [(XML, 0.5), (XML.strip(), 0.0)]),
     Entry("reward", "soft_format_reward_func", "0.5 if the text begins with both blocks in order",
           [(XML.strip(), 0.5), ("10", 0.0)]),
-    Entry("reward", "xmlcount_reward_func", "0.125 for each tag found once, -0.001 for each character after the last",
+    Entry("reward", "xmlcount_reward_func",
+          "0.125 for each tag found once, -0.001 for each character after `</answer>`",
           [(XML.strip(), 0.5), (XML.strip() + "!" * 9, 0.491)]),
 ]
 
