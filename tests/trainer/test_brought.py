@@ -1,5 +1,6 @@
 """What people bring to a trainer: models by name and plain ones, peft settings, datasets of every kind, callbacks."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -376,6 +377,18 @@ def test_early_stopping_ends_the_run_and_the_best_adapter_is_loaded(tmp_path: Pa
     assert stats.global_step == best + 2 < 9 and trainer.state.best_metric == min(losses)
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
+
+
+def test_early_stopping_waits_while_the_metric_rises(tmp_path: Path) -> None:
+    values = itertools.count(1.0)
+    trainer = taught(tmp_path, eval_dataset=TEXTS[:2], callbacks=[EarlyStoppingCallback(1)],
+                     compute_metrics=lambda _: {"exact": next(values)}, settings={
+        "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True,
+        "metric_for_best_model": "exact"})
+    assert trainer.train().global_step == 3 == trainer.state.best_metric
+    named = taught(tmp_path / "loss", eval_dataset=TEXTS[:2], settings={
+        "eval_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True})
+    assert (named.args.metric_for_best_model, named.args.greater_is_better) == ("loss", False)  # transformers' rule
 
 
 def test_callbacks_can_be_added_popped_and_removed(tmp_path: Path) -> None:
