@@ -182,6 +182,10 @@ def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="of another optimizer"):
         brought(tmp_path / "other", model=model, peft_config=None, optimizers=(torch.optim.SGD(
             model.parameters(), lr=1.0), schedule))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for pair, needs in (((optimizer, plateau), "metrics"), ((torch.optim.LBFGS(model.parameters()), None), "closure")):
+        with pytest.raises(ValueError, match=rf"whose step\(\) needs {needs}; a run calls"):
+            brought(tmp_path / "step", model=model, peft_config=None, optimizers=pair)
 
 
 # Datasets
