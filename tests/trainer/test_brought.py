@@ -188,6 +188,11 @@ def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> No
             brought(tmp_path / "step", model=model, peft_config=None, optimizers=pair)
 
 
+def test_a_model_in_64_bits_is_trained_as_it_is(tmp_path: Path) -> None:
+    trainer = brought(tmp_path, model=AutoModelForCausalLM.from_pretrained(SHALLOW, dtype=torch.float64))
+    assert trainer.train().finished and {p.dtype for p in trainer.model.parameters()} == {torch.float64}
+
+
 # Datasets
 
 
