@@ -11,14 +11,13 @@ from peft import LoraConfig, PeftModelForCausalLM, set_peft_model_state_dict
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_grpo.config.unsupported import refuse
 from lowmem_grpo.data.prompt_inputs import calls_of, encoded
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.request_output import OutputProcessor, RequestOutput
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
-from lowmem_grpo.models.export.saving import REFUSED, Saving
+from lowmem_grpo.models.export.saving import Saving
 from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
@@ -173,7 +172,8 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     def save_pretrained(self, save_directory: str, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save as PEFT does, and also write the tokenizer, the end tokens of sampling, and a record of the base model.
         An export reads from this record how the base's weights were stored."""
-        refuse({"push_to_hub": push_to_hub}, REFUSED, (), "save_pretrained")
+        if push_to_hub:
+            raise ValueError("push_to_hub=True is not supported: call push_to_hub, which uploads the adapter, instead")
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)

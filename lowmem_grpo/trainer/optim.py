@@ -33,8 +33,8 @@ def own_or_made(
         if part is not None and not isinstance(part, kind):
             raise TypeError(f"optimizers holds a {type(part).__name__}; needed is a torch {kind.__name__}, or None")
         if needs := needed_to_step(part):
-            raise ValueError(f"optimizers holds a {type(part).__name__}, whose step() needs {needs[0]}; a run calls "
-                             "step() of an optimizer and of a schedule without arguments: take another one")
+            raise ValueError(f"optimizers holds a {type(part).__name__}, whose step() needs {needs[0]}; a run calls it "
+                             "without arguments: take another one")
     if optimizer is None and scheduler is not None:
         raise ValueError("optimizers is (None, schedule); a schedule needs its optimizer: (optimizer, schedule)")
     if scheduler is not None and scheduler.optimizer is not optimizer:
@@ -51,7 +51,7 @@ def own_or_made(
 def needed_to_step(part: Any) -> list[str]:
     """Return the names of the arguments without which `part.step` cannot be called."""
     taken = [] if part is None else list(inspect.signature(type(part).step).parameters.values())[1:]  # without self
-    return [one.name for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return [part.name for part in taken if part.default is part.empty and part.kind is part.POSITIONAL_OR_KEYWORD]
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) -> torch.optim.Optimizer:

@@ -27,7 +27,7 @@ REFUSED: Table = {
     **off("Leave it out: files have transformers' own names.", "variant"),
     **off("GGUF files are made without calibration; use llama-quantize --imatrix yourself.", "calibration_dataset",
           "imatrix_file"),
-    **off("Call push_to_hub_merged or push_to_hub_gguf, or push_to_hub for the adapter.", "push_to_hub"),
+    **off("Call push_to_hub_merged or push_to_hub_gguf.", "push_to_hub"),
     **off("Upload to the main branch, or use `hf upload REPO FOLDER --create-pr`.", "create_pr", "revision"),
     **only("Only safetensors are written: pickled weights can run code.", safe_serialization=(True, None)),
 }
