@@ -169,16 +169,17 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         """Write the adapter to a folder, in PEFT format."""
         self.save_pretrained(str(path))
 
-    def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save as PEFT does, and also write the tokenizer, the end tokens of sampling, and a record of the base model.
         An export reads from this record how the base's weights were stored."""
+        if push_to_hub:
+            raise ValueError("push_to_hub=True is not supported: call push_to_hub, which uploads the adapter, instead")
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
         dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
-        BaseRecord(
-            self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8
-        ).write(Path(save_directory))
+        BaseRecord(self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision,
+                   in_fp8).write(Path(save_directory))
         if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients use the base's tokenizer
             self.loaded.tokenizer.save_pretrained(save_directory)
             ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}

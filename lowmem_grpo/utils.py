@@ -85,6 +85,7 @@ DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
 COUNT = at_least(1)
 NUMBERS: Rule = ("a list of numbers", lambda value: isinstance(value, Iterable)
                  and all(isinstance(each, Real) for each in value))
+FINITE: Rule = ("a list of finite numbers", lambda value: NUMBERS[1](value) and all(map(math.isfinite, value)))
 TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
 PATH: Rule = ("a folder's name, which is not empty",
               lambda value: isinstance(value, str | os.PathLike) and bool(str(value).strip()))

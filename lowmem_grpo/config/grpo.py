@@ -64,7 +64,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     parity_steps: int = 10
     """Not in TRL: recompute sampled log-probabilities in the first step and every `parity_steps` steps; 0: never."""
     parity_bound: float | None = None
-    """Not in TRL: mean difference, in nats, that stops a run; None: 0.02 in bf16, 0.01 in fp16, 0.001 in fp32."""
+    """Not in TRL: mean difference, in nats, that stops a run; None: 0.02 in bf16, 0.01 in fp16, else 0.001."""
 
     kl_reference: str = "start"
     """Not in TRL: the reference of the KL term (`beta`). "start", as in TRL: the policy at the start of training, so

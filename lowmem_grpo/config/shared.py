@@ -243,11 +243,19 @@ class TrainSettings(metaclass=CheckedCall):
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Return whether a value of `best_metric` is better than the best so far; any is better than none or NaN."""
-        if than is None or than != than:
-            return True
+        return than is None or than != than or (value > than if self.rises else value < than)
+
+    @property
+    def rises(self) -> bool:
+        """True if a higher value of `best_metric` is better."""
         greater = self.greater_is_better
-        rises = not str(self.best_metric).endswith("loss") if greater is None else greater
-        return value > than if rises else value < than
+        return not str(self.best_metric).endswith("loss") if greater is None else greater
+
+    def name_best(self) -> None:
+        """Fill in what ranks checkpoints, because transformers' callbacks read only these fields."""
+        if self.best_metric is not None:
+            self.greater_is_better = self.rises
+            self.metric_for_best_model = self.metric_for_best_model or self.evaluated
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what the constructor would refuse, since scripts also set options one by one."""

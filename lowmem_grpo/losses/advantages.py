@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lowmem_grpo.utils import NUMBERS, TRUTH, Rule, check_ranges, one_of, torch
+from lowmem_grpo.utils import FINITE, NUMBERS, TRUTH, Rule, check_ranges, one_of, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -188,7 +188,7 @@ class AdvantageSettings:
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "advantage_estimator": one_of(*ESTIMATORS), "scale_rewards": one_of(*SCALE_REWARDS, *TRUTHS),
-        "multi_objective_aggregation": one_of(*AGGREGATIONS), "reward_weights": NUMBERS,
+        "multi_objective_aggregation": one_of(*AGGREGATIONS), "reward_weights": FINITE,
         "normalize_advantages": TRUTH, "reward_clip_range": NUMBERS,
     }
 

@@ -21,7 +21,7 @@ from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.types import MicroBatch, RolloutGroup
 
 logger = logging.getLogger(__name__)
-BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001}  # for the mean difference, by weight dtype
+BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001, torch.float64: 0.001}  # by weight dtype
 # The bounds with an 8-bit KV cache. e4m3 has 3 bits of mantissa and e5m2 has 2, so it rounds twice as coarsely.
 # Measured on the model that ships with the package: 0.09 and 0.2
 BOUNDS_8_BITS = {"fp8": 0.2, "fp8_e4m3": 0.2, "fp8_e5m2": 0.4}

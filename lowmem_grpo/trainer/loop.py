@@ -71,6 +71,7 @@ class Trainer(TrlApi):
         self.journal = Journal(self.state, self.records, self.args, parts.alarms if leads else None, leads)
         self.saver = Saver(parts, replay, list(self.rewards))
         check_best_metric(self.args.best_metric, self.eval_sets, self.evaluation_names(), self.may_measure)
+        self.args.name_best()
         self.notify("on_init_end")
 
     # Methods that each trainer defines.

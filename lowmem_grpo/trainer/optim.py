@@ -1,5 +1,6 @@
 """The optimizer and the learning-rate schedule of a run, and the copy that undoes an optimizer step."""
 
+import inspect
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,9 @@ def own_or_made(
     for part, kind in ((optimizer, torch.optim.Optimizer), (scheduler, LRScheduler)):
         if part is not None and not isinstance(part, kind):
             raise TypeError(f"optimizers holds a {type(part).__name__}; needed is a torch {kind.__name__}, or None")
+        if needs := needed_to_step(part):
+            raise ValueError(f"optimizers holds a {type(part).__name__}, whose step() needs {needs[0]}; a run calls it "
+                             "without arguments: take another one")
     if optimizer is None and scheduler is not None:
         raise ValueError("optimizers is (None, schedule); a schedule needs its optimizer: (optimizer, schedule)")
     if scheduler is not None and scheduler.optimizer is not optimizer:
@@ -42,6 +46,12 @@ def own_or_made(
                              "get_peft_model, of [p for p in model.parameters() if p.requires_grad]")
     made = make_optimizer(parameters, config) if optimizer is None else optimizer
     return made, scheduler or make_scheduler(made, config, total_steps)
+
+
+def needed_to_step(part: Any) -> list[str]:
+    """Return the names of the arguments without which `part.step` cannot be called."""
+    taken = [] if part is None else list(inspect.signature(type(part).step).parameters.values())[1:]  # without self
+    return [part.name for part in taken if part.default is part.empty and part.kind is part.POSITIONAL_OR_KEYWORD]
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) -> torch.optim.Optimizer:

@@ -64,7 +64,8 @@ CONTRADICTIONS = [
     ({"advantage_estimator": "passk", "pass_at_k": 0}, "pass_at_k is 0; it must be at least 1 and below"),
     ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "advantage_estimator 'rloo' with"),
     ({"replay_buffer_size": 8, "vllm_importance_sampling_correction": False}, "replayed completions are of an older"),
-    ({"reward_weights": 1.0}, "reward_weights is 1.0; it must be a list of numbers, or None"),
+    ({"reward_weights": 1.0}, "reward_weights is 1.0; it must be a list of finite numbers, or None"),
+    ({"reward_weights": [1.0, float("nan")]}, "reward_weights is [1.0, nan]; it must be a list of finite numbers"),
     ({"parity_steps": -1}, "parity_steps is -1"), ({"parity_bound": 0.0}, "parity_bound is 0.0"),
 ]
 

@@ -1,5 +1,6 @@
 """What people bring to a trainer: models by name and plain ones, peft settings, datasets of every kind, callbacks."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -181,6 +182,15 @@ def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="of another optimizer"):
         brought(tmp_path / "other", model=model, peft_config=None, optimizers=(torch.optim.SGD(
             model.parameters(), lr=1.0), schedule))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    for pair, needs in (((optimizer, plateau), "metrics"), ((torch.optim.LBFGS(model.parameters()), None), "closure")):
+        with pytest.raises(ValueError, match=rf"whose step\(\) needs {needs}; a run calls"):
+            brought(tmp_path / "step", model=model, peft_config=None, optimizers=pair)
+
+
+def test_a_model_in_64_bits_is_trained_as_it_is(tmp_path: Path) -> None:
+    trainer = brought(tmp_path, model=AutoModelForCausalLM.from_pretrained(SHALLOW, dtype=torch.float64))
+    assert trainer.train().finished and {p.dtype for p in trainer.model.parameters()} == {torch.float64}
 
 
 # Datasets
@@ -376,6 +386,18 @@ def test_early_stopping_ends_the_run_and_the_best_adapter_is_loaded(tmp_path: Pa
     assert stats.global_step == best + 2 < 9 and trainer.state.best_metric == min(losses)
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
+
+
+def test_early_stopping_waits_while_the_metric_rises(tmp_path: Path) -> None:
+    values = itertools.count(1.0)
+    trainer = taught(tmp_path, eval_dataset=TEXTS[:2], callbacks=[EarlyStoppingCallback(1)],
+                     compute_metrics=lambda _: {"exact": next(values)}, settings={
+        "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True,
+        "metric_for_best_model": "exact"})
+    assert trainer.train().global_step == 3 == trainer.state.best_metric
+    named = taught(tmp_path / "loss", eval_dataset=TEXTS[:2], settings={
+        "eval_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True})
+    assert (named.args.metric_for_best_model, named.args.greater_is_better) == ("loss", False)  # transformers' rule
 
 
 def test_callbacks_can_be_added_popped_and_removed(tmp_path: Path) -> None:

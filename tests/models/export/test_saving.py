@@ -128,6 +128,12 @@ def test_an_option_that_is_not_honoured_is_refused(options: dict[str, Any], mess
         model.save_pretrained_torchao("never")
 
 
+def test_saving_an_adapter_never_seems_to_upload_it(model: FastPeftModel, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="call push_to_hub, which uploads the adapter"):
+        model.save_pretrained(str(tmp_path / "adapter"), push_to_hub=True)
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_a_push_makes_the_repository_and_uploads_the_whole_folder(adapter: Path, tmp_path: Path) -> None:
     hub = StubHub()
     done = export(adapter, "adapter", tmp_path / "out", repo="owner/name", api=hub)
