@@ -53,8 +53,8 @@ def call_of(value: Any) -> ToolCall:
 
 
 def xml_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse <function=NAME><parameter=KEY>VALUE</parameter>...</function>, once or several times; a value is JSON unless
-    its schema allows text."""
+    """Parse <function=NAME><parameter=KEY>VALUE</parameter>...</function>, once or more; a value is JSON unless its
+    schema allows text."""
     body = body.strip()
     if not body.startswith("<function="):
         raise CallError("it does not begin with <function=NAME>")
