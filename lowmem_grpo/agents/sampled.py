@@ -5,11 +5,13 @@ of the policy are its turns. Text that matches no cached turn is never trained o
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite, nan
 from statistics import fmean, stdev
 from typing import Any
 
 from openai.types.chat.chat_completion import Choice
 
+from lowmem_grpo.agents.progress import as_number
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.rollout.rollout_func import group_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
@@ -62,7 +64,8 @@ class Sampled:
         made = group_of([member.histories for member in members])
         made.row = dict(group.metadata)
         for rollout, member in zip(made.rollouts, members, strict=True):
-            rollout.reward, rollout.extras = float(member.trajectory.reward), dict(member.trajectory.metadata)
+            rollout.reward = as_number("reward", member.trajectory.reward)
+            rollout.extras = dict(member.trajectory.metadata)
             rollout.opening = member.opening
         return made
 
@@ -157,7 +160,7 @@ class Tally:
         """Add the numbers of each mapping, under their names with the prefix; returns self."""
         for numbers in measured:
             for name, value in numbers.items():
-                self.values.setdefault(prefix + name, []).append(float(value))
+                self.values.setdefault(prefix + name, []).append(as_number(name, value))
         return self
 
     @classmethod
@@ -186,9 +189,10 @@ def tally_of(groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float]) ->
     tally = Tally().measure("group_", (group.metrics for group in groups))
     tally.measure("", (trajectory.metrics for trajectory in trajectories))
     if trajectories:
-        spreads = [stdev(rewards) for group in groups if len(rewards := [member.reward for member in group]) > 1]
-        tally.values |= {"reward": [trajectory.reward for trajectory in trajectories], "reward_std_dev": spreads}
+        rewards = [[as_number("reward", member.reward) for member in group] for group in groups]
+        spreads = [stdev(each) if isfinite(sum(each)) else nan for each in rewards if len(each) > 1]
+        tally.values |= {"reward": [reward for each in rewards for reward in each], "reward_std_dev": spreads}
     if trajectories or failed:
         tally.values["exception_rate"] = [0.0] * len(trajectories) + [1.0] * failed
-    tally.values |= {name: [float(value)] for name, value in metrics.items()}
+    tally.values |= {name: [as_number(name, value)] for name, value in metrics.items()}
     return tally
