@@ -15,7 +15,7 @@ from lowmem_grpo.agents.progress import as_number
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
 from lowmem_grpo.rollout.rollout_func import group_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
-from lowmem_grpo.server.openai.request import plain
+from lowmem_grpo.server.openai.request import plain, tools_of
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Message, RolloutGroup, Turn
 
@@ -120,10 +120,10 @@ class Member:
     def find(self, history: History) -> list[str | None]:
         """Return the cached turn that each plain message matches, or None; all None if they are no valid request."""
         try:
-            messages = plain(history.messages())
+            messages, tools = plain(history.messages()), tools_of(history.tools)
         except ChatError:
             return [None] * len(history.messages_and_choices)
-        names = self.held.find(messages, history.tools, self.of.models, self.of.found)
+        names = self.held.find(messages, tools, self.of.models, self.of.found)
         self.of.found |= {name for name in names if name is not None}
         return names
 
