@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import isfinite
@@ -62,7 +62,7 @@ class Progress:
         if id(trajectory) not in self.counted:
             self.counted[id(trajectory)] = trajectory
             trajectory.count_tokens()
-            for name, value in numbers_of(trajectory).items():
+            for name, value in trajectory.numbers().items():
                 self.sums[name] += value
                 self.counts[name] += 1
             self.move()
@@ -95,8 +95,8 @@ class Progress:
             async with limit:
                 result = await rollout
             if isinstance(result, kinds):
-                if hasattr(result, "reward"):
-                    numbers_of(result)  # what is no number is this rollout's failure
+                if hasattr(result, "numbers"):
+                    result.numbers()  # what is no number is this rollout's failure
                 return result
             raise TypeError(f"a rollout returned {described(result)}; it must return {noun}: end it with `return "
                             "trajectory`")
@@ -127,18 +127,6 @@ async def together(coroutines: Iterable[Awaitable[Result]]) -> list[Result]:
             if stubborn:
                 logger.warning("%d rollouts go on although they were cancelled: they catch CancelledError",
                                len(stubborn))
-
-
-def numbers_of(trajectory: Any) -> dict[str, float]:
-    return {name: as_number(name, value) for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items()}
-
-
-def as_number(name: str, value: Any) -> float:
-    """Return a reward or a metric, which may be numpy's or torch's scalar, as a float. TypeError for anything else."""
-    with suppress(TypeError, ValueError, RuntimeError):  # the last is torch's, for several elements
-        if not isinstance(value, str):
-            return float(value)
-    raise TypeError(f"{name} is {described(value)}; a reward or a metric must be a number, such as 1.0")
 
 
 def described(value: object) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 
 from openai.types.chat.chat_completion import Choice
 
-from lowmem_grpo.agents.progress import as_number
-from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
+from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, as_number
 from lowmem_grpo.rollout.rollout_func import group_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.request import plain, tools_of
