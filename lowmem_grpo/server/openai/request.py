@@ -49,7 +49,7 @@ REFUSED_OF_TEXT: Table = {
     **only("The model continues a text, and does not fill gaps.", suffix=(None, "")),
 }
 CODES = {"extra_forbidden": "unknown_parameter", "missing": None}  # by pydantic's error type
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # a tool without any has these; templates read them
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # if a tool has none
 Count = Annotated[int, Field(ge=1)]
 Likeliest = Annotated[int, Field(ge=0, le=20)]
 
