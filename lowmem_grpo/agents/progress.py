@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,7 +34,7 @@ class Progress:
     timeout: float | None = None  # seconds for each rollout
     total: int = 0
     bar: Any = None
-    sums: Counter[str] = field(default_factory=Counter)
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[BaseException] = field(default_factory=list)
     counted: dict[int, Any] = field(default_factory=dict)  # trajectories by id; a group may be reported twice
@@ -62,7 +62,7 @@ class Progress:
         if id(trajectory) not in self.counted:
             self.counted[id(trajectory)] = trajectory
             trajectory.count_tokens()
-            for name, value in {"reward": trajectory.reward, **trajectory.metrics}.items():
+            for name, value in trajectory.numbers().items():
                 self.sums[name] += value
                 self.counts[name] += 1
             self.move()
@@ -95,6 +95,8 @@ class Progress:
             async with limit:
                 result = await rollout
             if isinstance(result, kinds):
+                if hasattr(result, "numbers"):
+                    result.numbers()  # what is no number is this rollout's failure
                 return result
             raise TypeError(f"a rollout returned {described(result)}; it must return {noun}: end it with `return "
                             "trajectory`")

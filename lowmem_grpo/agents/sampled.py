@@ -5,15 +5,16 @@ of the policy are its turns. Text that matches no cached turn is never trained o
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite, nan
 from statistics import fmean, stdev
 from typing import Any
 
 from openai.types.chat.chat_completion import Choice
 
-from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup
+from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, as_number
 from lowmem_grpo.rollout.rollout_func import group_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
-from lowmem_grpo.server.openai.request import plain
+from lowmem_grpo.server.openai.request import plain, tools_of
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Message, RolloutGroup, Turn
 
@@ -62,7 +63,8 @@ class Sampled:
         made = group_of([member.histories for member in members])
         made.row = dict(group.metadata)
         for rollout, member in zip(made.rollouts, members, strict=True):
-            rollout.reward, rollout.extras = float(member.trajectory.reward), dict(member.trajectory.metadata)
+            rollout.reward = as_number("reward", member.trajectory.reward)
+            rollout.extras = dict(member.trajectory.metadata)
             rollout.opening = member.opening
         return made
 
@@ -117,10 +119,10 @@ class Member:
     def find(self, history: History) -> list[str | None]:
         """Return the cached turn that each plain message matches, or None; all None if they are no valid request."""
         try:
-            messages = plain(history.messages())
+            messages, tools = plain(history.messages()), tools_of(history.tools)
         except ChatError:
             return [None] * len(history.messages_and_choices)
-        names = self.held.find(messages, history.tools, self.of.models, self.of.found)
+        names = self.held.find(messages, tools, self.of.models, self.of.found)
         self.of.found |= {name for name in names if name is not None}
         return names
 
@@ -157,7 +159,7 @@ class Tally:
         """Add the numbers of each mapping, under their names with the prefix; returns self."""
         for numbers in measured:
             for name, value in numbers.items():
-                self.values.setdefault(prefix + name, []).append(float(value))
+                self.values.setdefault(prefix + name, []).append(as_number(name, value))
         return self
 
     @classmethod
@@ -186,9 +188,10 @@ def tally_of(groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float]) ->
     tally = Tally().measure("group_", (group.metrics for group in groups))
     tally.measure("", (trajectory.metrics for trajectory in trajectories))
     if trajectories:
-        spreads = [stdev(rewards) for group in groups if len(rewards := [member.reward for member in group]) > 1]
-        tally.values |= {"reward": [trajectory.reward for trajectory in trajectories], "reward_std_dev": spreads}
+        rewards = [[as_number("reward", member.reward) for member in group] for group in groups]
+        spreads = [stdev(each) if isfinite(sum(each)) else nan for each in rewards if len(each) > 1]
+        tally.values |= {"reward": [reward for each in rewards for reward in each], "reward_std_dev": spreads}
     if trajectories or failed:
         tally.values["exception_rate"] = [0.0] * len(trajectories) + [1.0] * failed
-    tally.values |= {name: [float(value)] for name, value in metrics.items()}
+    tally.values |= {name: [as_number(name, value)] for name, value in metrics.items()}
     return tally

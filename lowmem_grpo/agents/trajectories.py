@@ -5,7 +5,7 @@ import copy
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -84,6 +84,10 @@ class Trajectory(History):
         counts = list(map(tokens_of, choices))
         if counts and all(counts):
             self.metrics["completion_tokens"] = sum(count or 0 for count in counts)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the reward and the metrics. TypeError for what is no number."""
+        return {name: as_number(name, value) for name, value in {"reward": self.reward, **self.metrics}.items()}
 
     def for_logging(self) -> dict[str, Any]:
         """Return the trajectory as plain data; each message has `trainable`, true for choices."""
@@ -220,3 +224,11 @@ def message_of(entry: Any) -> dict[str, Any]:
         raise TypeError(f"messages_and_choices holds {described(entry)}; it takes the choices of a completion "
                         "(completion.choices[0]) and messages such as {'role': 'user', 'content': 'Hello'}")
     return {**entry, "content": entry.get("content") or ""}
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a reward or a metric, which may be numpy's or torch's scalar, as a float. TypeError for anything else."""
+    with suppress(TypeError, ValueError, RuntimeError):  # the last is torch's, for several elements
+        if not isinstance(value, str):
+            return float(value)
+    raise TypeError(f"{name} is {described(value)}; a reward or a metric must be a number, such as 1.0")

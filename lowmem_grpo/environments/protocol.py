@@ -118,7 +118,8 @@ class EnvHandle:
         observation, reward, done, *more = returned
         answer = self.observed(observation, "step")
         answer.reward = number(reward, f"{self.name}.step")
-        answer.done = bool(done) or (len(returned) == 5 and bool(more[0]))  # Gym's (..., terminated, truncated, info)
+        truncated = [flag for flag in more[:1] if len(more) == 2 or isinstance(plain(flag), bool)]  # else info
+        answer.done = max(is_done(flag, f"{self.name}.step") for flag in (done, *truncated))
         return answer
 
     def observed(self, observation: Any, method: str) -> Answer:
@@ -225,15 +226,26 @@ def text_only(message: Message) -> Message:
     return (message if "role" in message else {"role": "user"}) | {"content": text_in(message)}
 
 
+def plain(value: Any) -> Any:
+    """Return Python's value of a scalar tensor; other values unchanged."""
+    return value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
+
+
 def number(value: Any, source: str) -> float | None:
     """Return a finite number (also from a scalar tensor) or None; EnvironmentFailedError for anything else."""
-    value = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value
-    if value is None:
+    if (value := plain(value)) is None:
         return None
     if not isinstance(value, Real) or not math.isfinite(value):
         raise EnvironmentFailedError(f"{source} gave {short(value)} as its reward; expected is a finite number, such "
                                      "as 1.0, or None")
     return float(value)
+
+
+def is_done(value: Any, source: str) -> bool:
+    """Return a flag (also a scalar tensor; None is False) as a bool; EnvironmentFailedError for anything else."""
+    if (value := plain(value)) is not None and (not isinstance(value, Real) or value not in (0, 1)):
+        raise EnvironmentFailedError(f"{source} gave {short(value)} as its done; expected is True or False")
+    return bool(value)
 
 
 def short(value: Any) -> str:

@@ -76,9 +76,9 @@ class RunRecords:
             self.lines[name] = len(kept)
 
     def missing(self, written: dict[str, int]) -> list[str]:
-        """Return a message for each file with fewer lines than `written`, the counts in a checkpoint."""
+        """Return a message for each file that `rewind` reads with fewer lines than `written`, a checkpoint's counts."""
         return [f"{self.run_dir / name} has {self.lines[name]} of the {count} lines that it had"
-                for name, count in written.items() if self.lines[name] < count]
+                for name, count in written.items() if name != NONFINITE and self.lines[name] < count]
 
     def flush(self) -> None:
         """Fsync the records before a checkpoint, which must not survive a power cut without its lines."""

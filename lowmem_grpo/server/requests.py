@@ -26,6 +26,8 @@ def json_of(body: bytes) -> dict[str, Any]:
     """Parse a body as a JSON object. ValueError if it is not one."""
     try:
         value = json.loads(body)
+        if b"\\u" in body:  # half of a surrogate pair, which no tokenizer takes, raises
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         said = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"the request's body is no JSON ({said}); send a JSON object") from None

@@ -63,6 +63,13 @@ def test_as_many_rollouts_as_allowed_may_fail_and_are_counted(
     assert "2 of 4 rollouts failed: 1 x ValueError: no mail; 1 x TypeError: a rollout returned None" in caplog.text
 
 
+def test_a_reward_or_metric_that_is_no_number_is_its_rollouts_failure(rollouts: Rollouts) -> None:
+    unpaid, unmeasured = art.Trajectory(), art.Trajectory(metrics={"won": 1})
+    unpaid.reward, unmeasured.metrics["won"] = None, "yes"  # type: ignore[assignment]
+    (group,) = gather(rollouts.groups([1.0, unpaid, unmeasured]), max_exceptions=2)
+    assert len(group) == 1 and [one.message[:13] for one in group.exceptions] == ["reward is Non", "won is a str;"]
+
+
 @pytest.mark.parametrize("allowed", [0, 0.2])
 def test_one_failure_too_many_is_raised_and_all_others_are_cancelled(rollouts: Rollouts, allowed: float) -> None:
     with pytest.raises(ValueError, match="no mail") as raised:

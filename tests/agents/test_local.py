@@ -178,6 +178,7 @@ def test_what_cannot_be_trained_is_said_and_the_run_goes_on(
 
 @every_row(("call", "error", "match"), [
     (lambda model, given: model.train(given, learning_rat=1), TypeError, "did you mean learning_rate"),
+    (lambda model, given: model.train(given, config={"rate": 1}), ValueError, "rate"),
     (lambda model, given: model.train(given, kimi_k2_tau=0.5), ValueError, "kl_penalty_coef"),
     (lambda model, given: model.train(given, loss_fn="sft"), ValueError, "allowed are cispo, ppo"),
     (lambda model, given: model.backend().train(model, given[0].trajectories), TypeError, "takes groups"),

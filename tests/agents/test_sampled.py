@@ -1,10 +1,12 @@
 """From trajectories to what is trained: only what the policy drew, once, and shown as it was said; and to numbers."""
 
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from openai.types.chat.chat_completion import Choice
 
 from lowmem_grpo.agents.sampled import Sampled, Tally, tally_of
@@ -137,3 +139,13 @@ def test_numbers_of_the_caller_go_before_those_of_trajectories_and_carry_the_spl
     assert tally_of([], {}).of_split("val") == {}
     line = tally_of([tallied(1.0)], {"won": 0.25, "val/cost": 2}).of_split("val")
     assert (line["val/won"], line["val/cost"], line["val/reward_std_dev"]) == (0.25, 2.0, 0.0)
+
+
+def test_scalars_of_torch_and_nan_are_logged_and_what_is_no_number_is_refused() -> None:
+    group = tallied(0.0, 0.0)
+    scalars: Any = (torch.tensor(1.0), 0.5, 0.5**0.5), (math.nan, math.nan, math.nan)
+    for group.trajectories[0].reward, mean, spread in scalars:
+        line = tally_of([group], {}).metrics()
+        assert [line["reward"], line["reward_std_dev"]] == pytest.approx([mean, spread], nan_ok=True)
+    with pytest.raises(TypeError, match="cost is None; a reward or a metric must be a number"):
+        tally_of([], {"cost": None})  # type: ignore[dict-item]

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from tables import every_row
 
 from lowmem_grpo.data.prompts import DataError
@@ -71,6 +72,7 @@ def test_a_game_gets_its_row_and_answers_in_order() -> None:
 
 @pytest.mark.parametrize(("first", "given"), [
     (("Begin.", {}), ("go", 1.0, False, True, {})), (None, (None, None, True)),
+    ("Begin.", ("go", 1.0, False, torch.tensor(True))), ("Begin.", ("go", 1.0, True, {"TimeLimit.truncated": False})),
     ([{"role": "user", "content": "Begin."}], ({"role": "user", "content": "x"}, 0, 1)),
 ])
 def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
@@ -92,6 +94,7 @@ def test_text_parts_and_trls_content_blocks_become_one_text(observation: Any, co
 @every_row(("given", "said"), [
     (("x", math.nan, False), "Game.step gave nan as its reward; expected is a finite number"),
     (("x", "much", False), "gave 'much' as its reward"), (("x", math.inf, False), "gave inf"),
+    (("x", 1, "False"), "Game.step gave 'False' as its done; expected is True or False"),
     ("x", "Game.step returned 'x'; expected is"), ((b"x", 1, False), "gave b'x' as its observation"),
     (([{"role": "user", "content": b"x"}], 1, False), "as its observation"),
     (({"role": "user", "text": "x"}, 1, False), "as its observation"),

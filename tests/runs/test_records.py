@@ -74,8 +74,13 @@ def test_rewinding_drops_later_steps_and_a_half_written_line(records: RunRecords
     assert steps(records, "completions.jsonl") == [1, 1, 2, 2]
     records.metrics({"step": 3})
     assert steps(records) == [1, 2, 3]
-    records.rewind(0)
-    assert steps(records) == []
+    records.append("nonfinite.jsonl", [{"step": 3}])  # it is not rewound, and so nothing of it is lost
+    resumed = RunRecords(records.run_dir)
+    resumed.rewind(3)
+    assert resumed.missing(dict(records.lines)) == []
+    resumed.rewind(0)
+    assert steps(resumed) == []
+    assert len(resumed.missing(dict(records.lines))) == 2
 
 
 def test_a_line_cut_inside_a_character_is_left_out(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ Schemas = Mapping[str, Any]  # JSON schema of the arguments, by tool name
 PYTHON_CHARACTERS = 100_000  # limit of Python calls, as the parser needs a hundred times the text's memory
 CONSTANTS = {"true": True, "false": False, "null": None}
 PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|\Z)")
+NEXT_FUNCTION = re.compile(r"(?<=>)\s*</function>\s*(?=<function=)")  # between calls in one pair of marks
 PAIR = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 ARGUMENTS = ("arguments", "parameters")
 NO_CALLS = "it is not a list of calls such as [name(key='value')]"
@@ -52,14 +53,18 @@ def call_of(value: Any) -> ToolCall:
 
 
 def xml_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse <function=NAME><parameter=KEY>VALUE</parameter>...</function>; a value is JSON unless its schema allows
-    text."""
+    """Parse <function=NAME><parameter=KEY>VALUE</parameter>...</function>, once or more; a value is JSON unless its
+    schema allows text."""
     body = body.strip()
     if not body.startswith("<function="):
         raise CallError("it does not begin with <function=NAME>")
     if not body.endswith("</function>"):
         raise CallError("</function> is missing")
-    name, closed, rest = body.removeprefix("<function=").removesuffix("</function>").partition(">")
+    return [xml_call(part, schemas) for part in NEXT_FUNCTION.split(body.removesuffix("</function>"))]
+
+
+def xml_call(part: str, schemas: Schemas) -> ToolCall:
+    name, closed, rest = part.removeprefix("<function=").partition(">")
     if not closed or "\n" in name:
         raise CallError("<function=NAME> is not closed")
     arguments: dict[str, str] = {}
@@ -72,7 +77,7 @@ def xml_calls(body: str, schemas: Schemas) -> list[ToolCall]:
         value = rest[:end.start()].removeprefix("\n").removesuffix("\n")  # line breaks that the template writes
         add(arguments, key.strip(), value)
         rest = rest[end.end():]
-    return [typed_call(name.strip(), arguments, schemas)]
+    return typed_call(name.strip(), arguments, schemas)
 
 
 def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:

@@ -49,6 +49,7 @@ REFUSED_OF_TEXT: Table = {
     **only("The model continues a text, and does not fill gaps.", suffix=(None, "")),
 }
 CODES = {"extra_forbidden": "unknown_parameter", "missing": None}  # by pydantic's error type
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # if a tool has none
 Count = Annotated[int, Field(ge=1)]
 Likeliest = Annotated[int, Field(ge=0, le=20)]
 
@@ -64,7 +65,7 @@ def plain(messages: Any) -> list[Message]:
 
 
 def message_of(message: Any, place: str) -> Message:
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+    if not isinstance(message, Mapping) or message.get("role") not in [*ROLES]:
         role = message.get("role") if isinstance(message, Mapping) else message
         raise ChatError(400, f"{place}.role is {shown(role)}; allowed are {', '.join(ROLES)}", f"{place}.role")
     role = ROLES[message["role"]]
@@ -212,14 +213,16 @@ class CompletionRequest(Body, extra="forbid"):
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     for at, tool in enumerate(tools or []):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
+                and isinstance(function.get("parameters") or {}, Mapping)):
             raise ChatError(400, f"tools[{at}] is {shown(tool)}; it must be {{'type': 'function', 'function': "
                             "{'name': ..., 'description': ..., 'parameters': {...}}}", f"tools[{at}]")
     names = [tool["function"]["name"] for tool in tools or []]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ChatError(400, f"two tools are called {twice[0]!r}, so a call could mean either; rename one of them",
                         "tools")
-    return [{"type": "function", "function": dict(tool["function"])} for tool in tools] if tools else None
+    return [{"type": "function", "function": {**tool["function"], "parameters": tool["function"].get("parameters")
+                                              or NO_PARAMETERS}} for tool in tools] if tools else None
 
 
 def template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ def test_an_answer_without_a_call_is_text_as_it_was_written(form: str, text: str
     ("xml", xml(parameter("city", "a </parameter> b <function=x>"), parameter("rate", "-1e3")),
      [ToolCall("weather", {"city": "a </parameter> b <function=x>", "rate": -1000.0})]),
     ("xml", xml(name="now"), [ToolCall("now", {})]),
+    ("xml", xml(parameter("city", "Rome") + "</function>\n<function=now>\n"),  # two calls in one pair of marks
+     [ToolCall("weather", {"city": "Rome"}), ToolCall("now", {})]),
     ("xml", "<tool_call><function=now></function></tool_call>", [ToolCall("now", {})]),
     ("glm", "<tool_call>now</tool_call>", [ToolCall("now", {})]),
     ("python", '<|tool_call_start|>[weather(city="a\'b", where={"x": true, "y": None}, tags=[\'q\'], rate=-5), now()]',

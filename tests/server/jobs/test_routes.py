@@ -77,7 +77,7 @@ WRONG: dict[str, Any] = {  # words of the answer: what was submitted
     "time_limit is 1000": {"recipe": "arithmetic", "time_limit": 10**30},
     "share is 1.5": {"recipe": "arithmetic", "share": 1.5},
     "share is nan": {"recipe": "arithmetic", "share": float("nan")},
-    "is a JSON list": [], "is no JSON": "{", "nested": "[" * 100_000,
+    "is a JSON list": [], "surrogates not allowed": {"recipe": "\ud800"}, "is no JSON": "{", "nested": "[" * 100_000,
 }
 
 

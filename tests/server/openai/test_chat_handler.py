@@ -95,6 +95,7 @@ def test_choices_have_seeds_of_their_own_and_the_same_ones_again(chat: ChatHandl
     ({"model": None}, "model is missing"),
     ({"messages": []}, "at least one message"),
     ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role is 'robot'; allowed are system"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, r"messages\[0\].role is \['user'\]; allowed are system"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      r"content\[0\] is a part of the type 'image_url'; only text"),
     ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content is None"),
@@ -118,6 +119,7 @@ def test_choices_have_seeds_of_their_own_and_the_same_ones_again(chat: ChatHandl
     ({"stream": True}, "a stream comes from stream"),
     ({"tool_choice": "required"}, "tool_choice is 'required', which is not supported. .*reward the call"),
     ({"tools": [{"type": "web_search"}]}, r"tools\[0\] is"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}, r"tools\[0\] is"),
     ({"tools": [SCHEMAS[0], SCHEMAS[0]]}, "two tools are called 'look'"),
     ({"response_format": {"type": "json_object"}}, "reward it instead"),
     ({"frequency_penalty": 0.5}, "frequency_penalty is 0.5, which is not supported"),
@@ -160,6 +162,13 @@ def test_tool_calls_are_told_and_their_results_continue_the_turn(chat: ChatHandl
     before = turns[0].prompt_ids + turns[0].completion_ids
     assert turns[1].prompt_ids[:len(before)] == before and turns[0].calls == 1
     assert asked(chat, tools=SCHEMAS, tool_choice="none")["choices"][0]["message"]["content"].endswith("</tool_call>")
+
+
+def test_a_tool_without_parameters_has_none_as_openai_allows(chat: ChatHandler) -> None:
+    functions: Any = ({"name": "now"}, {"name": "now", "parameters": {"type": "object", "properties": {}}})
+    first, second = (asked(chat, tools=[{"type": "function", "function": function}], return_token_ids=True)
+                     for function in functions)
+    assert first["prompt_token_ids"] == second["prompt_token_ids"]
 
 
 def test_calls_beyond_the_first_and_calls_that_cannot_be_read(chat: ChatHandler) -> None:
