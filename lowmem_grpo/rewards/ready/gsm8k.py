@@ -7,7 +7,7 @@ completion is a string, or a list of chat messages, of which the last assistant 
     int              0.5    the text inside <answer> is an integer
     strict format    0.5    the whole completion is the format, line breaks included
     soft format      0.5    it begins with <reasoning>...</reasoning>, then <answer>...</answer>
-    xmlcount         0.125  for each of the four tags found exactly once; -0.001 for each character after </answer>
+    xmlcount         0.125  for each of the four tags found exactly once; -0.001 a character after the first </answer>
 """
 
 import re

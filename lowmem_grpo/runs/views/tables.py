@@ -12,7 +12,7 @@ from lowmem_grpo.memory.time_plan import TimePlan
 from lowmem_grpo.runs.accuracy import changed_first, interval_text
 from lowmem_grpo.runs.records import prompt_text
 from lowmem_grpo.runs.views.console import answers_table, any_console, print_line
-from lowmem_grpo.utils import GIB, size_text, time_text
+from lowmem_grpo.utils import GIB, count_text, size_text, time_text
 
 MODELS = ("base", "adapter")
 OF_EPISODES = (  # metric, label, format
@@ -160,7 +160,8 @@ def value_of(choice: Choice) -> str:
 def verdict(plan: MemoryPlan) -> str:
     peak, room = plan.peak / GIB, plan.device.budget / GIB
     if plan.fits:
-        return f"Fits: {peak:.2f} of {room:.2f} GiB, {plan.concurrent_sequences} sequences sampled at a time."
+        together = count_text(plan.concurrent_sequences, "sequence")
+        return f"Fits: {peak:.2f} of {room:.2f} GiB, {together} sampled at a time."
     return f"Does not fit: {peak:.2f} GiB are needed and {room:.2f} may be used."
 
 

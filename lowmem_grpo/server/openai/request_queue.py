@@ -70,8 +70,8 @@ class RequestQueue:
         """Queue an item; after `close`, its future raises WorkerClosedError."""
         with self.changed:
             if self.closed:
-                item.future.set_exception(WorkerClosedError("the worker is closed: nothing is sampled or run any more; "
-                                                            "make a new EngineWorker, or close it later"))
+                item.future.set_exception(WorkerClosedError("the engine is closed: nothing is sampled or run any more; "
+                                                            "start the server or register the model again"))
                 return
             self.lines.setdefault(item.batch_key if isinstance(item, Call) else None, deque()).append(item)
             self.changed.notify_all()

@@ -227,7 +227,7 @@ def test_what_goes_wrong_in_the_engine_or_after_the_end_is_an_error_of_the_serve
             asked(chat)
         assert caught.value.status == status
     chat.worker.close()
-    with pytest.raises(ChatError, match="the worker is closed") as caught:
+    with pytest.raises(ChatError, match="the engine is closed") as caught:
         asked(chat)
     assert caught.value.status == 503 and caught.value.kind == "server_error"
 
