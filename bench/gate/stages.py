@@ -195,10 +195,11 @@ def switches(setup: Setup) -> list[Piece]:
         "rollout.bench", "--device", setup.device, "--shape", "tiny", "--weights", str(setup.weights / "tiny"),
         "--provider", "transformers", "--provider", "transformers_eager", *(("--rounds", "2") if quick else ()),
         *setup.rows("rollout")), least=90, needs=("bitsandbytes", "bf16"))
+    chosen = {CPU: ["overlap chains"], PRETEND: ["overlap vllm"]}.get(setup.form, [*overlap])
     return [*sampled, *([] if setup.form == PRETEND else [graphs]), *(  # see `rollout`
         Piece(f"switches/{name}", script("loop.overlap", *words, *quick, *small, *setup.rows("overlap")), least=90,
               needs=("bf16", "vllm") if "vllm" in words else ())
-        for name, words in overlap.items() if setup.form != CPU or name == "overlap chains")]
+        for name, words in overlap.items() if name in chosen)]
 
 
 def loop(setup: Setup) -> list[Piece]:
