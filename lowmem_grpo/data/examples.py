@@ -147,8 +147,8 @@ class ExampleEncoder(PromptEncoder):
         return None if rest.strip() else ids[: ends[0] + 1]
 
     def through_end(self, ids: list[int], at: int) -> int:
-        """Return the end of the answer whose text ends at ids[:at]: after its end token if that follows, possibly after
-        white space; after the white space if the ids end there; else `at`."""
+        """Return where the answer with text ending at ids[:at] ends: past its end token if one comes next (white space
+        may come first), past the white space if nothing else follows, else `at`."""
         seen = (place for place in range(at, len(ids)) if str(self.tokenizer.decode([ids[place]])).strip())
         stop = next(seen, len(ids))
         return stop + 1 if stop < len(ids) and ids[stop] in self.end_ids else at if stop < len(ids) else stop

@@ -52,7 +52,7 @@ def block_rows(places: int, experts: int) -> int:
 
 def can_group(x: Tensor, stack: FrozenStack) -> bool:
     """Return whether the kernels can multiply rows x with this stack: on CUDA, NF4 weights whose blocks lie within
-    rows. Before sm_80 Triton multiplies without tensor cores, and tiles do not fit in registers."""
+    rows, from sm_80 on. Before, Triton uses no tensor cores, and the tiles do not fit in registers."""
     return x.is_cuda and x.dtype in TRITON_TYPES and whole_blocks(stack) and capability(x.device) >= 80
 
 

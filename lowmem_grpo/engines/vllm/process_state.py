@@ -80,7 +80,7 @@ def import_from_a_thread() -> None:
 
 @contextmanager
 def collectable() -> Iterator[None]:
-    """Undo vLLM's gc.freeze() on exit, which would keep every object that exists when vLLM starts, a model too."""
+    """On exit, undo vLLM's gc.freeze(): it keeps every object that exists when vLLM starts, a model too."""
     frozen = gc.get_freeze_count()
     try:
         yield
