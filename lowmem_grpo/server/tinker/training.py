@@ -50,7 +50,7 @@ class Training:
         self, worker: EngineWorker, adapters: Adapters, store: RequestStore, folder: Path, bounds: ModelBounds,
         allowances: Allowances | None = None,
     ) -> None:
-        """`folder` holds the models' states; unanswered requests of an earlier server are run. `allowances` limit users."""
+        """`folder` holds models' states; unanswered requests of an earlier server are run. `allowances` limit users."""
         self.worker, self.adapters, self.store, self.folder, self.bounds = worker, adapters, store, folder, bounds
         self.lock, self.clerk = threading.Lock(), ThreadPoolExecutor(1, "lowmem_grpo tinker")
         self.busy: set[str] = set()  # models with a request in the worker
