@@ -97,7 +97,8 @@ class Batch:
         return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
 
     def take_rows(self) -> list[int]:
-        """Move waiting rows that have drawn equally many tokens into the batch; the caller passes them to `enter`."""
+        """Move waiting rows that have drawn equally many tokens into the batch and return them. The caller passes their
+        state to `enter`."""
         waiting, generation, room = self.waiting, self.generation, self.size - len(self.rows)
         rows, drawn = [waiting.popleft()], generation.drawn
         while waiting and len(rows) < room and drawn[waiting[0]] == drawn[rows[0]]:
@@ -114,7 +115,8 @@ class Batch:
         self.uniforms = self.uniforms[:, :0]
 
     def draw(self, logits: Tensor) -> None:
-        """Draw the next tokens from logits (B, V). Synchronizes only for stop strings and for new random numbers."""
+        """Draw the next tokens from logits (B, V). This synchronizes with the device only to match stop strings and to
+        make new random numbers."""
         state, generation, drew = self.state, self.generation, self.state.alive
         state.tokens, logprobs = draw(logits, generation.params, self.next_uniforms())
         rows, places = state.rows, state.counts
@@ -151,8 +153,9 @@ class Batch:
         return max(self.generation.drawn[row] for row in self.rows) + self.since >= self.generation.ids.shape[1]
 
     def find_done(self) -> tuple[int, list[int]]:
-        """Ask the device which rows are done. Return the number of tokens drawn since the last call, and the prompts
-        that are done since then. After an error, these tokens are drawn again, with the same result."""
+        """Ask the device which rows are done. Return the number of tokens that all rows drew since the last call, and
+        the prompts whose last row was done since then. After an error, the tokens drawn since the last call are drawn
+        again, with the same result."""
         state, generation, done, total = self.state, self.generation, list[int](), 0
         rows = torch.stack([state.rows, state.counts, state.alive.long()], 1).tolist()
         for row, count, alive in rows:
@@ -196,7 +199,8 @@ class Passes:
         self.wide: WideWeights | None = None  # quantized weights, dequantized to 16 bits
 
     def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
-        """Feed tokens (B, S), False in `real` for padding, `at_once` per pass; return the next logits (B, V) fp32."""
+        """Feed tokens (B, S), `at_once` per pass, and return the next tokens' logits (B, V) in fp32. `real` (B, S) is
+        False for padding."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
         routes, width = list[Tensor](), state.width + tokens.shape[1]
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
@@ -220,7 +224,8 @@ class Passes:
 
     @contextmanager
     def evaluating(self, lasting: Kept | None = None) -> Iterator[None]:
-        """Turn dropout and gradients off, and cache adapters cast to the compute dtype, in `lasting` if given."""
+        """Turn dropout and gradients off in this context, and cache adapters cast to the compute dtype; `lasting` is a
+        cache that outlives the context."""
         token = WIDE.set(self.wide)
         try:
             with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting):
@@ -230,8 +235,8 @@ class Passes:
 
     def hidden(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: DecodeState,
                **named: Any) -> Tensor:
-        """Return the last hidden states (B, Q, D) of input_ids (B, Q), False in `real` for padding and finished rows,
-        under a mask (B, 1, Q, L)."""
+        """Return the last hidden states (B, Q, D) of input_ids (B, Q); `real` (B, Q) is False for padding and finished
+        rows; mask (B, 1, Q, L)."""
         recorder = self.policy.recorder()
         with self.policy.autocast():
             out = self.policy.backbone(

@@ -246,8 +246,9 @@ class CacheSlice:
 
 
 def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: bool = False) -> GrowingCache:
-    """Return a cache of `width` places and `room` for more, with the rows of all pieces in order, right-aligned;
-    padding is 0, as a weight of 0 would not hide a NaN. With `give`, the sources lose each layer once it is copied."""
+    """Return a cache of `width` places and `room` for more, with the rows of all pieces in order, right-aligned. The
+    padding is zeros, as an attention weight of 0 would not hide a NaN. With `give`, the source caches lose each layer
+    once it is copied."""
     made, lasting = list[Any](), pieces[0].cache.lasting
     for place in range(len(pieces[0].cache.layers)):
         layers = [piece.cache.layers[place] for piece in pieces]

@@ -121,7 +121,8 @@ class TransformersEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns in rounds; see `Engine.converse`. Without a limit, twice the largest round's rows have room."""
+        """Decode turns in rounds; see `Engine.converse`. Without a limit on rows, there is room for twice the largest
+        round, running and kept rows together."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         self.step.drop()  # its memory is needed for kept rows
         if not goes_on:
@@ -191,7 +192,8 @@ class TransformersEngine:
     # One batch: rows that are decoded together
 
     def decode_together(self, batch: Batch) -> None:
-        """Draw rows to their ends, until none wait. After an error, `batch.rows` holds the entered, unfinished rows."""
+        """Draw rows to their ends, until none wait. After an error, `batch.rows` holds the unfinished rows that had
+        entered."""
         logits = torch.empty(0)
         self.pace.resume()
         while batch.rows or batch.waiting:
@@ -253,7 +255,8 @@ class TransformersEngine:
         return logits
 
     def start_rows(self, generation: GenerationState, rows: list[int], running: int) -> tuple[DecodeState, Tensor]:
-        """Prefill B rows' prompts and equally many tokens drawn before an interruption; return state, logits (B, V)."""
+        """Prefill the prompts of B rows, and the tokens that they drew before an interruption, equally many; returns
+        their state and the next tokens' logits (B, V)."""
         start = generation.drawn[rows[0]]
         made = [self.prefill(generation, each, running, start) for each in generation.prefills(rows, running)]
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
@@ -266,8 +269,9 @@ class TransformersEngine:
 
     def prefill(self, generation: GenerationState, prefill: Prefill, running: int, start: int
                 ) -> tuple[DecodeState, Tensor]:
-        """Feed the uncached tokens of prompts, each prompt once; returns the state of their B rows and the next logits
-        (B, V). The lasting storage holds the cache of `generate`, behind `running` rows, if `start` more tokens fit."""
+        """Feed the uncached tokens of prompts, each prompt once; returns the state of their B rows and the next tokens'
+        logits (B, V). The cache of `generate` is placed in the lasting storage, behind `running` rows, if that has room
+        for `start` more tokens."""
         device, cache, held = self.policy.device, prefill.held_cache(), prefill.held
         input_ids, real = prefill.inputs(self.pad_id, device)
         state = DecodeState.holding(torch.arange(len(held), device=device), cache, torch.tensor(held, device=device))

@@ -172,7 +172,8 @@ class VLLMEngine:
                         self.vllm.SamplingParams, self.policy.routed_places)
 
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
-        """Repeat the attempt with smaller sizes until memory has room. A shortage in a caller's callback is raised."""
+        """Repeat the attempt with smaller sizes until memory has room for it. If memory ran out in one of the caller's
+        callbacks, its error is raised."""
         while isinstance(shortage := catch_oom(attempt, self.policy.device), OutOfMemory):
             if call is not None and call.failed_outside is not None:
                 raise call.failed_outside
@@ -258,7 +259,8 @@ class VLLMEngine:
 
     def wake(self) -> None:
         """Map the KV cache and the room for dequantized weights again. Frees torch's cached blocks, which vLLM's pool
-        cannot use, if there is no room beside them. OutOfMemoryError, and all stays asleep, if there is still none."""
+        cannot use, if there is no room beside them. OutOfMemoryError if there is still none; then everything stays
+        asleep."""
         self.check_open()
         if not self.asleep:
             return
