@@ -3,6 +3,7 @@
 import ast
 import textwrap
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -260,9 +261,11 @@ def preset_pairs(value: ast.expr | None) -> list[tuple[ast.expr | None, ast.expr
     if isinstance(value, ast.BinOp):
         return preset_pairs(value.left) + preset_pairs(value.right)
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "on_cards" and value.args:
-        usual = next(node for node in parsed(file_of("presets")).body if getattr(node, "name", "") == "on_cards")
-        table = ast.unparse(usual).rpartition("return ")[2].replace("context", ast.unparse(value.args[0]))
-        value = ast.parse(table, mode="eval").body
+        usual: Any = next(node for node in parsed(file_of("presets")).body if getattr(node, "name", "") == "on_cards")
+        table: Any = deepcopy(usual.body[-1].value)  # the dict that it returns
+        for preset in table.values:
+            preset.args = [value.args[0] if getattr(arg, "id", "") == "context" else arg for arg in preset.args]
+        value = table
     return list(zip(value.keys, value.values, strict=True)) if isinstance(value, ast.Dict) else []
 
 
