@@ -186,7 +186,9 @@ def collate(completions: list[Completion]) -> MicroBatch:
         return torch.cat([piece.values(field) for piece in packed])
 
     input_ids = torch.tensor([token for piece in packed for token in piece.ids])
-    routes, routed = packed_routes([(piece.routes, piece.position, len(piece.ids)) for piece in packed])
+    routes = routed = None
+    if any(piece.routes is not None for piece in packed):
+        routes, routed = packed_routes([(piece.routes, piece.position, len(piece.ids)) for piece in packed])
     return MicroBatch(
         input_ids=input_ids, host_ids=input_ids, position_ids=position_ids,
         targets=torch.tensor([token for piece in packed for token in piece.targets]),
