@@ -87,6 +87,7 @@ async def trace_agent(trace: Trace, folder: Path) -> None:
         first = await ask(0)
         with trace.call("chat call"):
             second = await ask(1)
+        await backend.run(model).in_worker(int, sleep=False)  # wait until the call's engine session has ended
         with trace.call("train(groups)"):
             await model.train([agents.TrajectoryGroup([first, second])], learning_rate=1e-3)
 
