@@ -1,10 +1,11 @@
 """The models that `FastLanguageModel` returns, and the functions that put LoRA on them. The models can also sample."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from peft import LoraConfig, PeftModelForCausalLM, set_peft_model_state_dict
@@ -24,16 +25,11 @@ from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
-from lowmem_grpo.runs.adapter_file import (
-    PREFIX,
-    check_for,
-    layers_of,
-    read_adapter,
-    refuse_variants,
-)
+from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
 
+logger = logging.getLogger(__name__)
 SAVED_ADAPTER = "fast_generate"  # PEFT's name of a saved adapter that is loaded for sampling
 NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
 
@@ -60,6 +56,7 @@ class Loaded:
     revision: str | None = None  # the model's revision on the hub
     vocabulary: int | None = None  # rows of the stored embedding
     stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
+    lora_arguments: dict[str, Any] | None = None  # those of get_peft_model, if it was called
 
 
 class FastGeneration(Saving):
@@ -249,7 +246,15 @@ def check_bare(model: Any) -> None:
     if not isinstance(model, BareModel | FastPeftModel):
         raise TypeError(f"get_peft_model takes what from_pretrained returned; got a {type(model).__name__}")
     if hasattr(model.inner, "peft_config"):
-        raise ValueError("this model has LoRA already; load it again for a second adapter")
+        raise ValueError("this model has LoRA already, which needs no get_peft_model; load the model again for another")
+
+
+def has_this_lora(model: Any, arguments: dict[str, Any]) -> TypeGuard[FastPeftModel]:
+    """Return whether `get_peft_model` made this model with these arguments, and warn that it is used as it is."""
+    same = isinstance(model, FastPeftModel) and model.loaded.lora_arguments == arguments
+    if same := same and any(".lora_A." in name for name, _ in model.named_parameters()):
+        logger.warning("the model has this LoRA already, and goes on from it; load the model again to begin anew")
+    return same
 
 
 def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = AUTO, seed: int = 0,

@@ -173,8 +173,10 @@ class FastLanguageModel:
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host), "auto"
         (as "offload", and on a card the run's memory plan lets the last layers keep everything where there is room;
         alias "unsloth") or False. Except with False, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on
-        a card as many as the plan has room for). Raises ValueError for what is not supported.
+        a card as many as the plan has room for). Raises ValueError for what is not supported. A second call with the
+        same arguments, as in a cell that is run twice, returns the model as it is.
         """
+        asked = {name: value for name, value in locals().items() if name not in ("cls", "model")}
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)
         require("random_state", random_state, WHOLE)
@@ -185,9 +187,11 @@ class FastLanguageModel:
             raise TypeError(NO_MODEL)
         from peft import LoraConfig
 
-        from lowmem_grpo.fast_model import check_bare, with_lora
+        from lowmem_grpo.fast_model import check_bare, has_this_lora, with_lora
         from lowmem_grpo.models.lora_targets import Scope, check_plain, lora_targets
 
+        if has_this_lora(model, asked):  # a notebook cell that was run twice
+            return model
         check_bare(model)
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
                       finetune_last_n_layers)
@@ -204,7 +208,9 @@ class FastLanguageModel:
             rank_pattern=rank_pattern or {}, alpha_pattern=alpha_pattern or {}, init_lora_weights=start,
         )
         check_plain(config)
-        return with_lora(model, config, use_gradient_checkpointing, random_state, mlp_tile)
+        made = with_lora(model, config, use_gradient_checkpointing, random_state, mlp_tile)
+        made.loaded.lora_arguments = asked
+        return made
 
     @staticmethod
     def for_inference(model: Any) -> Any:

@@ -357,6 +357,19 @@ def test_the_switches_for_inference_and_training_do_what_they_say(model: FastPef
     assert FastLanguageModel.for_training(model).training
 
 
+def test_a_cell_that_puts_lora_on_may_be_run_twice_and_another_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    made = FastLanguageModel.get_peft_model(bare, r=2, target_modules=["q_proj"])
+    assert "goes on from it" not in caplog.text
+    assert FastLanguageModel.get_peft_model(made, r=2, target_modules=["q_proj"]) is made
+    assert "has this LoRA already, and goes on from it" in caplog.text
+    with pytest.raises(ValueError, match=r"LoRA already, .* load the model again for another"):
+        FastLanguageModel.get_peft_model(made, r=4, target_modules=["q_proj"])
+    made.unload()
+    with pytest.raises(ValueError, match="LoRA already"):
+        FastLanguageModel.get_peft_model(made, r=2, target_modules=["q_proj"])
+
+
 def test_the_bare_model_refuses_to_sample_once_it_has_an_adapter_and_takes_no_second() -> None:
     taken, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
     FastLanguageModel.get_peft_model(taken, r=2, use_gradient_checkpointing=False)

@@ -58,11 +58,10 @@ class Brought:
             check_plain(self.peft_config)  # before anything is loaded or changed
         if not isinstance(self.model, str):
             self.check_settings()
-        if isinstance(self.model, FastPeftModel):
-            return self.model
-        if isinstance(self.model, PeftModel):
-            return self.moved(self.model)
-        return self.of_earlier_trainer() or self.with_new_lora(self.loaded())
+        own = self.model if isinstance(self.model, FastPeftModel) else self.of_earlier_trainer()
+        if own is not None:
+            return switched_on(own)
+        return self.moved(self.model) if has_lora else self.with_new_lora(self.loaded())
 
     def with_new_lora(self, model: BareModel) -> FastPeftModel:
         """Return the model with a new LoRA, as peft_config describes it, or else the default LoRA."""
@@ -241,15 +240,20 @@ def quantization(config: Any) -> dict[str, Any]:
 
 
 def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
-    """Return the settings and the tensors of a model's only adapter. TypeError or ValueError if the model has other
-    adapters, trains more than plain LoRA, or has layers that do not match its settings."""
+    """Return the settings and the tensors of the adapter "default". TypeError or ValueError if the model has another
+    (ours may have idle ones), trains more than plain LoRA, or has layers that do not match its settings."""
     names = list(model.peft_config)
-    if names != [ADAPTER]:
+    if names not in ([], [ADAPTER]) and not (isinstance(model, FastPeftModel) and model.active_adapters == [ADAPTER]):
         raise ValueError(f"the model has the adapters {names}; one is trained, named {ADAPTER!r}: delete the others "
                          f"(model.delete_adapter), or load it with adapter_name={ADAPTER!r}")
-    config: Any = model.peft_config[ADAPTER]
-    check_plain(config)
-    layers = {name.removeprefix(PREFIX): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    config: Any = model.peft_config.get(ADAPTER)
+    if config is not None:
+        check_plain(config)
+    layers = {name.removeprefix(PREFIX): layer for name, layer in model.named_modules()
+              if hasattr(layer, "lora_A") and ADAPTER in (*layer.lora_A, *layer.lora_embedding_A)}
+    if not layers:
+        raise ValueError("the model has no LoRA any more: merge_and_unload, unload or delete_adapter removed it; load "
+                         "the model again")
     base: Any = model.get_base_model()
     check_targets(base, list(layers))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -257,7 +261,7 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
         raise ValueError(f"the model trains {other} beside its LoRA; only LoRA is trained here: freeze it with "
                          "requires_grad_(False)")
     if not trained:
-        logger.warning("the model's adapter was loaded with is_trainable=False; it is trained all the same")
+        logger.warning("the model's adapter is frozen, as after is_trainable=False; it is trained all the same")
     for path, layer in layers.items():
         got, wanted = (layer.r[ADAPTER], layer.scaling[ADAPTER]), (rank_of(config, path), scaling_of(config, path))
         if layer.merged or got != wanted:
@@ -271,10 +275,23 @@ def with_factors(model: BareModel, config: LoraConfig, factors: Factors, checkpo
     """Put an adapter that PEFT made into our layers on its base. The parameters stay the same objects, unless they have
     16 bits, so that the caller's model and optimizer keep using them."""
     adapted = with_values_to_come(model, copy.deepcopy(config), checkpointing)
+    put_factors(model.inner, factors)
+    return adapted
+
+
+def switched_on(model: FastPeftModel) -> FastPeftModel:
+    """Return our model with its LoRA switched on and trainable; ValueError if it is merged, removed, or not active."""
+    _, factors = plain_lora(model)
+    put_factors(model.get_base_model(), factors)
+    model.enable_adapter_layers()
+    return model
+
+
+def put_factors(base: nn.Module, factors: Factors) -> None:
+    """Make the factors, in 32 bits, the trainable ones of the layers at their paths."""
     for path, sides in factors.items():
-        layer: Any = model.inner.get_submodule(path)
+        layer: Any = base.get_submodule(path)
         for factor, held in zip((layer.lora_A, layer.lora_B), sides, strict=True):
             wide = torch.promote_types(held.dtype, torch.float32)
             same = held if held.dtype == wide else nn.Parameter(held.detach().to(wide))
             factor[ADAPTER].weight = same.requires_grad_(True)
-    return adapted

@@ -70,6 +70,31 @@ def test_a_cell_that_makes_a_trainer_may_be_run_twice(
         brought(tmp_path, model, peft_config=LoraConfig(r=2))
 
 
+@pytest.mark.parametrize(("change", "refused"), [
+    (lambda model: model.disable_adapter_layers(), None), (lambda model: model.requires_grad_(False), None),
+    (lambda model: model.bfloat16(), None),
+    (lambda model: model.add_adapter("idle", LoraConfig(target_modules=["o_proj"])), None),
+    (lambda model: model.merge_adapter(), r"the adapter is merged, .*unmerge it"),
+    (lambda model: model.merge_and_unload(), r"no LoRA any more: merge_and_unload, .*load the model again"),
+    (lambda model: model.delete_adapter("default"), "no LoRA any more"),
+    (lambda model: (model.add_adapter("b", LORA), model.set_adapter("b")), r"has the adapters .* delete the others"),
+], ids=["off", "frozen", "bf16", "idle", "merged", "unloaded", "deleted", "other"])
+def test_our_own_model_whose_lora_was_changed_is_trained_or_refused_in_words(
+    change: Any, refused: str | None, tmp_path: Path
+) -> None:
+    model = load()
+    change(model)
+    if refused is not None:
+        with pytest.raises(ValueError, match=refused):
+            brought(tmp_path, model, peft_config=None)
+        return
+    trainer = brought(tmp_path, model, peft_config=None)
+    before = adapter(trainer)
+    trainer.train()
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+    assert not same(before, adapter(trainer))
+
+
 def test_a_name_and_a_plain_model_train_as_the_loaders_own_does(tmp_path: Path) -> None:
     bare, _ = FastLanguageModel.from_pretrained(str(SHALLOW), max_seq_length=2048, load_in_4bit=False)
     own = FastLanguageModel.get_peft_model(bare, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
