@@ -166,7 +166,8 @@ def warn_of_settings(config: GRPOConfig) -> None:
 
 
 def tokens_of_row(config: GRPOConfig) -> int:
-    """Return the tokens that prompt and completion need; an unlimited prompt counts as long as the completion."""
+    """Return the tokens of the longest prompt and completion; unlimited prompts count as max_completion_length
+    tokens."""
     return (config.max_prompt_length or config.max_completion_length) + config.max_completion_length
 
 
