@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Player(Protocol):
-    """The interface of what plays episodes: `Episodes`, or `RolloutFunction` for a user's `rollout_func`."""
+    """The interface of objects that play episodes: `Episodes`, or `RolloutFunction` for a user's `rollout_func`."""
 
     waited: float  # seconds in the last batch in which the engine had nothing to decode
 
