@@ -174,7 +174,8 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
 
 
 def clean_leftovers(run_dir: Path) -> list[Path]:
-    """Remove, or rename back, and return the temporary folders of killed processes; call it before the first save."""
+    """Remove the temporary folders of killed processes, or rename them back; return them. Call it before the first
+    save."""
     leftovers = sorted([*run_dir.glob(".checkpoint-*"), *run_dir.glob(f".{FINAL}.*")])
     for path in leftovers:
         name, _, kind = path.name[1:].partition(".")

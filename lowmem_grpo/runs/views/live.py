@@ -127,7 +127,8 @@ class LiveView:
             live.stop()
 
     def time_left(self) -> str:
-        """Return the time left, estimated from the mean time of the steps after this start's first; or "unknown"."""
+        """Return the time left, from the mean step time without the first step since this start; "unknown" if there is
+        none."""
         left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 
