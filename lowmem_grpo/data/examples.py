@@ -25,8 +25,7 @@ NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # e
 
 @dataclass
 class Example(Prompt):
-    """A usable row: `ids` are the tokens before the first trained token, `completion_ids` (C,) that token and all later
-    ones."""
+    """A usable row: `ids` are the tokens before the first trained token, `completion_ids` (C,) all from it on."""
 
     completion_ids: list[int] = field(default_factory=list)
     trained: list[bool] | None = None  # (C,) mask of the trained completion tokens; None for all

@@ -188,8 +188,7 @@ def answered(rows: list[dict[str, Any]], name: str) -> bool:
 
 
 def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
-    """Return `columns` with the columns of tests, of system prompts and, unless the prompt is a chat, of a context
-    added."""
+    """Return `columns`, with the columns of tests, system prompts and, unless the prompt is a chat, a context."""
     names = {name.strip().lower(): name for name in rows[0] if name not in (columns.prompt, columns.answer)}
     column = columns.answer or ""
     tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))

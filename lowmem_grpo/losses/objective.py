@@ -89,10 +89,10 @@ class Objective:
         return ()
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """Take note that an update on all these rollouts begins, with the version of its policy."""
+        """Receive all rollouts of an update that begins, and the version of its policy."""
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
-        """Take note that the needed fields of an update's rollouts are filled; `groups` are those of the rollouts."""
+        """Receive an update's rollouts once their needed fields are filled, and the groups that hold them."""
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts whose tokens the step's means are over."""

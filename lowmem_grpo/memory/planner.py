@@ -169,7 +169,7 @@ def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> Memor
 
 
 def highest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the highest number of at most `most` that fits, by binary search; 0 if none does."""
+    """Return the highest number up to `most` that fits, by binary search; 0 if none does."""
     return most - bisect_left(range(most, 0, -1), True, key=fits)
 
 

@@ -61,7 +61,7 @@ def recorded(shape: ModelShape) -> bool:
 
 
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the KV cache bytes of the first longest sequence, and of each further one of its group."""
+    """Return the KV cache bytes of a longest sequence, and those that each further one of its group adds."""
     if settings.engine != "vllm":
         return (shape.kv_bytes(-(-settings.context // cards.GRAPH_PLACES) * cards.GRAPH_PLACES),) * 2
     itemsize = cards.cache_itemsize(settings.kv_cache_dtype)
@@ -149,7 +149,7 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
 
 
 def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
-    """Return each moment for the micro-batch that takes most memory at it."""
+    """Return each moment, from the micro-batch that takes the most memory at that moment."""
     all_moments = [shape.moments() for shape in shapes]
     return {name: max((moments[name] for moments in all_moments), key=lambda moment: sum(moment.values()))
             for name in all_moments[0]}

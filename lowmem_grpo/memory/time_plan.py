@@ -245,8 +245,8 @@ class StepTime:
         return self.layer(linears, 1) + elementwise + attention, backward
 
     def layer(self, linears: list[Linear], lora: int) -> float:
-        """Return a layer's seconds for all tokens times these weights, which are dequantized for each tile, with `lora`
-        times the products of their LoRA."""
+        """Return a layer's seconds to multiply all tokens with these weights, which are dequantized for each tile; the
+        products of their LoRA count `lora` times."""
         tile, mlp = self.settings.mlp_tile, [linear for linear in linears if linear.name in MLP]
         tiles = ceil(self.work.places / self.micro_batches / tile) if tile else 1
         seconds = self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)

@@ -71,8 +71,8 @@ class Sequence:
         return self.start + torch.tensor(self.drawn).nonzero()[:, 0]
 
     def values(self, field: str) -> Tensor:
-        """Return a field of the rollout, (C,) or one number, at each of `ids`, in float32; a (C,) field is 0 in the
-        lead."""
+        """Return a field of the rollout, (C,) or one number, at each of `ids`, in float32; a (C,) field is 0 at tokens
+        of the prompt."""
         value = torch.as_tensor(getattr(self.rollout, field), dtype=torch.float32)
         if value.ndim == 0:
             return value.expand(len(self.lead) + self.end - self.start)

@@ -120,7 +120,7 @@ def value(board: str, mark: str) -> int:
 
 
 def best_moves(board: str, mark: str) -> list[int]:
-    """Return all moves of a perfect player; one that always took the first could be learned by heart."""
+    """Return all moves of a perfect player; a player that always took the first could be learned by heart."""
     values = {place: -value(played(board, place, mark), other(mark)) for place in free(board)}
     return [place for place, worth in values.items() if worth == max(values.values())]
 

@@ -76,8 +76,7 @@ class RunRecords:
             self.lines[name] = len(kept)
 
     def missing(self, written: dict[str, int]) -> list[str]:
-        """Return a message for each file that has fewer lines than `written`, the counts of a checkpoint to resume
-        from."""
+        """Return a message for each file with fewer lines than a checkpoint counted (`written`)."""
         return [f"{self.run_dir / name} has {self.lines[name]} of the {count} lines that it had"
                 for name, count in written.items() if name != NONFINITE and self.lines[name] < count]
 

@@ -39,8 +39,7 @@ GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
 class RankError(RuntimeError):
-    """Another process of the run failed, is lost, or called a different collective operation; the message says
-    which."""
+    """Another process failed, is lost, or called a different collective operation; the message says which."""
 
 
 class Heartbeat:
@@ -127,8 +126,7 @@ class Ranks:
         return list(things) if self.count == 1 else balanced(things, cost, self.count)[self.rank]
 
     def gather(self, what: str, own: T) -> list[T]:
-        """Return the `own` values of all processes in rank order, pickled for the transfer; error messages name the
-        call `what`."""
+        """Return the `own` of all processes in rank order, pickled for the transfer; errors name the call `what`."""
         if self.count == 1:
             return [own]
         data = pickle.dumps(own)

@@ -149,8 +149,7 @@ class Parser:
                 inside.append(mark or text)
 
     def bare_parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """Yield the same pairs as `parts` for calls that are JSON without marks; JSON objects that are no calls are
-        text."""
+        """Yield the pairs of `parts` for calls that are JSON without marks; other JSON objects are text."""
         text, at = joined(pieces), 0
         decoder = json.JSONDecoder()
         while begin := CALL_LIKE.search(text, at):

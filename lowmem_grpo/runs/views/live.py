@@ -127,8 +127,7 @@ class LiveView:
             live.stop()
 
     def time_left(self) -> str:
-        """Return the time left, from the mean step time without the first step since this start; "unknown" if there is
-        none."""
+        """Return the time left by the mean step time since this start, without its first step; or "unknown"."""
         left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 

@@ -209,7 +209,7 @@ class RequestStore:
 
     def since_step(self, model: StoredModel) -> list[ModelRequest]:
         """Return the requests that were answered after the last optimizer step, in order, to recompute the gradients.
-        Those that failed are left out, by their JSON answers: they added nothing."""
+        Failed requests, known by their JSON answers, are left out: they added nothing."""
         rows = self.database.rows(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
             "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))

@@ -126,8 +126,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
 
 
 def look_at_imports(checkup: Checkup) -> set[str]:
-    """Import each library of TRIED; return those that fail or are missing. Libraries on torch need a torch that
-    works."""
+    """Import each library of TRIED, those on torch only if torch works; return those that cannot be used."""
     broken: set[str] = set()
     for name in TRIED:
         if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):
