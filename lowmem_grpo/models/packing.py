@@ -103,7 +103,7 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
 
 def shared(prompt: list[int] | None, of_group: list[int],
            repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
-    """Return the shared part of a sequence's prompt, the rest of it, and the family (None: the group)."""
+    """Return the shared part of a sequence's prompt, the rest of it, and the shared prompt's key (None: the group)."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
     if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:

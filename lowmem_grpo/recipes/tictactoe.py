@@ -144,10 +144,10 @@ PLAYERS = {"random": random_move, "perfect": best_move}
 @dataclass
 class TicTacToeOptions(RecipeOptions):
     strengths: str = "0,0,0.5,1"
-    """Of opponents in training: the chance that a move is the best one, from 0 (random) to 1 (perfect). A game draws
-    one of these."""
+    """The strengths of opponents in training, one of which is drawn for each game: the chance that a move is the best
+    one, from 0 (random) to 1 (perfect)."""
     test_strength: float = 0.0
-    """Of the opponent before and after training."""
+    """The opponent's strength in the games before and after training."""
     eval_problems: int = 256
     """Held-out games before and after training."""
 
