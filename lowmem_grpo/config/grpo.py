@@ -152,8 +152,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                              f"({self.num_generations})")
 
     def take_generation_size(self) -> None:
-        """Turn `generation_batch_size` into `steps_per_generation`; ValueError if both are set, or if it is no multiple
-        of the batch size."""
+        """Turn `generation_batch_size` into `steps_per_generation`; ValueError if both are set, or if it is not a
+        multiple of the batch size."""
         size, batch = self.generation_batch_size, self.per_device_train_batch_size
         if size is None:
             return

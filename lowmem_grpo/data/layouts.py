@@ -62,7 +62,7 @@ class Columns:
 
 
 def chat_in(value: Any) -> list[dict[str, Any]] | None:
-    """Return the chat in a cell (messages, or their JSON) with OpenAI's key and role names; None if it is no chat."""
+    """Return the chat in a cell (messages, or their JSON) with OpenAI's key and role names; None if it is not one."""
     said = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[{") else value
     if not isinstance(said, list) or not said or not all(
             isinstance(each, dict) and {"role", "from"} & {*each} and {"content", "value"} & {*each} for each in said):

@@ -85,7 +85,7 @@ class PrefixCache:
             del self.rows[key]
 
     def evict(self) -> int:
-        """Drop all rows because memory ran out, and limit later ones to half as many; returns the number dropped."""
+        """Drop all rows because memory ran out, and later keep at most half as many; returns the number dropped."""
         count = len(self.rows)
         if count:
             self.most = count // 2

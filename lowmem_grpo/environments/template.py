@@ -147,7 +147,7 @@ def thought_apart(message: Message, source: str) -> Message:
 
 
 def checked(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages. RendererError if there are none, or one is no message with a role and text."""
+    """Return the messages. RendererError if there are none, or if one is not a message with a role and text."""
     for message in messages:
         said = message.get("content") if isinstance(message, dict) else None
         if not isinstance(said, str) or not isinstance(message.get("role"), str):

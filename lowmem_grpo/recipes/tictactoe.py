@@ -157,7 +157,7 @@ class TicTacToeOptions(RecipeOptions):
         self.mixed()
 
     def mixed(self) -> tuple[float, ...]:
-        """Return the strengths as numbers. Raises ValueError if they are no numbers from 0 to 1."""
+        """Return the strengths as numbers. Raises ValueError if they are not numbers from 0 to 1."""
         try:
             strengths = tuple(float(word) for word in self.strengths.split(","))
         except ValueError:

@@ -211,7 +211,7 @@ def same_length(name: str, row: int, values: Any, length: int) -> None:
 
 
 def finish_reason(ids: list[int], trained: list[bool], ends: set[int]) -> Any:
-    """Return "length" if the policy drew the last token and this is no end token, else "stop"."""
+    """Return "length" if the policy drew the last token and it is not an end token, else "stop"."""
     last = max(place for place, drawn in enumerate(trained) if drawn)
     return "stop" if last < len(ids) - 1 or ids[last] in ends else "length"
 

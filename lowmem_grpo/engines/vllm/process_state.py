@@ -127,7 +127,7 @@ def end(llm: Any, loan: WeightSharing) -> None:
 
 
 def explain(error: BaseException, policy: Policy) -> None:
-    """Add a note to the error of a failed start of vLLM with the model and advice; our own errors have both already."""
+    """Add a note with the model and advice to the error of a failed start of vLLM; our own errors have both."""
     if isinstance(error, Exception) and not isinstance(error, BorrowError):
         error.add_note(f"{NOT_STARTED} with {type(policy.base).__name__} and these settings. Change them, or "
                        'sample with fast_inference="transformers"')
