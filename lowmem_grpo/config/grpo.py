@@ -211,8 +211,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps of one pass over a generation; at least 1, because all generations of a step are sampled with
-        the same policy."""
+        """Optimizer steps of one pass over a generation; at least 1, because each step is sampled with a single
+        policy."""
         return max(1, (self.steps_per_generation or 0) // self.gradient_accumulation_steps)
 
     @property

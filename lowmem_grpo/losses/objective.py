@@ -77,7 +77,7 @@ class Objective:
 
     @property
     def temperature(self) -> float:
-        """The temperature that divides the logits, equal to that of the sampling that they are compared with."""
+        """The temperature that divides the logits: that of the sampler with which they are compared."""
         return 1.0
 
     @property

@@ -121,7 +121,7 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def changed(shape: ModelShape, draft: MemoryPlan, name: str, value: Any, why: str) -> MemoryPlan:
-    """Return the plan with another value of a setting, as one more choice."""
+    """Return the plan with another value of a setting, recorded as one more choice."""
     choices = (*draft.choices, Choice(name, value, 0, why))
     return build(shape, replace(draft.settings, **{name: value}), draft.device, choices)
 

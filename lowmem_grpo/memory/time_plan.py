@@ -286,8 +286,8 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
                      sleeps: tuple[bool, bool] = (True, True)) -> bool:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, with
     dequantized weights beside the codes (which steps of few rows still read) than with codes alone. This is an estimate
-    from the data sheet. For a card without one it is True for vLLM, and False for our own engine, which may have to
-    record its CUDA graphs anew. `sleeps` says of codes and of 16 bits whether it does so in each step."""
+    from the data sheet. Without one it is True for vLLM, and False for our own engine, which may have to record its
+    CUDA graphs in each step; `sleeps` says whether it does, with codes and with 16 bits."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:

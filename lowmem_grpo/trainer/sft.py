@@ -129,7 +129,7 @@ class SFTTrainer(Trainer):
 
     @property
     def train_dataset(self) -> Any:
-        """The rows with `input_ids` and `labels`, as they are trained, as a `datasets.Dataset`."""
+        """The tokenised training rows, with `input_ids` and `labels`, as a `datasets.Dataset`."""
         return self.tokenised("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
 
     @train_dataset.setter
