@@ -294,7 +294,7 @@ class Packer:
                 again()
 
     def moved(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches on the device; `size` is set to that of the current one."""
+        """Yield the micro-batches on the device, and set `size` to the size of the one that is being worked on."""
         for batch in batches:
             self.size = len(batch.input_ids)
             yield batch.to(self.device)
