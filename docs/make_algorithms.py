@@ -54,8 +54,8 @@ generation's optimizer steps.) Two terms can be added to every loss:
 - `-entropy_coef` times the mean entropy.
 
 Two options leave tokens out of the policy term. `top_entropy_quantile` keeps those with the highest entropy (arXiv
-2506.01939). `off_policy_mask_threshold` drops completions with A < 0 whose tokens have, on average, become less likely
-than under the sampler by more than this, in nats (DeepSeek-V3.2, arXiv 2512.02556)."""
+2506.01939). `off_policy_mask_threshold` drops completions with A < 0 whose mean log-probability per token has fallen
+below the sampler's by more than this (DeepSeek-V3.2, arXiv 2512.02556)."""
 ADVANTAGES = """
 ## Advantages (`advantage_estimator`)
 

@@ -46,7 +46,7 @@ Before the first step, one line estimates how long a step and the run will take,
 
 After the first step there is a warning for each of these. That costs nothing, since it uses the step's own rewards:
 
-- No group has signal, or with four groups or more, fewer than a quarter of them have.
+- No group has signal; or, of four groups or more, fewer than a quarter have it.
 - Most completions were cut off.
 - A function returned NaN, or None for every completion, as it does for labels that it cannot read.
 - With four groups or more: a function gave every completion the same reward, or the same as another function gave. A
@@ -131,7 +131,7 @@ METRICS = {
     "mismatch/p01, mismatch/p50, mismatch/p99": "percentiles over tokens of rho = pi_old / the sampler's probability",
     "mismatch/k3, staleness/k3": "mean of rho - log rho - 1, for fresh samples and for stale ones",
     "mismatch/effective_samples, staleness/effective_samples":
-        "(sum rho)^2 / (N sum rho^2): the effective share of the samples under such weights",
+        "(sum rho)^2 / (N sum rho^2): the effective share of the samples if rho weights them",
     "mismatch/corrected": "1 if a correction weighted the step's tokens",
     "sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max":
         "the absolute difference between log pi_old and the sampler's log-probability",

@@ -68,7 +68,7 @@ FOOT = """
 1, without and with its adapter, with 95% intervals. On a CPU, memory is the peak resident size of the process, with
 Python and torch. On a card, it is the most that torch allocated."""
 NO_CARD = """
-**No row {}is from a GPU yet.** The memory that presets need on a card is planned, and what the page says of models
+**No row {}is from a GPU yet.** The memory that presets need on a card is planned, and what this page says of models
 from the hub is what we expect."""
 OPTIONS = """
 ## Options of all recipes

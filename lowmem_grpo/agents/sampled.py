@@ -117,7 +117,7 @@ class Member:
         return turns
 
     def find(self, history: History) -> list[str | None]:
-        """Return the cached turn that each plain message matches, or None; all None if they are no valid request."""
+        """Return the cached turn that each plain message matches, or None; all None if the request is not valid."""
         try:
             messages, tools = plain(history.messages()), tools_of(history.tools)
         except ChatError:

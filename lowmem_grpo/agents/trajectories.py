@@ -86,7 +86,7 @@ class Trajectory(History):
             self.metrics["completion_tokens"] = sum(count or 0 for count in counts)
 
     def numbers(self) -> dict[str, float]:
-        """Return the reward and the metrics. TypeError for what is no number."""
+        """Return the reward and the metrics. TypeError for a value that is not a number."""
         return {name: as_number(name, value) for name, value in {"reward": self.reward, **self.metrics}.items()}
 
     def for_logging(self) -> dict[str, Any]:

@@ -152,8 +152,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                              f"({self.num_generations})")
 
     def take_generation_size(self) -> None:
-        """Turn `generation_batch_size` into `steps_per_generation`; ValueError if both are set, or if it is no multiple
-        of the batch size."""
+        """Turn `generation_batch_size` into `steps_per_generation`; ValueError if both are set, or if it is not a
+        multiple of the batch size."""
         size, batch = self.generation_batch_size, self.per_device_train_batch_size
         if size is None:
             return
@@ -211,8 +211,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps of one pass over a generation; at least 1, because all generations of a step are sampled with
-        the same policy."""
+        """Optimizer steps of one pass over a generation; at least 1, because each step is sampled with a single
+        policy."""
         return max(1, (self.steps_per_generation or 0) // self.gradient_accumulation_steps)
 
     @property

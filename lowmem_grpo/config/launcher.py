@@ -102,8 +102,8 @@ def leave_busy_cores(before: tuple[float, float]) -> None:
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:
-    """Divide the things into a part for each rank, each in the order of the things. From the most expensive thing on,
-    each is assigned to the rank with the least so far, so the largest part costs at most 4/3 of the best division's."""
+    """Divide the things into one part per rank; each part keeps their order. The most expensive thing is assigned
+    first, always to the rank with the least so far, so the largest part costs at most 4/3 of the best division's."""
     costs = [cost(thing) for thing in things]
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

@@ -266,7 +266,7 @@ class TrainSettings(metaclass=CheckedCall):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value in effect for an option that is no field, because callbacks of other libraries read some."""
+        """Return the value in effect for an option that is not a field; callbacks of other libraries read some."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
             raise AttributeError(f"{type(self).__name__} has no option {name!r}"

@@ -84,7 +84,7 @@ def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None
 
 
 def call_of(function: str, inputs: Any, output: Any, kind: str) -> dict[str, Any]:
-    """Return the test of a call; `inputs` is a list, or text: an argument per line, or a list ("function_call")."""
+    """Return the test of a call; `inputs` is a list, or text: one argument per line, or one list ("function_call")."""
     if not isinstance(inputs, str):
         args, expected = (list(inputs) if isinstance(inputs, list | tuple) else [inputs]), output
     else:
@@ -118,7 +118,7 @@ def kind_of(entry: dict[str, Any]) -> str:
 
 
 def function_in(value: Any) -> str | None:
-    """Return the function name in an object or its `metadata`, or a text of one line, which is a name; else None."""
+    """Return the function name in an object, in its `metadata` or alone in a text of one line; else None."""
     value = parsed(value)
     if isinstance(value, dict):
         named = [value[key] for key in FUNCTIONS if value.get(key)]

@@ -25,7 +25,7 @@ NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # e
 
 @dataclass
 class Example(Prompt):
-    """A usable row: `ids` are the tokens before the first trained token, `completion_ids` (C,) those from it on."""
+    """A usable row: `ids` are the tokens before the first trained token, `completion_ids` (C,) all from it on."""
 
     completion_ids: list[int] = field(default_factory=list)
     trained: list[bool] | None = None  # (C,) mask of the trained completion tokens; None for all
@@ -147,8 +147,8 @@ class ExampleEncoder(PromptEncoder):
         return None if rest.strip() else ids[: ends[0] + 1]
 
     def through_end(self, ids: list[int], at: int) -> int:
-        """Return where the answer with text ending at ids[:at] ends: past its end token if one comes next (white space
-        may come first), past the white space if nothing else follows, else `at`."""
+        """Return the end index of an answer whose text ends at ids[:at]: past its end token if that comes next (white
+        space may come first), past the white space if nothing else follows, else `at`."""
         seen = (place for place in range(at, len(ids)) if str(self.tokenizer.decode([ids[place]])).strip())
         stop = next(seen, len(ids))
         return stop + 1 if stop < len(ids) and ids[stop] in self.end_ids else at if stop < len(ids) else stop

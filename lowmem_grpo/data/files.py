@@ -184,7 +184,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
 
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
-    """Return the first `count` rows of a source, the only ones loaded from the hub. Raises as `read_rows` does."""
+    """Return the first `count` rows of a source; no others are loaded from the hub. Raises as `read_rows` does."""
     from datasets.exceptions import DatasetsError
 
     if is_file_name(source):

@@ -62,7 +62,7 @@ class Columns:
 
 
 def chat_in(value: Any) -> list[dict[str, Any]] | None:
-    """Return the chat in a cell (messages, or their JSON) with OpenAI's key and role names; None if it is no chat."""
+    """Return the chat in a cell (messages, or their JSON) with OpenAI's key and role names; None if it is not one."""
     said = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[{") else value
     if not isinstance(said, list) or not said or not all(
             isinstance(each, dict) and {"role", "from"} & {*each} and {"content", "value"} & {*each} for each in said):
@@ -188,7 +188,7 @@ def answered(rows: list[dict[str, Any]], name: str) -> bool:
 
 
 def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
-    """Return `columns` with those of tests, of system prompts and, unless the prompt is a chat, of its context."""
+    """Return `columns`, with the columns of tests, system prompts and, unless the prompt is a chat, a context."""
     names = {name.strip().lower(): name for name in rows[0] if name not in (columns.prompt, columns.answer)}
     column = columns.answer or ""
     tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))
@@ -204,8 +204,8 @@ def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
 
 
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
-    """Return the columns guessed by name. If there are just two columns, the one that is not found by name is the
-    remaining one; if neither is found, the prompt is the one with clearly longer texts, else the first."""
+    """Return the columns guessed by name. If one of just two columns is found by name, the remaining column has the
+    other role; if neither is found, the prompt is the one with clearly longer texts, else the first."""
     why_prompt = why_answer = "named"
     tests = [usual for usual in TESTS for name in names if name.lower() == usual and any(
         holds_tests(row[name]) for row in rows)]

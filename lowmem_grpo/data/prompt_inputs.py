@@ -20,8 +20,8 @@ IMAGES = "only text is generated here: leave images, video and sound out of the 
 
 
 def encoded(tokenizer: Any, prompts: Any, vocabulary: int) -> list[Encoded]:
-    """Return each prompt as text and ids. TypeError for what is no prompt; ValueError if it is empty, has images or a
-    message without text, or ids beyond the model's `vocabulary`."""
+    """Return each prompt as text and ids. TypeError for a value that is not a prompt; ValueError if one is empty, has
+    images, has a message without text, or has ids beyond the model's `vocabulary`."""
     many = [encode(tokenizer, prompt, vocabulary) for prompt in as_list(prompts)]
     if not many:
         raise ValueError("fast_generate got no prompt, or an empty one")
@@ -177,8 +177,8 @@ def from_vllm(prompt: Mapping[str, Any]) -> Any:
 
 
 def in_text(message: Any) -> Any:
-    """Return a chat message with its content joined to one string. ValueError for parts that are no text, and
-    without text or tool calls."""
+    """Return a chat message with its content joined to one string. ValueError if a part is not text, or if there is
+    neither text nor a tool call."""
     if not is_message(message):
         raise TypeError(f"a prompt is a list with a {type(message).__name__}; pass {KINDS}")
     message = plain_message(message)

@@ -129,7 +129,7 @@ def is_message(message: Any) -> bool:
 
 
 def check_dataset(dataset: Any, column: str = "prompt") -> None:
-    """Raise DataError for a dataset without a length, access by index, rows, or the column `column`."""
+    """Raise DataError for a dataset that lacks a length, access by index, rows, or the column `column`."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset or a list of rows (a "
                         "streamed dataset can be made into one with datasets.Dataset.from_list(list(stream.take(N))))")
@@ -162,7 +162,7 @@ class DifficultyPools:
         self.best: float | None = None
 
     def rests(self, index: int, epoch: int) -> bool:
-        """Return whether a row still rests in this epoch."""
+        """Return whether a row is still resting, that is skipped, in this epoch."""
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
@@ -178,7 +178,7 @@ class DifficultyPools:
         self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
 
     def wake(self) -> None:
-        """End the rest of all rows."""
+        """Let all rows that are resting be drawn again."""
         self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
 
     def metrics(self) -> dict[str, float]:

@@ -98,7 +98,7 @@ class ConversationEncoder(ExampleEncoder):
 
     def apart(self, row: dict[str, Any], behind: int, error: Exception) -> Examples | str:
         """Return one example for each answer after the first `behind` messages: the conversation up to that answer.
-        Used if the template renders an answer differently once more messages follow, as those that drop earlier
+        Used if the template renders an answer differently once more messages follow, as templates that drop earlier
         thoughts do."""
         messages, examples = row["messages"], list[Any]()
         for place, message in enumerate(messages):

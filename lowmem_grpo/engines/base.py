@@ -39,7 +39,7 @@ class Conversation(Protocol):
 
     def next_requests(self, busy: bool) -> list[Request]:
         """Return the requests that are ready. For a `busy` engine, which has other turns to decode, return at once,
-        even if no request is ready. Otherwise block until one is ready; an empty list means that the talk is over."""
+        even if no request is ready. Otherwise block until one is ready; an empty list ends the conversation."""
         ...
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:

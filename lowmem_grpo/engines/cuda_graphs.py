@@ -42,7 +42,7 @@ class CudaGraph:
 
 
 def differs(replayed: Tensor, logits: Tensor) -> str:
-    """Return how a graph's logits (B, V) differ from the eager step's; "" if they agree or the eager ones have NaN."""
+    """Return how a graph's logits (B, V) differ from an eager step's; "" if they agree or the eager logits have NaN."""
     far = (replayed - logits).abs().max() / logits.abs().max()
     if bool(far <= AGREE) or bool(logits.isnan().any()):
         return ""

@@ -85,7 +85,7 @@ class PrefixCache:
             del self.rows[key]
 
     def evict(self) -> int:
-        """Drop all rows because memory ran out, and limit later ones to half as many; returns the number dropped."""
+        """Drop all rows because memory ran out, and later keep at most half as many; returns the number dropped."""
         count = len(self.rows)
         if count:
             self.most = count // 2
@@ -143,7 +143,7 @@ class GenerationState:
     @classmethod
     def from_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
                    conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
-        """Return the state of a round of turns, one row each with its own seed, passed on as soon as it is finished."""
+        """Return the state of a round: a row per turn, with its own seed, passed on as soon as it is finished."""
         assert len({request.key for request in requests}) == len(requests), "one turn of a key at a time"
 
         def give(row: int, rollouts: list[Rollout]) -> None:

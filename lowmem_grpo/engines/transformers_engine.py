@@ -255,8 +255,8 @@ class TransformersEngine:
         return logits
 
     def start_rows(self, generation: GenerationState, rows: list[int], running: int) -> tuple[DecodeState, Tensor]:
-        """Prefill the prompts of B rows, and the tokens that they drew before an interruption, equally many; returns
-        their state and the next tokens' logits (B, V)."""
+        """Prefill the prompts of B rows and the tokens, equally many per row, that they drew before an interruption;
+        returns their state and the next tokens' logits (B, V)."""
         start = generation.drawn[rows[0]]
         made = [self.prefill(generation, each, running, start) for each in generation.prefills(rows, running)]
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])

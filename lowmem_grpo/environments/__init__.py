@@ -1,4 +1,4 @@
-"""Environments and tools for multi-turn episodes: the answers to completions, and the next prompts made of them.
+"""Environments and tools for multi-turn episodes: the answers to completions, and the prompts made from these answers.
 
 Names are imported lazily, at first use.
 """

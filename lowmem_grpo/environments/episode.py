@@ -1,7 +1,7 @@
 """One episode: the turns of the policy and the answers to them, as tokens.
 
 The tokens that the engine returned are authoritative; messages and texts are views of them. Sampled tokens are never
-decoded and re-encoded: a bridge joins two turns, made of the tokens of the environment's and the tools' messages.
+decoded and re-encoded: two turns are joined by a bridge, the tokens of the environment's and the tools' messages.
 """
 
 import logging
@@ -97,7 +97,7 @@ class Episode:
         return self.within(answer) if self.turns else answer
 
     def bound(self, job: WorkerJob) -> EnvHandle:
-        """Return the environment's handle, whose calls this job makes."""
+        """Return the environment's handle, set to make its calls through this job."""
         assert self.handle is not None
         self.handle.run = job.call
         return self.handle

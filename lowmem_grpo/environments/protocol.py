@@ -163,7 +163,7 @@ class EnvHandle:
         return self.tried(method, getattr(self.made, method), *values, **named)
 
     def tried(self, method: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """Do the same as `call` for a function; `method` names it in messages."""
+        """Call a function as `call` calls a method; `method` names it in messages."""
         try:
             return self.run(function, values, named)
         except TimeoutError:

@@ -58,7 +58,7 @@ class StandIns:
     """Words that replace marks in untrusted text while a template renders the messages around it."""
 
     def __init__(self, marks: SpecialTokens, messages: Any, whole: bool = False) -> None:
-        """`whole`: words replace all untrusted text, which is then encoded character by character."""
+        """With `whole`, words replace all untrusted text, which is then encoded character by character."""
         self.marks, self.whole, self.stem = marks, whole, STEM
         everything = repr(messages) + marks.template
         while self.stem in everything:
@@ -72,8 +72,8 @@ class StandIns:
         return f"{self.stem}{self.texts.index(text)}e"
 
     def defused(self, message: Message) -> Message:
-        """Return a message with its marks replaced. In assistant messages only special tokens are, as templates read
-        other marks there, such as `<think>`."""
+        """Return a message with its marks replaced; in assistant messages only special tokens, as templates read other
+        marks there, such as `<think>`."""
         answer = message["role"] == "assistant"
         marks = self.marks.of_special if answer else ANYTHING if self.whole else self.marks.of_every
         return {key: value if key == "role" else self.replaced(value, marks) for key, value in message.items()}
@@ -147,7 +147,7 @@ def thought_apart(message: Message, source: str) -> Message:
 
 
 def checked(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages. RendererError if there are none, or one is no message with a role and text."""
+    """Return the messages. RendererError if there are none, or if one is not a message with a role and text."""
     for message in messages:
         said = message.get("content") if isinstance(message, dict) else None
         if not isinstance(said, str) or not isinstance(message.get("role"), str):

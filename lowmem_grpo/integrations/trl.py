@@ -105,7 +105,7 @@ def base_of(model: Any) -> Any:
 
 def linear_of(head: Any) -> nn.Linear:
     """Return the active output head, which with modules_to_save is the adapter's own unless the adapter is off.
-    ValueError if it is no plain torch.nn.Linear."""
+    ValueError if it is not a plain torch.nn.Linear."""
     if isinstance(head, ModulesToSaveWrapper):
         off = head.disable_adapters or not head.active_adapters
         head = head.original_module if off else head.modules_to_save[head.active_adapters[0]]

@@ -39,7 +39,7 @@ def custom_op(
 
 
 def raising_versions(function: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
-    """Return `function` wrapped to raise, after each call, autograd's version counter of the tensors at `written`."""
+    """Return `function` wrapped to increase, after each call, autograd's version of the tensors at `written`."""
     if not written:
         return function
 

@@ -192,7 +192,7 @@ class DeltaRuleFunction(torch.autograd.Function):
 
 
 def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], slice]]:
-    """Yield views of the inputs with some of the heads, and the slice of H in (T, H, V) that these are."""
+    """Yield views of the inputs for some of the heads, and the slice of these heads in (T, H, V)."""
     query, key, value, g, beta, initial = parts
     groups = value.shape[1] // key.shape[1]
     at_once = max(1, SCRATCH // (max(1, len(key)) * groups * max(key.shape[2], value.shape[2])))

@@ -73,7 +73,7 @@ class FP8Weight:
         return self.block[1] if self.block[1] < self.shape[1] else 16
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize into `out` (rows, width) the part from this row and column on."""
+        """Dequantize into `out` (rows, width) the part that begins at this row and column."""
         fp8_dequantize_op(out, *self.tensors, *self.block, row, column)
 
 

@@ -69,7 +69,7 @@ def tile(N, F, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
-    """Return act(gate) and act'(gate) in float32; the share is the factor by which act multiplies gate."""
+    """Return act(gate) and act'(gate) in float32; `share` is act(gate) / gate."""
     if ACTIVATION == "silu":
         share = tl.sigmoid(gate)
         slope = share * (1 + gate * (1 - share))

@@ -109,7 +109,7 @@ def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
 
 
 def convert_again(kept: Kept) -> None:
-    """Write the current adapters over the earlier converted ones, in place: a CUDA graph reads them there."""
+    """Write the current adapters over those converted earlier, in place: a CUDA graph reads them there."""
     for key, (groups, factors) in kept.items():
         if not isinstance(key[0], torch.dtype):
             continue  # holds no converted tensors

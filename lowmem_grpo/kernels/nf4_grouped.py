@@ -88,7 +88,7 @@ def halves_of(
     source, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride,
     block_shift, first_block, nested_shift, BYTES: tl.constexpr, NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
 ):
-    """Return float32 weights of a block's even and odd columns, (BLOCK_N, BYTES) each, from the bytes `source` on."""
+    """Return float32 weights of a tile's even and odd columns, (BLOCK_N, BYTES) each, from the bytes at `source`."""
     packed = tl.load(packed_ptr + source[:, None] + tl.arange(0, BYTES)[None, :], mask=inside[:, None], other=0)
     scale = block_scale(
         source, inside, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift,

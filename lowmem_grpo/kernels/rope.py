@@ -58,7 +58,7 @@ def turn_heads(
     x_ptr, out_ptr, cos_ptr, sin_ptr, heads, half, width, x_stride, out_stride,
     BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
-    """Rotate all heads of one token of q or k; of the columns after the rotated ones, copy those up to width."""
+    """Rotate all heads of one token of q or k; copy the columns after the rotated ones, up to `width`."""
     kind: tl.constexpr = cos_ptr.dtype.element_ty
     out_kind: tl.constexpr = out_ptr.dtype.element_ty
     columns = tl.arange(0, BLOCK_R)[None, :]

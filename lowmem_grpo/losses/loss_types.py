@@ -140,8 +140,8 @@ LOWEST, HIGHEST = math.log(1e-8), 20.0  # VESPO's own bounds on log w
 
 
 def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """Return phi(w) = w^k exp(lambda (1 - w)) of each token's sequence (N,), w over the whole sequence, without
-    gradient. In float64, since phi magnifies what a sum over thousands of tokens loses in float32."""
+    """Return phi(w) = w^k exp(lambda (1 - w)) (N,), with w of each token's whole sequence, without gradient. It is
+    computed in float64, since phi magnifies what a sum over thousands of tokens loses in float32."""
     count = len(tokens.lengths)
     log_w = sequence_sums(tokens.log_ratio.detach().double().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
     if tokens.correction is not None:

@@ -77,7 +77,7 @@ class Objective:
 
     @property
     def temperature(self) -> float:
-        """The temperature that divides the logits, equal to that of the sampling that they are compared with."""
+        """The temperature that divides the logits: that of the sampler with which they are compared."""
         return 1.0
 
     @property
@@ -89,10 +89,10 @@ class Objective:
         return ()
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """Take note that an update on all these rollouts begins, with the version of its policy."""
+        """Receive all rollouts of an update that begins, and the version of its policy."""
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
-        """Take note that the needed fields of an update's rollouts are filled; `groups` are those of the rollouts."""
+        """Receive an update's rollouts once their needed fields are filled, and the groups that hold them."""
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts whose tokens the step's means are over."""

@@ -26,7 +26,7 @@ SPREAD = 2.0  # used without a plan: many short completions of a long prompt nee
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a micro-batch; None is no limit. A completion that exceeds one by itself gets its own."""
+    """The limits of a micro-batch; None is no limit. A completion that exceeds a limit by itself is put alone."""
 
     tokens: int | None = None  # packed tokens
     sequences: int | None = None  # completions; an episode of several packed sequences counts as one

@@ -222,7 +222,7 @@ class ModelShape:
         return 2 * self.vocabulary * self.hidden
 
     def host_bytes(self) -> int:
-        """Return the bytes of the embeddings that can be offloaded to the host; a tied one is the head, and cannot."""
+        """Return the bytes of the embeddings that can be offloaded to the host: all but one tied to the head."""
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 

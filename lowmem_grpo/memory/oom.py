@@ -230,7 +230,7 @@ class RolloutLimit(BatchLimit):
     kv_bytes: int | None = None  # None while every requested cache could be allocated
 
     def cache_under(self, asked: int | None) -> int | None:
-        """Return the smaller of the cache bytes `asked` for and `kv_bytes`; None if neither is a bound."""
+        """Return the smaller of the cache bytes `asked` for and `kv_bytes`; None if both are None."""
         return min((size for size in (asked, self.kv_bytes) if size is not None), default=None)
 
     def state(self) -> dict[str, int | None]:

@@ -121,7 +121,7 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def changed(shape: ModelShape, draft: MemoryPlan, name: str, value: Any, why: str) -> MemoryPlan:
-    """Return the plan with another value of a setting, as one more choice."""
+    """Return the plan with another value of a setting, recorded as one more choice."""
     choices = (*draft.choices, Choice(name, value, 0, why))
     return build(shape, replace(draft.settings, **{name: value}), draft.device, choices)
 
@@ -169,7 +169,7 @@ def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> Memor
 
 
 def highest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the highest number of at most `most` that fits, by binary search; 0 if none does."""
+    """Return the highest number up to `most` that fits, by binary search; 0 if none does."""
     return most - bisect_left(range(most, 0, -1), True, key=fits)
 
 

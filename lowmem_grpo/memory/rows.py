@@ -61,7 +61,7 @@ def recorded(shape: ModelShape) -> bool:
 
 
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the KV cache bytes of the first longest sequence, and of each further one of its group."""
+    """Return the KV cache bytes of a longest sequence, and those that each further one of its group adds."""
     if settings.engine != "vllm":
         return (shape.kv_bytes(-(-settings.context // cards.GRAPH_PLACES) * cards.GRAPH_PLACES),) * 2
     itemsize = cards.cache_itemsize(settings.kv_cache_dtype)
@@ -101,8 +101,8 @@ def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
 
 
 def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the bytes of AdamW's states that stay on the card, and of those that the driver may move to the host: one
-    byte each for two numbers per weight. Scales and the states of small tensors are never paged."""
+    """Return the bytes of AdamW's states that stay on the card, and of those that the driver may move to the host. Each
+    weight has two states of one byte. Scales and the states of small tensors are never paged."""
     whole, rank = int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained_numbers(shape, settings)), settings.lora_rank
     if settings.optim != PAGED:
         return whole, 0
@@ -119,8 +119,8 @@ def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of the sampler's own copies of weights: vLLM keeps that of the adapters while training, and our
-    own engine all of them if it does not sleep."""
+    """Return the rows of the sampler's own copies of weights. While training, vLLM keeps its copy of the adapters, and
+    our own engine keeps all copies if it does not sleep."""
     copied, vllm = WORD * trained_numbers(shape, settings), settings.engine == "vllm"
     stays = not vllm and not settings.sleeps
     rows = [PlanRow("adapter copy", copied, copied if vllm or stays else 0, card_only=vllm,
@@ -149,7 +149,7 @@ def step_shapes(shape: ModelShape, settings: RunSettings) -> list[StepShape]:
 
 
 def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
-    """Return each moment for the micro-batch that takes most memory at it."""
+    """Return each moment, from the micro-batch that takes the most memory at that moment."""
     all_moments = [shape.moments() for shape in shapes]
     return {name: max((moments[name] for moments in all_moments), key=lambda moment: sum(moment.values()))
             for name in all_moments[0]}

@@ -245,8 +245,8 @@ class StepTime:
         return self.layer(linears, 1) + elementwise + attention, backward
 
     def layer(self, linears: list[Linear], lora: int) -> float:
-        """Return a layer's seconds for all tokens times these weights, which are dequantized for each tile, with `lora`
-        times the products of their LoRA."""
+        """Return a layer's seconds to multiply all tokens with these weights, which are dequantized for each tile; the
+        products of their LoRA count `lora` times."""
         tile, mlp = self.settings.mlp_tile, [linear for linear in linears if linear.name in MLP]
         tiles = ceil(self.work.places / self.micro_batches / tile) if tile else 1
         seconds = self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)
@@ -286,8 +286,8 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
                      sleeps: tuple[bool, bool] = (True, True)) -> bool:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, with
     dequantized weights beside the codes (which steps of few rows still read) than with codes alone. This is an estimate
-    from the data sheet. For a card without one it is True for vLLM, and False for our own engine, which may have to
-    record its CUDA graphs anew. `sleeps` says of codes and of 16 bits whether it does so in each step."""
+    from the data sheet. Without one it is True for vLLM, and False for our own engine, which may have to record its
+    CUDA graphs in each step; `sleeps` says whether it does, with codes and with 16 bits."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:

@@ -71,8 +71,8 @@ class Sequence:
         return self.start + torch.tensor(self.drawn).nonzero()[:, 0]
 
     def values(self, field: str) -> Tensor:
-        """Return a field of the rollout, (C,) or one number, at each of `ids`, in float32; a (C,) field is 0 in the
-        lead."""
+        """Return a field of the rollout, (C,) or one number, at each of `ids`, in float32; a (C,) field is 0 at tokens
+        of the prompt."""
         value = torch.as_tensor(getattr(self.rollout, field), dtype=torch.float32)
         if value.ndim == 0:
             return value.expand(len(self.lead) + self.end - self.start)
@@ -103,7 +103,7 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
 
 def shared(prompt: list[int] | None, of_group: list[int],
            repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
-    """Return the shared part of a sequence's prompt, the rest of it, and the family (None: the group)."""
+    """Return the shared part of a sequence's prompt, the rest of it, and the shared prompt's key (None: the group)."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
     if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:
@@ -260,7 +260,7 @@ def all_or_none(rollouts: list[Rollout], name: str) -> bool:
 
 
 def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
-    """Return (C,) for each rollout of the batch, from values (N,) on the host at its trained tokens; 0 elsewhere."""
+    """Return (C,) for each rollout of the batch: the values (N,), on the host, at its trained tokens; 0 elsewhere."""
     sizes = [len(rollout.completion_ids) for rollout in batch.rollouts]
     if batch.homes is not None:
         values = values.new_zeros(sum(sizes)).index_copy(0, batch.homes, values)
@@ -296,7 +296,7 @@ class Packer:
                 again()
 
     def moved(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches on the device; `size` is set to that of the current one."""
+        """Yield the micro-batches on the device, and set `size` to the size of the one that is being worked on."""
         for batch in batches:
             self.size = len(batch.input_ids)
             yield batch.to(self.device)

@@ -84,7 +84,7 @@ def logit_shape(config: Any) -> dict[str, Any]:
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Put the model in train or evaluation mode, unless all of its modules are in it already, which is faster to see
+    """Put the model in train or evaluation mode, unless all of its modules are in it already, which is faster to check
     than to set."""
     if any(module.training != training for module in model.modules()):
         model.train(training)

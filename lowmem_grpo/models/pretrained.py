@@ -182,7 +182,7 @@ def check_experts(config: Any, stored: str | None, form: str, name: str) -> None
 
 
 def check_turns(config: Any, tokenizer: Any, name: str) -> None:
-    """Raise ValueError if the chat template writes turn markers of the family that are no tokens of the tokenizer."""
+    """Raise ValueError if the chat template writes turn markers of the family that are not in the vocabulary."""
     row, template = family_of(config), str(getattr(tokenizer, "chat_template", None) or "")
     known = tokenizer.get_vocab() if row is not None and template else {}
     lacking = [token for token in (row.turns if row is not None else ()) if token in template and token not in known]

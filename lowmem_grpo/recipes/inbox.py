@@ -58,7 +58,7 @@ class InboxOptions(JudgeOptions):
     calls: int | None = None
     """Calls of tools in an episode; None is 4 in the small mailbox and 10 in the large one."""
     reward: str = "rules"
-    """"rules": what an answer earns by its expected text and its source; "ruler": a judge compares the episodes."""
+    """"rules": points for the expected text and for its source; "ruler": a judge compares the episodes."""
     train_size: int = 400
     """Questions to train on."""
     eval_problems: int = 64

@@ -30,13 +30,12 @@ class RecipeOptions:
     load_in_4bit: bool | None = None
     """Hold the base model in 4 bits; None does so for every model except the embedded one."""
     load_in_fp8: bool = False
-    """Hold it in 8-bit floats, with a scale for each row, in place of 4 bits: twice the memory, and nearer to 16 bits.
-    """
+    """Hold the base model in 8-bit floats with a scale for each row: twice the memory of 4 bits, and more exact."""
     engine: str = "auto"
-    """What samples: "vllm", "transformers", or "auto" for vLLM where it is installed and there is a card."""
+    """The engine that samples: "vllm", "transformers", or "auto" for vLLM where it is installed and there is a card."""
     kv_cache_dtype: str = "auto"
-    """What vLLM holds keys and values in: "auto" for the model's dtype, "fp8" or "fp8_e5m2" for 8-bit floats, of which
-    twice as many fit."""
+    """The dtype of vLLM's keys and values: "auto" for the model's, or an 8-bit float, "fp8" or "fp8_e5m2", of which
+    twice as many fit as of 16 bits."""
     card_share: float = 1.0
     """The part of the card's memory that this run may fill, where other programs need the rest."""
     max_seq_length: int | None = None
@@ -46,8 +45,8 @@ class RecipeOptions:
     lora_alpha: int | None = None
     """Scale of LoRA; None takes the preset's, in proportion to lora_rank."""
     gradient_checkpointing_mode: str = "auto"
-    """Gradient checkpointing: layer inputs wait in host memory ("offload"; with "auto" the last layers keep everything
-    where the card has room, and an embedded model is not checkpointed), on the card ("device"), or "none"."""
+    """Gradient checkpointing: "none", or layer inputs wait on the card ("device") or in host memory ("offload"). "auto"
+    is "offload", but the last layers keep everything where the card has room; embedded models get "none"."""
     resume: bool = False
     """Continue the run in output_dir from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)

@@ -27,7 +27,7 @@ def is_recipe_file(name: str) -> bool:
 
 
 def unknown_recipe(name: str) -> str:
-    """Return why a name is no recipe, with a suggestion; "" for a known recipe or a file."""
+    """Return why a name is not a recipe, with a suggestion; "" for a known recipe or a file."""
     if name in RECIPES or is_recipe_file(name):
         return ""
     if Path(f"{name}.py").is_file():

@@ -120,7 +120,7 @@ def value(board: str, mark: str) -> int:
 
 
 def best_moves(board: str, mark: str) -> list[int]:
-    """Return all moves of a perfect player; one that always took the first could be learned by heart."""
+    """Return all moves of a perfect player; a player that always took the first could be learned by heart."""
     values = {place: -value(played(board, place, mark), other(mark)) for place in free(board)}
     return [place for place, worth in values.items() if worth == max(values.values())]
 
@@ -144,10 +144,10 @@ PLAYERS = {"random": random_move, "perfect": best_move}
 @dataclass
 class TicTacToeOptions(RecipeOptions):
     strengths: str = "0,0,0.5,1"
-    """Of opponents in training: the chance that a move is the best one, from 0 (random) to 1 (perfect). A game draws
-    one of these."""
+    """The strengths of opponents in training, one of which is drawn for each game: the chance that a move is the best
+    one, from 0 (random) to 1 (perfect)."""
     test_strength: float = 0.0
-    """Of the opponent before and after training."""
+    """The opponent's strength in the games before and after training."""
     eval_problems: int = 256
     """Held-out games before and after training."""
 
@@ -157,7 +157,7 @@ class TicTacToeOptions(RecipeOptions):
         self.mixed()
 
     def mixed(self) -> tuple[float, ...]:
-        """Return the strengths as numbers. Raises ValueError if they are no numbers from 0 to 1."""
+        """Return the strengths as numbers. Raises ValueError if they are not numbers from 0 to 1."""
         try:
             strengths = tuple(float(word) for word in self.strengths.split(","))
         except ValueError:

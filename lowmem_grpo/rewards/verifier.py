@@ -15,7 +15,7 @@ Verdict = bool | None  # None: no verdict, for example because the label is not 
 
 
 class Verifier(ABC):
-    """A judge of completions: right, wrong, or None. It is no reward function; `.reward(right, wrong)` makes one."""
+    """A judge of completions: right, wrong, or None. It is not a reward function; `.reward(right, wrong)` makes one."""
 
     name: str
     columns: tuple[str, ...] = ()  # dataset columns that it reads
@@ -38,7 +38,7 @@ class TextVerifier(Verifier):
 
     def __init__(self, name: str, judge: Callable[..., Verdict], column: str | None = None, **settings: Any) -> None:
         """`judge` takes a completion's text, a label if there is a column, and the `settings`. A list is several
-        labels, any of which is right; None is no label, and gives no verdict."""
+        labels, any of which is right; None means that there is no label, and gives no verdict."""
         self.name, self.judge = name, functools.partial(judge, **settings)
         self.columns = () if column is None else (column,)
 

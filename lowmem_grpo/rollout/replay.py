@@ -22,9 +22,9 @@ OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "t
 
 
 class ReplayBuffer:
-    """At most `size` groups as they were sampled and scored, oldest first. The buffer keeps, and returns first, groups
-    with the largest spread of rewards (the newest among equals), each once. A group keeps its `policy_version`, which
-    shows the objective that it is stale. Fields that an update fills in, and `extras`, are dropped."""
+    """At most `size` groups as they were sampled and scored, oldest first. Groups with the largest spread of rewards
+    (the newest among equals) are kept, and are returned first, each only once. A group keeps its `policy_version`,
+    which shows the objective that it is stale. Fields that an update fills in, and `extras`, are dropped."""
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
         self.size, self.max_age = size, max_age

@@ -38,7 +38,7 @@ class RolloutFunction:
     """A `Player` that makes rollouts with the user's function instead of environments."""
 
     def __init__(self, function: Callable[..., Any], trainer: Any) -> None:
-        """`trainer` is passed to the function, and samples for it in `generate_rollout_completions`."""
+        """`trainer` is passed to the function, so that it can call `generate_rollout_completions(trainer, ...)`."""
         self.function, self.trainer = function, trainer
         self.params: SamplingParams | None = None  # for the batch being played; None between batches
         self.waited = 0.0  # always 0, as the function's waiting cannot be measured
@@ -124,9 +124,9 @@ def generate_rollout_completions(
     as_chat: bool | None = None,
 ) -> list[dict[str, Any]]:
     """Sample one completion of each prompt with the trainer's engine and the run's settings: TRL's helper for a
-    `rollout_func`. A prompt is a rendered text, chat messages, or token ids, which continue a turn exactly.
+    `rollout_func`. A prompt is a rendered text, chat messages, or token ids, which are continued exactly.
     `generation_overrides` are fields of SamplingParams. Returns `prompt_ids`, `completion_ids`, `logprobs` and `text`
-    of each."""
+    of each prompt's completion."""
     player = getattr(trainer, "player", None)
     if not isinstance(player, RolloutFunction):
         raise ValueError("generate_rollout_completions is for a trainer with a rollout_func: "
@@ -211,7 +211,7 @@ def same_length(name: str, row: int, values: Any, length: int) -> None:
 
 
 def finish_reason(ids: list[int], trained: list[bool], ends: set[int]) -> Any:
-    """Return "length" if the policy drew the last token and this is no end token, else "stop"."""
+    """Return "length" if the policy drew the last token and it is not an end token, else "stop"."""
     last = max(place for place, drawn in enumerate(trained) if drawn)
     return "stop" if last < len(ids) - 1 or ids[last] in ends else "length"
 

@@ -1,5 +1,5 @@
-"""Confidence intervals of a measured accuracy: Wilson intervals, pass@k, and the paired difference of two models. For P
-prompts with n answers each, the sample size is between P (all answers to a prompt agree) and P * n."""
+"""Confidence intervals of a measured accuracy: Wilson intervals, pass@k, and the paired difference of two models. P
+prompts with n answers each count as P samples if all answers to a prompt agree, and as up to P * n if not."""
 
 import math
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def paired_difference(before: Sequence[int], after: Sequence[int], samples: int)
 
 
 def interval_text(interval: Sequence[float]) -> str:
-    """Return the 95% interval of a difference in words, in points."""
+    """Return the 95% interval of a difference as text, in percentage points."""
     low, high = interval
     return f"95% interval {100 * low:+.1f} to {100 * high:+.1f}"
 
@@ -87,7 +87,7 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence["Answers"]) -> "Answers":
-        """Concatenate parts with the answers to some prompts each; means are weighted by the number of prompts."""
+        """Concatenate parts, which have the answers to some prompts each; means are weighted by prompts."""
         sizes = [len(part.texts) for part in parts]
 
         def means(each: list[dict[str, float]]) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Answers:
 
 
 def described(answers: Answers, ks: list[int]) -> dict[str, Any]:
-    """Return one model's results as plain values: accuracy with interval, pass@k for all `ks`, tokens and others."""
+    """Return one model's results as plain values, such as accuracy with interval, pass@k for all `ks`, and tokens."""
     samples = len(answers.right[0])
     share, interval = accuracy_interval(answers.counts, samples)
     total = samples * len(answers.right)
@@ -145,7 +145,7 @@ def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> l
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Return indices of up to `shown` pairs (right before, right after): some of each kind, more in KINDS' order."""
+    """Return indices of up to `shown` pairs (right before, right after): some of each kind, then by KINDS' order."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

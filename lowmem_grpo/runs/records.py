@@ -76,7 +76,7 @@ class RunRecords:
             self.lines[name] = len(kept)
 
     def missing(self, written: dict[str, int]) -> list[str]:
-        """Return a message for each file that `rewind` reads with fewer lines than `written`, a checkpoint's counts."""
+        """Return a message for each file with fewer lines than a checkpoint counted (`written`)."""
         return [f"{self.run_dir / name} has {self.lines[name]} of the {count} lines that it had"
                 for name, count in written.items() if name != NONFINITE and self.lines[name] < count]
 

@@ -133,7 +133,7 @@ class Clock:
         self.seconds["generate"] -= seconds
 
     def metrics(self) -> dict[str, float]:
-        """Return the step time in seconds, and as shares of it each phase and the time hidden by sampling."""
+        """Return the step time in seconds; and, as shares of it, each phase and the time hidden by sampling."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
         beside = {"time/tools": self.tools, "time/train_hidden": self.train_hidden}
@@ -153,7 +153,7 @@ STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 class Interrupt:
     """The signal handler of a run: Ctrl-C, SIGTERM (a scheduler) and SIGHUP (a closed terminal) stop it after its step;
-    a second Ctrl-C stops it at once. Other signals that were ignored before, as SIGHUP under nohup, stay ignored."""
+    a second Ctrl-C stops it at once. SIGTERM and SIGHUP stay ignored if they were, as under nohup."""
 
     def __init__(self) -> None:
         self.got: int | None = None  # the first signal

@@ -39,7 +39,7 @@ GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
 class RankError(RuntimeError):
-    """Another process of the run failed, is lost, or called another collective operation; the message says which."""
+    """Another process failed, is lost, or called a different collective operation; the message says which."""
 
 
 class Heartbeat:
@@ -126,7 +126,7 @@ class Ranks:
         return list(things) if self.count == 1 else balanced(things, cost, self.count)[self.rank]
 
     def gather(self, what: str, own: T) -> list[T]:
-        """Return the `own` of all processes in rank order (pickled for the transfer); errors call it `what`."""
+        """Return the `own` of all processes in rank order, pickled for the transfer; errors name the call `what`."""
         if self.count == 1:
             return [own]
         data = pickle.dumps(own)
@@ -139,7 +139,7 @@ class Ranks:
         return self.gather(what, make() if self.leads else None)[0]  # type: ignore[return-value] # it made one
 
     def meet(self, what: str, size: int = 0) -> list[int]:
-        """Wait until all processes have reached `what`; return each one's `size`. A process may exit after this."""
+        """Wait until all processes have reached `what`; return each process's `size`. A process may exit after this."""
         if self.count == 1:
             return [size]
         began, what = time.monotonic(), what[:NAME]

@@ -56,7 +56,7 @@ class GRPOObjective(Objective):
         return LOSS_TYPES[self.config.loss_type].counts_generation
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Return the fields to compute first. A single step needs no old log-probabilities: they equal its own."""
+        """Return the fields to compute before the steps; a single step's old log-probabilities equal its own."""
         wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
                   "entropy": self.config.top_entropy_quantile < 1}
         return tuple(name for name, needed in wanted.items() if needed)
@@ -132,7 +132,7 @@ class GRPOObjective(Objective):
         return self.correct_mismatch, self.stale, self.entropy_applied
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
-        """Return the ratio of a token's weight under `after` to that under `before`, the same for all tokens."""
+        """Return the factor from a token's weight by the totals `before` to that by `after`; tokens share it."""
         first, second = (
             LOSS_TYPES[self.config.loss_type].weights(
                 torch.ones((), dtype=torch.float64),
@@ -171,5 +171,5 @@ class GRPOObjective(Objective):
 
 
 def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:
-    """Return values (T,) at the batch's trained tokens, (N,); None for None."""
+    """Return the values (N,) of a tensor (T,) at the batch's trained tokens; None if `values` is None."""
     return None if values is None else batch.at_trained(values)

@@ -70,7 +70,7 @@ class Journal:
 
 
 def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
-    """Return completions to print: the first `count`; if `unique`, each prompt's best; else the first prompt's best."""
+    """Return completions to print: the first `count`, or if `unique` each prompt's best; else the first prompt's."""
     if count is not None and not unique:
         return [(group, rollout) for group in groups for rollout in group.rollouts][:count]
     return [(group, max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward))

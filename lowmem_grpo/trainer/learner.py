@@ -67,7 +67,7 @@ class Learner:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
-        """Set these fields of this rank's rollouts from the current policy; `tell_fields` fetches the other ranks'."""
+        """Set `fields` of this rank's rollouts from the current policy; `tell_fields` fetches those of others."""
         random = RandomStates(self.policy.device)
         what = f"recomputing {' and '.join(fields)}"
         for rollout, *values in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):

@@ -216,7 +216,7 @@ def targets(modules: Any, model: BareModel) -> list[str] | str:
 
 
 def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Translate options of transformers' `from_pretrained` to our loader's; ValueError for those without one."""
+    """Translate options of transformers' `from_pretrained` to our loader's; ValueError for options that ours lacks."""
     names = {"dtype": "dtype", "torch_dtype": "dtype", "revision": "revision", "token": "token",
              "device_map": "device_map", "quantization_config": "quantization_config"}
     options: dict[str, Any] = {}

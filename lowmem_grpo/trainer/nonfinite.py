@@ -40,7 +40,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class BadRollout:
-    """A rollout that met NaN or infinity, and where: in "reward NAME", one of CAUSES, or the "gradient"."""
+    """A rollout that met NaN or infinity, and the place: "reward NAME", one of CAUSES, or "gradient"."""
 
     group: RolloutGroup
     rollout: Rollout

@@ -69,7 +69,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) ->
 
 
 def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether a step allocates even if all states exist, as torch's unfused AdamW or bitsandbytes on the CPU."""
+    """Return whether every step allocates memory, even with all states made, as torch's unfused AdamW does."""
     if type(optimizer) is torch.optim.AdamW:
         return not optimizer.defaults["fused"]
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")
@@ -166,7 +166,7 @@ class OptimizerCopy:
 
 
 def wait_for_paged(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Wait for kernels that use paged states before the host reads them, or WSL would end the process."""
+    """Wait for kernels that use paged states before the host reads them; without this, WSL would end the process."""
     if any(getattr(tensor, "is_paged", False) for tensor in tensors):
         for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
             torch.cuda.synchronize(device)

@@ -58,7 +58,7 @@ class OverlappedTraining:
         self.dropped = False
 
     def on_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """Start to score the rollouts of a prompt, all of which are complete."""
+        """Start scoring the rollouts of a prompt, all of which are complete."""
         self.calls.add_group(index, rollouts)
         self.waiting[index] = as_group(self.prompts[index], rollouts)
 

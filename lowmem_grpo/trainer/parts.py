@@ -166,7 +166,7 @@ def warn_of_settings(config: GRPOConfig) -> None:
 
 
 def tokens_of_row(config: GRPOConfig) -> int:
-    """Return the tokens that prompt and completion need; an unlimited prompt counts as long as the completion."""
+    """Return the most tokens of prompt and completion; without a prompt limit, the completion's counts twice."""
     return (config.max_prompt_length or config.max_completion_length) + config.max_completion_length
 
 

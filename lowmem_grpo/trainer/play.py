@@ -32,7 +32,7 @@ TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a tool call as a person types it
 
 
 class EpisodeSetup:
-    """Checks episode parameters before anything is loaded, and makes the encoder, rewards and player of them."""
+    """Checks episode parameters before anything is loaded, and makes the encoder, rewards and player from them."""
 
     def __init__(
         self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any, parse: Any = None

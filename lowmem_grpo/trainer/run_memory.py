@@ -178,7 +178,7 @@ def bind(bound: BatchLimit, run_plan: MemoryPlan, config: TrainSettings) -> None
 
 
 def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:
-    """Make and log the run's plan; None, with a warning, if none can be made. Preflight reports a plan too large."""
+    """Make and log the run's plan, even one that does not fit; None, with a warning, if none can be made."""
     try:
         run_plan = plan(model.config, settings, device, model.loaded.name)
     except ValueError as error:

@@ -129,7 +129,7 @@ class SFTTrainer(Trainer):
 
     @property
     def train_dataset(self) -> Any:
-        """The rows with `input_ids` and `labels`, as they are trained, as a `datasets.Dataset`."""
+        """The tokenised training rows, with `input_ids` and `labels`, as a `datasets.Dataset`."""
         return self.tokenised("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
 
     @train_dataset.setter
@@ -257,7 +257,7 @@ class Predictions:
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
-    """Return the result of compute_metrics as floats by name; TypeError, which shows it, if it is anything else."""
+    """Return the result of compute_metrics as floats by name. For any other result, raise a TypeError that shows it."""
     wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
     if not isinstance(metrics, Mapping):
         raise TypeError(f"{wanted}; it returned {metrics!r:.80}")

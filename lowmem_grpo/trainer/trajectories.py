@@ -197,7 +197,7 @@ class NoPrompts:
 
 
 class StepSettings:
-    """The settings object that all parts of a run share, with changes for a single step."""
+    """The settings that all parts of a run share; they can be changed for a single step."""
 
     def __init__(self, config: GRPOConfig, scheduler: LRScheduler) -> None:
         self.config, self.scheduler = config, scheduler
@@ -224,7 +224,7 @@ class StepSettings:
 
 
 def options_of_another_loss(changes: Mapping[str, Any]) -> dict[str, None]:
-    """Return None for each loss option that the step's loss type lacks, so that the run's value is unset."""
+    """Return {option: None} for each option that the step's loss type lacks, which unsets the run's value."""
     of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
     return {} if of_step is None else {
         name: None for name in OF_TYPES if name not in of_step.options and name not in changes}

@@ -258,9 +258,9 @@ class VLLMEngine:
             self.asleep, self.kv_bytes = True, 0
 
     def wake(self) -> None:
-        """Map the KV cache and the room for dequantized weights again. Frees torch's cached blocks, which vLLM's pool
-        cannot use, if there is no room beside them. OutOfMemoryError if there is still none; then everything stays
-        asleep."""
+        """Map the KV cache and the room for dequantized weights again. If memory has no room for them, torch's cached
+        blocks, which vLLM's pool cannot use, are freed first. OutOfMemoryError if that is not enough; then everything
+        stays asleep."""
         self.check_open()
         if not self.asleep:
             return

@@ -227,7 +227,7 @@ class BorrowedLoader(BaseModelLoader):
         return super().load_model(vllm_config, model_config, prefix)
 
     def download_model(self, model_config: Any) -> None:
-        """Fetch nothing."""
+        """Do nothing: the trainer has the weights in memory."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Point the model's parameters and shared buffers at the trainer's; BorrowError if one does not match."""

@@ -127,7 +127,7 @@ def end(llm: Any, loan: WeightSharing) -> None:
 
 
 def explain(error: BaseException, policy: Policy) -> None:
-    """Add a note to the error of a failed start of vLLM with the model and advice; our own errors have both already."""
+    """Add a note with the model and advice to the error of a failed start of vLLM; our own errors have both."""
     if isinstance(error, Exception) and not isinstance(error, BorrowError):
         error.add_note(f"{NOT_STARTED} with {type(policy.base).__name__} and these settings. Change them, or "
                        'sample with fast_inference="transformers"')
@@ -178,7 +178,7 @@ def drop_workspaces() -> None:
 
 
 def reset_pool() -> None:
-    """Drop the pools of an ended engine or a failed start, and clear the error, during which freed memory leaks."""
+    """Drop the pools of an ended engine or a failed start, and clear the error: while it is set, freed memory leaks."""
     drop_workspaces()
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
@@ -210,7 +210,7 @@ def pool() -> Any:
 
 
 def why_no_pool() -> str | None:
-    """Return why no buffer of ours fits into the pool here; None if it does, as in all versions that are allowed."""
+    """Return why the pool here cannot hold a buffer of ours; None if it can, as in all versions that are allowed."""
     return None if pool().cumem_available else "this build of vLLM has no memory pool that sleep can free"
 
 

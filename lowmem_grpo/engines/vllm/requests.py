@@ -189,7 +189,7 @@ class OpenTurns(Calls):
             self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
 
     def give_turn(self, output: Any, version: int) -> int:
-        """Pass a finished turn to the conversation, once even if that raises; returns its computed prompt tokens."""
+        """Pass a finished turn to the conversation, once even if that raises; return its uncached prompt tokens."""
         key = self.keys.pop(number_of(output.request_id))
         request, _ = self.open.pop(key)
         cached = output.num_cached_tokens or 0

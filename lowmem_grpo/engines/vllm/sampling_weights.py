@@ -169,7 +169,7 @@ def new_buffer(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def aligned(shape: Iterable[int]) -> int:
-    """Return the numbers that a dequantized weight of this shape takes."""
+    """Return how many numbers of the buffer a dequantized weight of this shape takes."""
     return -(-math.prod(shape) // ALIGN) * ALIGN
 
 

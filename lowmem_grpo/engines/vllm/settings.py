@@ -183,7 +183,7 @@ def wide_bytes(policy: Policy) -> int:
 
 
 def check_four_bit(asked: str | None, quantized: bool) -> None:
-    """Raise ValueError if the user `asked` for a form of weights and the model has no quantized ones."""
+    """Raise ValueError if the user `asked` for a form of weights and the model has no quantized weights."""
     if asked is not None and not quantized:
         raise ValueError(f"sampling_weights is {asked!r} and the model is not in 4 bits or FP8, so there is nothing to "
                          "dequantize. Leave it out, or load with load_in_4bit=True or load_in_fp8=True")

@@ -172,7 +172,7 @@ class WeightSharing:
                 for prefix, linear in self.linears.items()}
 
     def use_policy(self, base_model: bool) -> Hashable:
-        """Make the engine compute with the trainer's current adapter, or the base model; returns its identity."""
+        """Make the engine compute with the current adapter or the base model; return a key for these weights."""
         name, off = adapters.active_in(self.modules())
         if base_model or off or name is None:
             self.copy.room.zero_()

@@ -149,7 +149,7 @@ class Parser:
                 inside.append(mark or text)
 
     def bare_parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """Do the same for calls that are JSON without marks. JSON objects that are no calls are text."""
+        """Yield the pairs of `parts` for calls that are JSON without marks; other JSON objects are text."""
         text, at = joined(pieces), 0
         decoder = json.JSONDecoder()
         while begin := CALL_LIKE.search(text, at):
@@ -189,8 +189,8 @@ def unreadable(why: str, example: str) -> str:
 
 
 def custom(parse: Callable[..., Any], text: str) -> Reading:
-    """Parse a completion with the user's function, which returns a Reading, or calls as ToolCall or in OpenAI's format.
-    If it raises, the completion has a malformed call."""
+    """Parse a completion with the user's function, which returns a Reading, or a list of calls (ToolCall, or in
+    OpenAI's format). If it raises, the completion has a malformed call."""
     try:
         result = parse(text)
         if isinstance(result, Reading):

@@ -227,8 +227,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def storage_ids(model: nn.Module | None) -> set[int]:
-    """Return the ids of the storages that a forward pass may save itself: all but those of checkpointed layers in train
-    mode, which save only their inputs, and hold nearly all modules, so that a walk through them takes long."""
+    """Return the ids of the storages that a forward pass may save itself. Checkpointed layers in train mode are
+    skipped: they save only their inputs, and hold nearly all modules, so that a walk through them takes long."""
     if model is None or (model.training and is_checkpointed(model)):
         return set()
     own = {storage_id(tensor) for tensor in (*model.parameters(recurse=False), *model.buffers(recurse=False))}

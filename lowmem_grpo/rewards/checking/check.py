@@ -74,7 +74,7 @@ class RewardCheck:
         return not has_error(self.findings)
 
     def of(self, function: str) -> list[Finding]:
-        """Return the findings about one function, by its name."""
+        """Return the findings about the function of this name."""
         return [finding for finding in self.findings if finding.about == function]
 
 

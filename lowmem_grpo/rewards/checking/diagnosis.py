@@ -97,8 +97,8 @@ def without_text(group: RolloutGroup) -> RolloutGroup:
 
 def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
                 allowed: float = math.inf, per_step: int = 0) -> list[Finding]:
-    """Return the findings about functions. `limit` is a function's time limit in these trials, and `allowed` its limit
-    in the run for the `per_step` completions of a step, both in seconds."""
+    """Return the findings about functions. A function's time limit was `limit` seconds in these trials, and is
+    `allowed` seconds in the run, for the `per_step` completions of a step."""
     findings: list[Finding] = []
     telling = any(trial.weight and any(map(differs, in_groups(trial.pays, group_size))) for trial in trials)
     for trial in trials:
@@ -182,8 +182,8 @@ def silent(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
-    """Find a function that pays the same for all completions, or within each group, and so teaches nothing. A reward
-    that all completions earn is only a note if other rewards differ (`telling`): all may keep the format."""
+    """Find a function that pays the same for all completions, or within each group, and so teaches nothing. If other
+    rewards differ (`telling`), a reward that all completions earn is only a note: all may keep the format."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
     if not trial.paid:
         yield from silent(trial)

@@ -76,7 +76,7 @@ class Question:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to ask: the only answer of a group has no other to be compared with."""
+        """Whether the judge must be asked: the only answer of a group has no other to be compared with."""
         return not self.grouped or len(self.answers) > 1
 
     @property

@@ -74,7 +74,7 @@ def group(queue: list[str]) -> list[str]:
 
 
 def argument(queue: list[str], command: str) -> list[str]:
-    """Pop and return a command's next argument: one digit, as in TeX, but in 2^10 all of 10, as people mean it."""
+    """Pop and return a command's next argument: one digit, as in TeX, but all of 10 in 2^10, as people mean it."""
     first = queue.pop() if queue else ""
     if first == "{":
         return group(queue)

@@ -35,7 +35,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """A working isolation, and the limits for code in it."""
+    """An isolation that works on this machine, and the limits of the code that runs in it."""
 
     isolation: str
     limits: Limits = field(default_factory=Limits)

@@ -179,8 +179,8 @@ def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any
 
 
 def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Perform a request of the code to the tests. Allowed are calls of objects that they passed, public attributes of
-    their own classes' objects, and `input`, which they may have replaced. AttributeError for any other request."""
+    """Perform a request of the code to the tests: a call of an object that they passed, a public attribute of an object
+    of their own classes, or `input`, which they may have replaced. AttributeError for any other request."""
     if do == "input":
         return input(*args)
     ours = any(args[0] is value for value in link.own)

@@ -127,7 +127,7 @@ class LiveView:
             live.stop()
 
     def time_left(self) -> str:
-        """Return the time left, estimated from the mean time of the steps after this start's first; or "unknown"."""
+        """Return the time left by the mean step time since this start, without its first step; or "unknown"."""
         left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 

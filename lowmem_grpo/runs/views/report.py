@@ -129,7 +129,7 @@ def missing(run: RunSnapshot, summary: Record) -> list[str]:
 
 
 def left_out(kept: int, logged: int) -> str:
-    """Return a note if the page has not all completions; empty if it has all."""
+    """Return a note if the page lacks some of the completions; empty if it has all."""
     if not kept:
         return f"None of {logged:,} completions fits into this page." if logged else "No completions logged yet."
     capped = f"{logged:,} completions were logged; this page holds {kept:,} of them, spread evenly over the steps."

@@ -93,7 +93,7 @@ class EngineWorker:
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """Return a future: per completion token, log-probs of it and of the `count` likeliest, from one more pass."""
+        """Return a future of the log-probs of each completion token and of the `count` likeliest, by one more pass."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:

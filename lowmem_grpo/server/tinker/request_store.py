@@ -129,7 +129,7 @@ class RequestStore:
         return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
     def asked(self, model: str, seq: int) -> ModelRequest | None:
-        """Return the request of a number, without its body once that was deleted; None if there is no request."""
+        """Return the request of this number, without its body if that was deleted; None if there is no request."""
         row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
         return None if row is None else ModelRequest(model, seq, row["kind"], row["body"] or b"")
 
@@ -184,7 +184,7 @@ class RequestStore:
         return None if made else self.asked(asked.model, asked.seq)
 
     def gap(self, model: str) -> int | None:
-        """Return the number of the next request, if it has not come and later ones have; else None."""
+        """Return the number of the next request if it is missing although later requests have come; else None."""
         row = self.database.row(
             "SELECT done + 1 AS seq FROM tinker_models WHERE id = ? AND EXISTS (SELECT 1 FROM tinker_promises WHERE "
             "model = id AND seq > done + 1) AND NOT EXISTS (SELECT 1 FROM tinker_promises WHERE model = id AND "
@@ -209,7 +209,7 @@ class RequestStore:
 
     def since_step(self, model: StoredModel) -> list[ModelRequest]:
         """Return the requests that were answered after the last optimizer step, in order, to recompute the gradients.
-        Those that failed are left out, by their JSON answers: they added nothing."""
+        Failed requests, known by their JSON answers, are left out: they added nothing."""
         rows = self.database.rows(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
             "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))

@@ -272,7 +272,7 @@ class Training:
             self.adapters.delete(next(iter(held)))
 
     def load(self, model: StoredModel) -> None:
-        """Rebuild a model from the disk: its state, and the gradients of the passes since its last step, run again."""
+        """Rebuild a model from the disk: its state, and its gradients by running the passes since the last step."""
         self.adapters.create(model.id, model.settings)
         if model.state is not None:
             self.adapters.restore(model.id, load_file(self.folder / model.state))

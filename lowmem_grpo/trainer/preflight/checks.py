@@ -96,7 +96,7 @@ def unusable_evaluation(subject: Subject) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Check:
-    """A check; `severity` is the worst that it can find."""
+    """A check before a run; `severity` is the worst severity of its findings."""
 
     name: str
     severity: str

@@ -126,7 +126,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
 
 
 def look_at_imports(checkup: Checkup) -> set[str]:
-    """Import each library of TRIED and return those that fail or are missing; those on torch only if torch works."""
+    """Import each library of TRIED, those on torch only if torch works; return those that cannot be used."""
     broken: set[str] = set()
     for name in TRIED:
         if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):
@@ -243,7 +243,7 @@ def run_kernel(torch: Any) -> None:
 
 
 def look_at_weights(torch: Any, broken: set[str], checkup: Checkup) -> None:
-    """Record whether weights can be held in 4 bit, by quantizing a small tensor."""
+    """Record whether weights can be held in 4 bits, by quantizing a small tensor."""
     if torch is None or "bitsandbytes" in broken:
         checkup.used["4-bit weights"] = "no: bitsandbytes is missing or broken; load_in_fp8=True does without it"
         return

@@ -123,7 +123,7 @@ def prompt_of(dataset: Any, index: int) -> Any:
 
 
 def small_scale(subject: Subject) -> Iterator[Finding]:
-    """Find fewer rows or steps than guides usually advise. It is no mistake, but a possible cause of no progress."""
+    """Find fewer rows or steps than guides usually advise. This is no error, but may prevent progress."""
     few = [f"{count} {what} ({usual} or more are usual)" for count, usual, what in (
         (subject.state.max_steps, USUAL_STEPS, "steps"), (subject.sample.total, USUAL_ROWS, "rows")) if count < usual]
     if few:

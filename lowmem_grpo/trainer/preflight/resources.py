@@ -32,8 +32,8 @@ def unwritable(subject: Subject) -> Iterator[Finding]:
 
 
 def full_disk(subject: Subject) -> Iterator[Finding]:
-    """Find no room for one checkpoint; a warning if there is no room for all of them (up to `save_total_limit`) and
-    completions.jsonl."""
+    """Find that the disk has no room for one checkpoint; a warning if it has no room for all of them (up to
+    `save_total_limit`) and completions.jsonl."""
     place, free = existing(subject.run_dir), free_bytes(subject.run_dir)
     if not place.is_dir() or free is None:
         return

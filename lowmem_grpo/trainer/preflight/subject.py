@@ -145,7 +145,7 @@ class Subject:
         self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # the KV cache's
 
     def sample_of(self, rows: Any, encoder: Any) -> RowSample:
-        """Return a sample of the rows that are trained on, one by one where rows are packed."""
+        """Return a sample of the rows that are trained on; from packs, a sample of their single rows."""
         return sample_rows(*(rows.rows, encoder.inner) if isinstance(rows, PackedRows) else (rows, encoder))
 
     def template_sample(self) -> RowSample:

@@ -136,7 +136,7 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
 
 
 def rewritten(subject: Subject) -> Iterator[Finding]:
-    """Find a chat template that rewrites sampled text when messages follow; say which messages cause it, and what
+    """Find a chat template that rewrites sampled text when messages follow; the finding names these messages, and what
     `history="template"` then costs."""
     try:
         trials = try_turns(subject)[1]
