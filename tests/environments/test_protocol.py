@@ -101,6 +101,7 @@ def test_text_parts_and_trls_content_blocks_become_one_text(observation: Any, co
     (({"role": "developer", "type": "text", "text": "x"}, 1, False), "as its observation"),
     (({"role": "user", "content": [{"type": "text"}]}, 1, False), "as its observation"),
     (ZeroDivisionError("by 0"), "Game.step raised ZeroDivisionError: by 0"),
+    (TimeoutError("no answer"), "Game.step raised TimeoutError: no answer"),
 ])
 def test_what_an_environment_must_not_give_is_a_fault_that_names_the_call(given: Any, said: str) -> None:
     with pytest.raises(EnvironmentFailedError, match=said):
