@@ -132,6 +132,7 @@ def test_a_column_of_the_row_picks_among_several_and_is_not_passed_on() -> None:
     assert found.paying == [Desk, Game]
     with pytest.raises(ValueError, match="'door', which is not among the environments; environment_factory has desk"):
         found.make({"environment": "door"})
+    assert isinstance(Factories({1: Desk}).make({"environment": 1}), Desk)
 
 
 @every_row(("given", "said"), [

@@ -76,7 +76,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in (sorted(value, key=str) if isinstance(value, Set) else value)]
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
-    return str(value) if type(value).__str__ != object.__str__ else value
+    return str(value) if any("__str__" in vars(cls) for cls in type(value).__mro__[:-1]) else value
 
 
 def described(error: BaseException) -> str:
