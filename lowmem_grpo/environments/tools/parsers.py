@@ -174,9 +174,9 @@ class Parser:
 
 def is_call(value: dict[str, Any]) -> bool:
     """Return True for an object that is meant as a call, also in OpenAI's form, which the parser then refuses."""
-    named, given = "name" in value, [key for key in value if key in ARGUMENTS]
-    return isinstance(value.get("function"), dict) or (named and value.get("type") == "function") or (
-        bool(given) and (named or given[0] == next(iter(value))))
+    if "name" in value:
+        return value.get("type") == "function" or any(key in value for key in ARGUMENTS)
+    return isinstance(value.get("function"), dict) or next(iter(value), None) in ARGUMENTS
 
 
 def split(text: str, marks: Sequence[str]) -> list[Piece]:
