@@ -95,14 +95,14 @@ def get_chat_template(
     keys = MAPPING | (mapping or {})
     plain = keys == MAPPING and system_message is None
     if isinstance(chat_template, str):
-        form, own = format_of(chat_template), str(tokenizer.chat_template or "")
-        has_it = (form.turn.partition("{role}")[0] or form.before(2)) in own  # the start of a turn, up to the role
+        form = format_of(chat_template)
+        has_it = has_format(tokenizer, form, end := end_of(tokenizer, form, map_eos_token))
         logger.info("chat template %s: %s", chat_template, "the tokenizer's own has this format and stays" if has_it
                     else "made for this tokenizer")
-        body = own if has_it else written(form, end_of(tokenizer, form, map_eos_token))
+        body = str(tokenizer.chat_template) if has_it else written(form, end)
         stop = form.end
     else:
-        if len(chat_template) != 2 or not all(isinstance(part, str) for part in chat_template):
+        if not isinstance(chat_template, (tuple, list)) or [*map(type, chat_template)] != [str, str]:
             raise ValueError(f"chat_template is {chat_template!r}; pass a name, or (template, end token)")
         (body, stop), has_it = chat_template, True
     if map_eos_token and is_token(tokenizer, stop) and tokenizer.eos_token != stop:
@@ -114,6 +114,16 @@ def get_chat_template(
         body = reading(keys, system_message) + "{%- set messages = own.messages -%}\n" + body
     tokenizer.chat_template = body
     return tokenizer
+
+
+def has_format(tokenizer: Any, form: ChatFormat, end: str) -> bool:
+    """Return whether the tokenizer's own template writes a turn of the user in this format, up to white space."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "Q"}], tokenize=False)
+    except Exception:  # noqa: BLE001 - it has none, or one that raises
+        return False
+    turn = form.before(1) + "Q" + ("" if form.open_ended else end)
+    return "".join(turn.split()) in "".join(text.split())
 
 
 def format_of(name: str) -> ChatFormat:
@@ -165,6 +175,7 @@ ALIASES = {
     "system": ("system",), "user": ("user", "human", "input"), "assistant": ("gpt", "assistant", "output", "model"),
 }
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
+KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")  # further keys of messages
 
 
 def standardize_sharegpt(
@@ -182,15 +193,17 @@ def standardize_sharegpt(
         ALIASES, (aliases_for_system, aliases_for_user, aliases_for_assistant), strict=True) for alias in aliases}
     if isinstance(dataset, list):
         column = column_of(list(dataset[0]) if dataset else [])
-        return [row | {column: [message_of(each, names) for each in row[column]]} for row in dataset]
+        return [row | {column: [message_of(each, names) for each in row[column] or []]} for row in dataset]
     if isinstance(dataset, dict):
         return type(dataset)({key: standardize_sharegpt(
             part, tokenizer, aliases_for_system, aliases_for_user, aliases_for_assistant, batch_size, num_proc
         ) for key, part in dataset.items()})
-    column = column_of(dataset.column_names or list(next(iter(dataset))))
+    if not hasattr(dataset, "column_names"):
+        raise DataError(f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset, or a list of rows")
+    column = column_of(dataset.column_names or list(next(iter(dataset), {})))
 
     def convert(rows: dict[str, Any]) -> dict[str, Any]:
-        return {column: [[message_of(each, names) for each in row] for row in rows[column]]}
+        return {column: [[message_of(each, names) for each in row or []] for row in rows[column]]}
 
     options = {"num_proc": num_proc} if hasattr(dataset, "__len__") else {}
     return dataset.map(convert, batched=True, batch_size=batch_size, **options)
@@ -208,9 +221,14 @@ def column_of(columns: list[str]) -> str:
 
 
 def message_of(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return {"role", "content"} of a message; `names` maps role aliases to roles. DataError if a key is missing."""
+    """Return {"role", "content"} of a message, and its tool calls, name and thoughts; `names` maps role aliases to
+    roles. DataError if a key is missing."""
+    if not isinstance(message, dict):
+        raise DataError(f"a message is a {type(message).__name__}; needed are dicts with role and content, or from and "
+                        "value")
     role = next((message[key] for key in ROLE_KEYS if message.get(key) is not None), None)
     content = next((message[key] for key in CONTENT_KEYS if message.get(key) is not None), None)
-    if role is None or content is None:
+    if role is None or (content is None and not message.get("tool_calls")):
         raise DataError(f"a message has {', '.join(message)}; needed are role and content, or from and value")
-    return {"role": names.get(str(role).lower(), role), "content": content}
+    kept = {key: message[key] for key in KEPT if message.get(key)}
+    return {"role": names.get(str(role).lower(), role), "content": content, **kept}

@@ -16,6 +16,7 @@ NAMED = 12  # columns that a message lists
 LOOKED = 10_000  # lines that are checked before the library reads the file
 CHUNK = 1 << 20  # bytes read at a time
 ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
+EXACT = 1 << 53  # whole numbers from here on are rounded in floats
 PARQUET = b"PAR1"  # the first and the last bytes of a parquet file
 
 
@@ -86,6 +87,10 @@ def check_rows(path: Path) -> None:
         if isinstance(held, list) and held and isinstance(held[0], dict) and "role" not in held[0]:
             raise OSError(f"no rows from {str(path)!r}: the file is one object, and its rows are the list in {name!r}; "
                           "expected is the list itself, or a .jsonl file with one object a line")
+    if content and all(isinstance(held, dict) or (isinstance(held, list) and not isinstance([*held, 0][0], dict))
+                       for held in content.values()):  # columns, or rows by name
+        raise OSError(f"no rows from {str(path)!r}: the file is one object of {listed([*content])}; expected is a list "
+                      "of rows, as pandas writes with to_json(path, orient='records')")
 
 
 def check_encoding(path: Path) -> None:
@@ -97,8 +102,9 @@ def check_encoding(path: Path) -> None:
             try:
                 decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
+                held = "utf-16" if not place and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
                 raise OSError(f"no rows from {str(path)!r}: it is not UTF-8 (near byte {place + error.start:,}); save "
-                              f"it as UTF-8, for example: iconv -f latin1 -t utf-8 {path.name}") from error
+                              f"it as UTF-8, for example: iconv -f {held} -t utf-8 {path.name}") from error
             if not chunk:
                 return
             place += len(chunk)
@@ -180,7 +186,23 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     if any(name.startswith("__index_level_") for name in rows.column_names or []) and path.suffix.lower() == ".csv":
         raise OSError(f"no rows from {source!r}: its lines have more fields than its first line names; put texts that "
                       "hold commas into double quotes")
-    return rows
+    return as_written(path, rows) if wanted["path"] == "json" else rows
+
+
+def as_written(path: Path, rows: Any) -> Any:
+    """Return the rows of a JSON file with the texts that the library takes for dates, and, as texts, the numbers of
+    columns in which it rounded some."""
+    kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in rows.features.items()}
+    changed = [name for name, kind in kinds.items() if kind.startswith("timestamp") or (
+        kind == "float64" and any(abs(value or 0) >= EXACT for value in rows[name]))]
+    text = path.read_text(encoding="utf-8-sig") if changed else "[]"
+    held = json.loads(text) if text.lstrip().startswith("[") else [
+        json.loads(line) for line in text.split("\n") if line.strip()]
+    names = rows.column_names
+    for name in changed:
+        texts = [None if row.get(name) is None else str(row[name]) for row in held]
+        rows = rows.remove_columns(name).add_column(name, texts)
+    return rows.select_columns(names) if changed else rows
 
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
@@ -213,9 +235,10 @@ def cell_text(value: Any) -> str | None:
     """Return a cell as text, None if it is empty. 5.0 becomes "5": a column with empty cells holds 5 as 5.0."""
     if value is None or value != value:  # NaN is an empty cell
         return None
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
         value = int(value)
-    return (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).strip() or None
+    written = isinstance(value, bool | dict | list)
+    return (json.dumps(value, ensure_ascii=False, default=str) if written else str(value)).strip() or None
 
 
 @contextmanager

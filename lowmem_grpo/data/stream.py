@@ -14,7 +14,7 @@ up to that position, so it must give the same rows in the same order.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -251,10 +251,14 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
         return Stream(dataset, partial(plain_row, arrays=comes_from(dataset, "datasets", "IterableDataset")))
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         rows = PlainRows(dataset)
+        first = rows[0] if len(rows) else {}
+        if not isinstance(first, Mapping):
+            raise DataError(f"{parameter} is a {type(dataset).__name__} with a {type(first).__name__} for a row; each "
+                            "row must be a dict of columns, for example {'prompt': 'What is 2 + 2?', 'answer': '4'}")
         names = rows.column_names or []
         if odd := [name for name in names if not isinstance(name, str)]:
             raise DataError(f"{parameter} has the column {odd[0]!r}, and names of columns are texts; rename it")
-        refuse_images(names, rows[0] if len(rows) else {}, parameter)
+        refuse_images(names, first, parameter)
         return rows
     if isinstance(dataset, Iterable) or callable(dataset):
         return Stream(dataset, plain_row)
@@ -262,9 +266,8 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
     return dataset
 
 
-def refuse_images(columns: list[str], first: Any, parameter: str) -> None:
+def refuse_images(columns: list[str], row: Mapping[str, Any], parameter: str) -> None:
     """Raise DataError if a column, or a message of the first row, holds images."""
-    row = first if isinstance(first, Mapping) else {}  # rows of other types are refused when they are read
     held = next((name for name in IMAGES if name in columns or name in row), None)
     if held is not None:
         raise DataError(f"{parameter} has the column {held!r}, and images are not supported: only text is trained "
@@ -285,7 +288,7 @@ def comes_from(value: Any, library: str, name: str) -> bool:
 def of_several(dataset: Mapping[str, Any], parameter: str) -> str:
     """Return the end of an error message: the columns or splits that a mapping holds, and what to pass instead."""
     names = list(dataset)
-    if any(isinstance(value, Sequence) and not hasattr(value, "column_names") for value in dataset.values()):
+    if not any(hasattr(value, "column_names") for value in dataset.values()) and not {"train", "test"} & {*names}:
         return (f" with the columns {', '.join(map(repr, names))}; pass datasets.Dataset.from_dict(...) of it, or "
                 "a list of rows")
     wanted = "train" if parameter == "train_dataset" else "test"

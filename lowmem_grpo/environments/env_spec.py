@@ -35,13 +35,13 @@ class Factories:
             fix = f" (write {type(value).__name__}, not {type(value).__name__}())" if hasattr(value, "reset") else ""
             raise TypeError(f"environment_factory is {short(value)}; pass a class{fix}, or a dict of classes by name, "
                             "from which environments are made without arguments")
-        self.by_name = dict(factories)
+        self.by_name = {str(name): factory for name, factory in factories.items()}
         self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
 
     def name_of(self, row: Mapping[str, Any]) -> str:
         """Return the name of the factory that a row asks for; ValueError if there is no such factory."""
         name = row.get("environment") if self.several else ""
-        if name not in self.by_name:
+        if str(name) not in self.by_name:
             raise ValueError(f"the row's environment is {name!r}, which is not among the environments; "
                              f"environment_factory has {', '.join(self.by_name)}")
         return str(name)

@@ -19,6 +19,7 @@ from numbers import Real
 from typing import Any
 
 from lowmem_grpo.environments.tools.results import refuse_images
+from lowmem_grpo.environments.workers import LateError
 from lowmem_grpo.types import Message
 
 NO_TOOLS = ("reset", "get_reward", "close", "state_key", "step")  # public methods that the policy may not call
@@ -158,7 +159,7 @@ class EnvHandle:
         return type(self.made).__name__
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
-        """Call a method of the environment; any error that it raises but TimeoutError becomes an
+        """Call a method of the environment; any error but that of a late call becomes an
         EnvironmentFailedError."""
         return self.tried(method, getattr(self.made, method), *values, **named)
 
@@ -166,7 +167,7 @@ class EnvHandle:
         """Call a function as `call` calls a method; `method` names it in messages."""
         try:
             return self.run(function, values, named)
-        except TimeoutError:
+        except LateError:
             raise
         except Exception as error:
             said = f"{self.name}.{method} raised {type(error).__name__}: {short(error)}"

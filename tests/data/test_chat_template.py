@@ -1,12 +1,15 @@
 """Chat formats under Unsloth's names: the text that they give, and where a model that learns them stops."""
 
+import copy
 import re
 from typing import Any
 
+import pandas
 import pytest
 from datasets import Dataset, DatasetDict
 from small_models import TINY
 from tables import every_row
+from template_tokenizers import tokenizer_of
 from transformers import AutoTokenizer
 
 from lowmem_grpo.chat_templates import get_chat_template, standardize_data_formats, standardize_sharegpt
@@ -82,6 +85,17 @@ def test_a_tokenizer_that_has_the_format_keeps_its_own_template() -> None:
     assert get_chat_template(tokenizer, "qwen-2.5").chat_template == before
     wanted = rendered(tokenizer)
     assert rendered(get_chat_template(tokenizer, "qwen3", mapping=SHAREGPT), AS_SHAREGPT) == wanted
+    for name, form in (("llama3_1", "llama-3.1"), ("gemma3", "gemma-3"), ("gemma4", "gemma-4"), ("phi3", "phi-3"),
+                       ("lfm2", "lfm-2"), ("qwen3_5_think", "chatml")):
+        shipped = tokenizer_of(name)
+        assert get_chat_template(copy.deepcopy(shipped), form).chat_template == shipped.chat_template, name
+
+
+@every_row(("name", "begins"), [
+    ("phi-3", "<|user|>\nHi"), ("zephyr", "<|user|>\nHi"), ("phi-4", "<|im_start|>user<|im_sep|>Hi")])
+def test_a_format_that_only_begins_like_the_tokenizers_own_is_set(name: str, begins: str) -> None:
+    tokenizer = get_chat_template(AutoTokenizer.from_pretrained(TINY), name)
+    assert rendered(tokenizer, [{"role": "user", "content": "Hi"}]).startswith(begins)
 
 
 def test_a_default_message_of_the_system_is_for_chats_without_one() -> None:
@@ -106,6 +120,7 @@ def test_content_in_parts_is_read_as_text() -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"chat_template": "lama-3"}, "did you mean llama-3"), ({"chat_template": ("x",)}, "pass a name, or"),
+    ({"chat_template": None}, "chat_template is None; pass a name"), ({"chat_template": 3}, "pass a name, or"),
     ({"mapping": {"speaker": "from"}}, "mapping has 'speaker'; its keys are role"),
 ])
 def test_what_is_no_format_is_refused_with_the_names(options: dict[str, Any], message: str) -> None:
@@ -142,7 +157,23 @@ def test_other_names_of_roles_can_be_given() -> None:
     assert [message["role"] for message in found["conversations"]] == ["user", "assistant"]
 
 
+def test_tool_calls_names_and_thoughts_of_messages_stay() -> None:
+    said = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "name": "f", "tool_call_id": "1", "content": "3"},
+            {"role": "assistant", "content": "3", "reasoning_content": "so"}]
+    rows = [{"messages": said}, {"messages": None}]
+    assert [row["messages"] for row in standardize_sharegpt(rows)] == [said, []]
+    assert standardize_sharegpt(Dataset.from_list(rows))[1]["messages"] == []
+
+
+@every_row("dataset", [None, (), pandas.DataFrame({"messages": [READ]}), iter([{"messages": READ}])])
+def test_what_is_no_dataset_of_conversations_is_refused(dataset: Any) -> None:
+    with pytest.raises(DataError, match=f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset, or"):
+        standardize_sharegpt(dataset)
+
+
 @pytest.mark.parametrize(("row", "message"), [
+    ({"messages": "Q"}, "a message is a str; needed are dicts"), ({"messages": ["Q"]}, "a message is a str"),
     ({"question": "Q"}, "columns are question; one of conversations"),
     ({"conversations": [{"speaker": "x", "value": "Q"}]}, "a message has speaker, value; needed are role and content"),
 ])

@@ -101,6 +101,7 @@ def test_text_parts_and_trls_content_blocks_become_one_text(observation: Any, co
     (({"role": "developer", "type": "text", "text": "x"}, 1, False), "as its observation"),
     (({"role": "user", "content": [{"type": "text"}]}, 1, False), "as its observation"),
     (ZeroDivisionError("by 0"), "Game.step raised ZeroDivisionError: by 0"),
+    (TimeoutError("no answer"), "Game.step raised TimeoutError: no answer"),
 ])
 def test_what_an_environment_must_not_give_is_a_fault_that_names_the_call(given: Any, said: str) -> None:
     with pytest.raises(EnvironmentFailedError, match=said):
@@ -131,6 +132,7 @@ def test_a_column_of_the_row_picks_among_several_and_is_not_passed_on() -> None:
     assert found.paying == [Desk, Game]
     with pytest.raises(ValueError, match="'door', which is not among the environments; environment_factory has desk"):
         found.make({"environment": "door"})
+    assert isinstance(Factories({1: Desk}).make({"environment": 1}), Desk)
 
 
 @every_row(("given", "said"), [

@@ -2,11 +2,14 @@
 
 import json
 import random
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lowmem_grpo.data.files import cell_text, read_rows
 from lowmem_grpo.recipes.own_data import OwnData
 
 
@@ -103,6 +106,25 @@ def test_answers_are_texts_and_empty_cells_are_left_out_and_counted(
     data = OwnData(write(tmp_path / "rows.jsonl", rows), lambda row: row | {
         "prompt": row["question"], "answer": json.loads(row["answer"])})
     assert list(data.rows["answer"]) == ["a", "true", "1.5", '{"b": [1]}', '["ü"]']
+
+
+@pytest.mark.parametrize(("answers", "texts"), [
+    (["2026-01-02", "2026-01-03", None], ["2026-01-02", "2026-01-03"]), (["2026-01-02T03:04:05Z"] * 2, None),
+    ([10**25 + 7, 3], [str(10**25 + 7), "3"]), ([6.5, 2.0], ["6.5", "2"]),
+])
+def test_dates_and_long_numbers_of_a_json_file_are_the_texts_that_it_has(
+    answers: list[Any], texts: list[str] | None, tmp_path: Path
+) -> None:
+    rows = [{"answer": answer, "question": f"Which is number {place}?"} for place, answer in enumerate(answers)]
+    whole = tmp_path / "rows.json"
+    whole.write_text(json.dumps(rows, indent=1))
+    for path in (write(tmp_path / "rows.jsonl", rows), whole)[:1 if 3 in answers else 2]:  # in a list 10**25 is refused
+        assert list(OwnData(path, make_row).rows["answer"]) == (texts or answers)
+        assert read_rows(str(path)).column_names == ["answer", "question"]
+
+
+def test_a_decimal_and_a_date_of_a_table_are_answers_without_quotes() -> None:
+    assert [cell_text(value) for value in (Decimal("0.50"), date(2026, 1, 2), 1e25)] == ["0.50", "2026-01-02", "1e+25"]
 
 
 def test_an_empty_system_prompt_is_no_message_and_a_chat_that_ends_in_an_answer_is_no_prompt(tmp_path: Path) -> None:

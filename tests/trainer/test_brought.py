@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy
 import pandas
 import pytest
 import torch
@@ -260,6 +261,10 @@ def test_a_resumed_stream_goes_on_with_the_row_at_which_it_stopped(kind: str, tm
 @pytest.mark.parametrize(("rows", "settings", "message"), [
     (DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS)), {}, r"'train', 'test'.*\['train'\]"),
     ({"prompt": ["a"], "answer": ["b"]}, {}, r"with the columns 'prompt', 'answer'; pass datasets.Dataset.from_dict"),
+    ({"prompt": numpy.array(["a"])}, {}, r"with the columns 'prompt'; pass datasets.Dataset.from_dict"),
+    ({"train": ROWS, "test": ROWS}, {}, r"with the splits 'train', 'test'; pass one of them: dataset\['train'\]"),
+    (pandas.Series(["a"]), {}, "a Series with a str for a row; each row must be a dict of columns"),
+    (torch.utils.data.TensorDataset(torch.tensor([1])), {}, "a TensorDataset with a tuple for a row"),
     ("openai/gsm8k", {}, r"pass datasets.load_dataset\('openai/gsm8k'"), (None, {}, "`train_dataset` is required"),
     (["a", "b"], {}, "a list of str; each row must be a dict"), ([], {}, "no rows"),
     ([*ROWS, None], {}, "a list of NoneType; each row must be a dict"),

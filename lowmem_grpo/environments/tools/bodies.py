@@ -75,6 +75,8 @@ def xml_call(part: str, schemas: Schemas) -> ToolCall:
         if not closed or "\n" in key or end is None:
             raise CallError("in <function=NAME> ... </function> stands what is no <parameter=KEY>VALUE</parameter>")
         value = rest[:end.start()].removeprefix("\n").removesuffix("\n")  # line breaks that the template writes
+        if "\n<parameter=" in value:
+            raise CallError(f"</parameter> is missing behind {key.strip()[:60]}")
         add(arguments, key.strip(), value)
         rest = rest[end.end():]
     return typed_call(name.strip(), arguments, schemas)

@@ -28,7 +28,7 @@ from lowmem_grpo.environments.tools.bodies import (
 from lowmem_grpo.types import Message, ToolCall
 
 THINK, THOUGHT = "<think>", "</think>"
-CALL_LIKE = re.compile(r'\{\s*"(?:name|arguments|parameters|type|function)"\s*:')
+CALL_LIKE = re.compile(r'\{\s*"[^"]*"\s*:')
 UNMARKED = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"\s*:|<function=\w')
 LISTED = re.compile(r"\s*\[([\w.-]+)\(")
 MOST_FAULTS = 5  # errors reported per completion
@@ -162,7 +162,7 @@ class Parser:
                     why = "it is nested too deeply" if isinstance(error, RecursionError) else error
                     faults.append(f"it is not valid JSON: {getattr(error, 'msg', why)}")
                 break
-            yield isinstance(value, dict) and any(key in value for key in ARGUMENTS), text[at:end]
+            yield is_call(value), text[at:end]
             at = end
         yield False, text[at:]
 
@@ -170,6 +170,13 @@ class Parser:
         """Return True if text outside marks looks like a call."""
         listed = LISTED.match(said)
         return UNMARKED.search(said) is not None or (listed is not None and listed[1] in self.schemas)
+
+
+def is_call(value: dict[str, Any]) -> bool:
+    """Return True for an object that is meant as a call, also in OpenAI's form, which the parser then refuses."""
+    if "name" in value:
+        return value.get("type") == "function" or any(key in value for key in ARGUMENTS)
+    return isinstance(value.get("function"), dict) or next(iter(value), None) in ARGUMENTS
 
 
 def split(text: str, marks: Sequence[str]) -> list[Piece]:

@@ -4,6 +4,10 @@ import copy
 import json
 import threading
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -40,9 +44,7 @@ def refuse_images(content: Any, source: str) -> None:
 
 
 def text_of(result: Any) -> str:
-    """Return a string unchanged, text parts joined, other data as JSON. DataError for images, ToolError if not JSON."""
-    if isinstance(result, str):
-        return result
+    """Return a string unchanged, text parts joined, other data as JSON. DataError for images, ToolError for no data."""
     lone = isinstance(result, dict) and not {*result}.isdisjoint(IMAGE_PARTS)  # an image by itself
     parts = [result] if lone else result if isinstance(result, list | tuple) else []
     refuse_images(parts, "a tool")
@@ -50,9 +52,31 @@ def text_of(result: Any) -> str:
                      for part in parts):
         return "".join(str(part["text"]) for part in parts)
     try:
-        return json.dumps(result, ensure_ascii=False)
+        data = plain(result)
+        return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolError(f"the tool returned what is no text and no JSON ({type(result).__name__}: {error})") from error
+
+
+def plain(value: Any) -> Any:
+    """Return data in JSON's types: arrays, sets (sorted) and ranges as lists, dataclasses and pydantic models as dicts,
+    bytes and what has a text of its own (Decimal, datetime, Path) as text. What is no data is returned unchanged."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, bytes | bytearray | Enum):
+        return plain(value.value) if isinstance(value, Enum) else value.decode()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str | int | float | None) else str(plain(key)): plain(item)
+                for key, item in value.items()}
+    if isinstance(value, list | tuple | deque | range | Set):
+        return [plain(item) for item in (sorted(value, key=str) if isinstance(value, Set) else value)]
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return str(value) if any("__str__" in vars(cls) for cls in type(value).__mro__[:-1]) else value
 
 
 def described(error: BaseException) -> str:

@@ -59,7 +59,7 @@ def test_each_form_reads_a_call_two_calls_and_text_around_them(form: str) -> Non
 
 @every_row("form", FORMS)
 @every_row("text", ["", "It is warm in Rome.", "<think>\nhm\n</think>\n\n42", '{"answer": {"a": [1]}}',
-                                  "a < b {", "<think>\nnever closed"])
+                                  '{"method": "x", "parameters": 3}', "a < b {", "<think>\nnever closed"])
 def test_an_answer_without_a_call_is_text_as_it_was_written(form: str, text: str) -> None:
     assert read(form, text) == Reading(text)
 
@@ -94,6 +94,8 @@ def test_an_answer_without_a_call_is_text_as_it_was_written(form: str, text: str
     ("mistral", '[TOOL_CALLS]now[ARGS]{"a": "</think>"}', [ToolCall("now", {"a": "</think>"})]),
     ("json", '{"type": "function", "name": "now", "parameters": {}}; {"name": "now", "arguments": {}}',
      [ToolCall("now", {})] * 2),
+    ("json", '{"id": "c1", "name": "now", "parameters": {}}', [ToolCall("now", {})]),
+    ("json", '{"thought": "hm {", "name": "now", "parameters": {}}', [ToolCall("now", {})]),
 ])
 def test_a_call_is_read_as_it_was_meant(form: str, text: str, calls: list[ToolCall]) -> None:
     found = read(form, text)
@@ -125,6 +127,7 @@ def test_a_call_is_read_as_it_was_meant(form: str, text: str, calls: list[ToolCa
     ("xml", "<tool_call><function=now</function></tool_call>", "not closed"),
     ("xml", xml("<parameter=city>Rome"), "no <parameter=KEY>"), ("xml", xml("Rome"), "no <parameter=KEY>"),
     ("xml", xml(parameter("city", "a"), parameter("city", "b")), "city is given twice"),
+    ("xml", xml("<parameter=city>\nRome\n", parameter("days", "3")), "</parameter> is missing behind city"),
     ("glm", "<tool_call></tool_call>", "name of a tool"), ("glm", "<tool_call>a\nb</tool_call>", "name of a tool"),
     ("glm", "<tool_call>now<arg_key>a</arg_key></tool_call>", "no <arg_key>KEY"),
     ("python", "<|tool_call_start|>[weather('Rome')]<|tool_call_end|>", "written with its name"),
@@ -144,6 +147,9 @@ def test_a_call_is_read_as_it_was_meant(form: str, text: str, calls: list[ToolCa
     ("json", '{"name": "weather", "parameters": {"city": "Rome"}', "not valid JSON"),
     ("json", '{"name": "now", "parameters": {"a": %s}}' % ("[" * 100_000), "nested too deeply"),
     ("json", '{"parameters": {"city": "Rome"}}', 'no "name"'),
+    ("json", '{"type": "function", "function": {"name": "now", "parameters": {}}}', 'no "name"'),
+    ("json", '{"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}', 'no "name"'),
+    ("json", '{"type": "function", "name": "now"}', 'no "arguments"'),
 ])
 def test_a_call_that_cannot_be_read_is_an_error_that_shows_how_to_write_one(form: str, text: str, why: str) -> None:
     found = read(form, text)

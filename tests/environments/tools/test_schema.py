@@ -125,7 +125,9 @@ def test_arguments_are_held_against_the_schema(schema: Any, value: Any, why: str
 @every_row(("schema", "text", "value"), [
     ({"type": "string"}, "7", "7"), ({"type": "integer"}, " 7\n", 7), ({"type": "boolean"}, "False", False),
     ({"type": "number"}, "NaN", "NaN"), ({"type": "array"}, "[1,", "[1,"), ({"type": "object"}, '{"a": []}', {"a": []}),
-    ({"type": ["integer", "string"]}, "7", "7"), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),
+    ({"type": ["integer", "string"]}, "7", "7"), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+    ({"type": "string", "nullable": True}, "None", None), ({"type": ["string", "null"]}, "nullify", "nullify"),
+    ({"type": "string"}, "null", "null"),
     ({"type": "integer", "nullable": True}, "None", None), ({"type": "integer", "nullable": True}, "null", None),
     ({}, "[1]", [1]), (None, "[1]", "[1]"),
 ])

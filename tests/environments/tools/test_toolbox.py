@@ -2,9 +2,15 @@
 
 import asyncio
 import re
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from pydantic import BaseModel
 from scripted import run_tool
 from tables import every_row
 from template_tokenizers import tiny_with, weather
@@ -15,6 +21,10 @@ from lowmem_grpo.environments.tools.toolbox import Toolbox
 from lowmem_grpo.types import ToolCall
 
 TOKENIZER = tiny_with("qwen3", plain=("<tool_call>", "</tool_call>"))
+
+
+class Found(BaseModel):
+    where: Path
 
 
 class Shop:
@@ -75,7 +85,11 @@ def test_functions_methods_and_async_functions_are_tools_alike() -> None:
 @every_row(("result", "text"), [
     ("plain\ntext", "plain\ntext"), ("", ""), (3, "3"), (0.5, "0.5"), (None, "null"), (True, "true"),
     ([1, "ä"], '[1, "ä"]'), ((1, 2), "[1, 2]"), ({"a": {"b": None}}, '{"a": {"b": null}}'),
-    ("half \ud800 pair", "half ? pair"), ([], "[]"),
+    ("half \ud800 pair", "half ? pair"), ([], "[]"), (b"raw", "raw"), ({2, 1}, "[1, 2]"), (range(2), "[0, 1]"),
+    (np.float32(1.5), "1.5"), (np.bool_(True), "true"), ({np.int64(1): np.array([2])}, '{"1": [2]}'),
+    (torch.tensor([1.5]), "[1.5]"), (Decimal("1.10"), "1.10"), ([date(2026, 1, 2)], '["2026-01-02"]'),
+    ({(1, 2): Path("a")}, '{"[1, 2]": "a"}'), (ToolCall("f", {"a": 1}), '{"name": "f", "arguments": {"a": 1}}'),
+    (Found(where=Path("a")), '{"where": "a"}'),
     ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
 ])
 def test_results_become_text(result: Any, text: str) -> None:
@@ -83,7 +97,8 @@ def test_results_become_text(result: Any, text: str) -> None:
 
 
 @every_row(("result", "text"), [
-    (b"raw", "no text and no JSON (bytes: "), (object(), "(object: "), ({1, 2}, "(set: "), ({(1, 2): 3}, "(dict: "),
+    (b"\xff", "no text and no JSON (bytes: "), (object(), "(object: "), ({1: object()}, "(dict: "),
+    ((_ for _ in "a"), "(generator: "),
     (ValueError("no such row"), "ValueError: no such row"), (KeyError(), "KeyError"), (SystemExit(3), "SystemExit: 3"),
     (ToolError("closed on Sundays"), "error: closed on Sundays"), (RuntimeError("x " * 10_000), "characters left out"),
 ])
