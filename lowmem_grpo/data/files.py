@@ -191,7 +191,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
 
 def as_written(path: Path, rows: Any) -> Any:
     """Return the rows of a JSON file with the texts that the library takes for dates, and, as texts, the numbers of
-    columns in which it rounded some."""
+    columns in which it rounded a whole number."""
     kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in rows.features.items()}
     changed = [name for name, kind in kinds.items() if kind.startswith("timestamp") or (
         kind == "float64" and any(abs(value or 0) >= EXACT for value in rows[name]))]
@@ -200,8 +200,10 @@ def as_written(path: Path, rows: Any) -> Any:
         json.loads(line) for line in text.split("\n") if line.strip()]
     names = rows.column_names
     for name in changed:
-        texts = [None if row.get(name) is None else str(row[name]) for row in held]
-        rows = rows.remove_columns(name).add_column(name, texts)
+        values = [row.get(name) for row in held]
+        if any(isinstance(value, str) or (isinstance(value, int) and abs(value) >= EXACT) for value in values):
+            texts = [None if value is None else str(value) for value in values]
+            rows = rows.remove_columns(name).add_column(name, texts)
     return rows.select_columns(names) if changed else rows
 
 

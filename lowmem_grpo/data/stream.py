@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
 IMAGES = ("image", "images", "pixel_values")  # columns that TRL trains on
+SPLITS = {"train", "test", "validation", "val", "dev", "eval"}
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of message parts
 TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns converted to lists
 Row = dict[str, Any]
@@ -288,7 +289,7 @@ def comes_from(value: Any, library: str, name: str) -> bool:
 def of_several(dataset: Mapping[str, Any], parameter: str) -> str:
     """Return the end of an error message: the columns or splits that a mapping holds, and what to pass instead."""
     names = list(dataset)
-    if not any(hasattr(value, "column_names") for value in dataset.values()) and not {"train", "test"} & {*names}:
+    if not any(hasattr(value, "column_names") for value in dataset.values()) and not {*names} <= SPLITS:
         return (f" with the columns {', '.join(map(repr, names))}; pass datasets.Dataset.from_dict(...) of it, or "
                 "a list of rows")
     wanted = "train" if parameter == "train_dataset" else "test"

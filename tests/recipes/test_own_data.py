@@ -110,7 +110,7 @@ def test_answers_are_texts_and_empty_cells_are_left_out_and_counted(
 
 @pytest.mark.parametrize(("answers", "texts"), [
     (["2026-01-02", "2026-01-03", None], ["2026-01-02", "2026-01-03"]), (["2026-01-02T03:04:05Z"] * 2, None),
-    ([10**25 + 7, 3], [str(10**25 + 7), "3"]), ([6.5, 2.0], ["6.5", "2"]),
+    ([10**25 + 7, 3], [str(10**25 + 7), "3"]), ([6.5, 2.0], ["6.5", "2"]), ([6.02e23, 2.5], ["6.02e+23", "2.5"]),
 ])
 def test_dates_and_long_numbers_of_a_json_file_are_the_texts_that_it_has(
     answers: list[Any], texts: list[str] | None, tmp_path: Path
