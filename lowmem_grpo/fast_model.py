@@ -195,6 +195,8 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         Raises CheckpointError for a folder without an adapter, and AdapterError for one that is incomplete, not finite,
         or made for other layers or another base model. `any_base` skips the comparison of the base models' names.
         """
+        if not isinstance(path, str | Path) or not str(path):
+            raise ValueError(f"path is {path!r}; it must be a folder's name: what save_lora wrote, or a checkpoint")
         folder = Path(path)
         check_for(self, folder)
         if not any_base:

@@ -28,7 +28,7 @@ from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.models.stored_model import check_stored, find, refuse_longer
-from lowmem_grpo.utils import TRUTH, WHOLE, check_given, require, size_text, torch
+from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, require, size_text, torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -179,7 +179,7 @@ class FastLanguageModel:
         asked = {name: value for name, value in locals().items() if name not in ("cls", "model")}
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
         check_given(locals(), LORA)
-        require("random_state", random_state, WHOLE)
+        require("random_state", random_state, SEED)
         for part, chosen in (("language_layers", finetune_language_layers), ("mlp_modules", finetune_mlp_modules),
                              ("attention_modules", finetune_attention_modules)):
             require(f"finetune_{part}", chosen, TRUTH)
@@ -188,7 +188,7 @@ class FastLanguageModel:
         from peft import LoraConfig
 
         from lowmem_grpo.fast_model import check_bare, has_this_lora, with_lora
-        from lowmem_grpo.models.lora_targets import Scope, check_plain, lora_targets
+        from lowmem_grpo.models.lora_targets import Scope, check_plain, check_start, lora_targets
 
         if has_this_lora(model, asked):  # a notebook cell that was run twice
             return model
@@ -199,13 +199,16 @@ class FastLanguageModel:
             raise ValueError(f"max_seq_length is {max_seq_length}; the model was loaded with "
                              f"{model.loaded.max_seq_length}, change it there")
         start: Any = True if init_lora_weights in (None, "default") else init_lora_weights
+        check_start(start)  # PEFT has its own words for "loftq"
         biases: Any = bias  # check_plain refuses all but "none"
+        r, lora_alpha, lora_dropout, rank_pattern, alpha_pattern, layers_to_transform = as_python(
+            [r, lora_alpha, lora_dropout, rank_pattern or {}, alpha_pattern or {}, layers_to_transform])
         config = LoraConfig(
             r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, use_rslora=use_rslora, bias=biases,
             task_type="CAUSAL_LM",
             target_modules=lora_targets(model.inner, target_modules, scope, exclude_modules),
             exclude_modules=exclude_modules, layers_to_transform=layers_to_transform, layers_pattern=layers_pattern,
-            rank_pattern=rank_pattern or {}, alpha_pattern=alpha_pattern or {}, init_lora_weights=start,
+            rank_pattern=rank_pattern, alpha_pattern=alpha_pattern, init_lora_weights=start,
         )
         check_plain(config)
         made = with_lora(model, config, use_gradient_checkpointing, random_state, mlp_tile)

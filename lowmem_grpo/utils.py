@@ -90,6 +90,8 @@ TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
 PATH: Rule = ("a folder's name, which is not empty",
               lambda value: isinstance(value, str | os.PathLike) and bool(str(value).strip()))
 WHOLE: Rule = ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool))
+SEED = number("a whole number, from -2**63 to 2**64 - 1, as torch takes",
+              lambda value: WHOLE[1](value) and -(2**63) <= value < 2**64)
 NUMBER_DICT: Rule = ("a dict of numbers", lambda value: isinstance(value, Mapping)
                      and all(isinstance(each, Real) for each in value.values()))
 WHOLES: Rule = ("a whole number, or a list of them", lambda value: all(
@@ -105,6 +107,27 @@ OF_KINDS: dict[Any, Rule] = {  # rules of fields without one in RANGES, by annot
     dict: ("a dict", lambda value: isinstance(value, Mapping)),
 }
 TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
+
+
+def as_python(value: Any) -> Any:
+    """Return the numbers and arrays of numpy and torch as Python's, which JSON can hold, within dicts and lists too."""
+    if type(value) is dict:
+        return {name: as_python(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(as_python, value))
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def field_value(cls: Any, name: str, value: Any) -> Any:
+    """Return a field's value as Python's own type, and 8.0 as 8 in a field for whole numbers."""
+    value = as_python(value)
+    return int(value) if isinstance(value, float) and value.is_integer() and name in whole_fields(cls) else value
+
+
+@cache
+def whole_fields(cls: Any) -> set[str]:
+    """Return the names of a dataclass's fields for whole numbers."""
+    return {name for name, hint in get_type_hints(cls).items() if kind_of(hint) is int}
 
 
 def is_pattern(text: str) -> bool:

@@ -1,5 +1,6 @@
 """What the loader hands out: sampling in vLLM's shape, with the adapter that was asked for, and adapters on disk."""
 
+import copy
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 import lowmem_grpo
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
+from lowmem_grpo.data.prompt_inputs import encoded
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, RequestOutput, adapter_for
 from lowmem_grpo.runs.saved_adapter import CheckpointError, base_of_adapter
 
@@ -325,6 +327,17 @@ def test_calls_about_an_adapter_that_is_not_there_say_how_to_get_one(
             call(tmp_path)
     with pytest.raises(ValueError, match="needs a model with LoRA: put it on with"):
         bare.fast_generate("Start", GREEDY, model.current_lora())
+    for wrong in (None, "", 7):
+        with pytest.raises(ValueError, match=f"path is {wrong!r}; it must be a folder's name"):
+            model.load_lora(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", ["<added>", [{"role": "user", "content": "<added>"}]])
+def test_a_token_that_only_the_tokenizer_has_is_refused(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> None:
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["<added>"])
+    with pytest.raises(ValueError, match=f"has the token id {len(tokenizer)}; .* only added to the tokenizer has no w"):
+        encoded(more, prompt, len(tokenizer))
 
 
 def test_the_bare_model_lends_what_the_transformers_model_has(bare: BareModel) -> None:

@@ -227,6 +227,7 @@ def test_every_option_of_unsloth_is_accepted_at_unsloths_own_default(loader: typ
     ({"layers_to_transform": 1, "finetune_last_n_layers": 1}, "both choose layers"),
     ({"target_modules": ["gate_proj"], "finetune_mlp_modules": False}, "names no layer of the part"),
     ({"finetune_last_n_layers": 0}, "must be at least 1"), ({"random_state": None}, "random_state is None; it must be"),
+    ({"random_state": 2**64}, "from -2"), ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq' is not supp"),
     ({"layers_to_transform": "a"}, "layers_to_transform is 'a'; it must be a whole number, or a list of them"),
     ({"rank_pattern": {"(": 4}}, "rank_pattern is .*; it must be a dict of numbers, each by a name or a regular expr"),
     ({"use_gradient_checkpointing": "disk"}, '"auto" and its alias "unsloth"'),

@@ -1,13 +1,16 @@
 """`Place`: this process's rank among a run's processes, as torchrun and accelerate's launchers set it, and the CPU
 cores that other programs leave free. torch is imported only to set its threads."""
 
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowmem_grpo.utils import torch
 
@@ -52,6 +55,42 @@ def this_place() -> Place:
         raise ValueError(f"this process is to be one of several, and its variables do not fit together: {told}. Start "
                          "it with torchrun --nproc-per-node N, or unset them for a run in one process")
     return place
+
+
+class ProcessArguments:
+    """What transformers' TrainingArguments say about this process, for scripts and callbacks that read it."""
+
+    use_cpu: bool
+    log_level: str
+    to_dict: Callable[[], dict[str, Any]]
+
+    world_size = property(lambda self: this_place().count)
+    process_index = property(lambda self: this_place().rank)
+    local_process_index = property(lambda self: this_place().local)
+    should_save = should_log = property(lambda self: this_place().leads)
+    train_batch_size = property(attrgetter("per_device_train_batch_size"))
+    eval_batch_size = property(attrgetter("per_device_eval_batch_size"))
+    n_gpu = property(lambda self: int(self.device.type == "cuda"))
+
+    @property
+    def device(self) -> Any:
+        """The device of a model that is given by name."""
+        return torch.device(own_device(0 if self.use_cpu else torch.cuda.device_count()))
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        return {name: value if isinstance(value, bool | int | float | str) else str(value)
+                for name, value in self.to_dict().items()}
+
+    def get_process_log_level(self) -> int:
+        return int(getattr(logging, self.log_level.upper(), logging.WARNING))  # "passive": transformers' own default
+
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Any:
+        """Return a context in which one process has nothing to wait for; ValueError if there are several."""
+        one_process("main_process_first")
+        return nullcontext()
 
 
 def one_process(what: str) -> None:

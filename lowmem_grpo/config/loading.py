@@ -78,7 +78,7 @@ PLAIN: dict[str, Rule] = {  # options of from_pretrained
 }
 LORA: dict[str, Rule] = {  # options of get_peft_model, and those that a LoraConfig has too
     "r": up_to(MOST_RANK, Integral), "lora_alpha": utils.POSITIVE, "lora_dropout": utils.DECAY,
-    "random_state": utils.WHOLE, "use_rslora": utils.TRUTH,
+    "random_state": utils.SEED, "use_rslora": utils.TRUTH,
     "target_modules": utils.TEXTS, **dict.fromkeys(("exclude_modules", "layers_pattern"), utils.PATTERNS),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), utils.PATTERN_NUMBERS),
     "layers_to_transform": utils.WHOLES, "finetune_last_n_layers": utils.WHOLE,

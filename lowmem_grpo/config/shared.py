@@ -3,10 +3,12 @@
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+import sys
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowmem_grpo import utils
+from lowmem_grpo.config.launcher import ProcessArguments
 from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse, suggestion
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.utils import (
@@ -17,6 +19,7 @@ from lowmem_grpo.utils import (
     Rule,
     check_ranges,
     count_text,
+    field_value,
     number,
     one_of,
     require,
@@ -38,6 +41,10 @@ STRATEGIES = ("no", "steps", "epoch")
 ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields that exist for the
 # argument parsers of TRL's scripts; the table of unsupported options says which values are accepted
 BARE = {"nargs": "?", "const": True}  # metadata: to such a parser, the bare name of the field means True
+if TYPE_CHECKING:
+    JsonDict = dict[str, Any]
+else:
+    JsonDict = dict[str, Any] | str  # argument parsers pass its JSON text
 LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
@@ -57,7 +64,8 @@ class CheckedCall(type):
         options, known = under_new_names(kwargs, cls.renamed, cls.__name__), field_names(cls)
         if others := {name: value for name, value in options.items() if name not in known or name in ONE_MEANING}:
             refuse(others, cls.unsupported, known, cls.__name__)
-        return super().__call__(*args, **{name: value for name, value in options.items() if name in known})
+        return super().__call__(*args, **{name: field_value(cls, name, value) for name, value in options.items()
+                                           if name in known})
 
 
 def of_json(value: Any) -> Any:
@@ -77,7 +85,7 @@ def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str
 
 
 @dataclass
-class TrainSettings(metaclass=CheckedCall):
+class TrainSettings(ProcessArguments, metaclass=CheckedCall):
     """The fields that every trainer has. Each means what it means in TRL; fields that TRL does not have say so."""
 
     evaluated: ClassVar[str] = "loss"  # the evaluation metric that ranks checkpoints by default
@@ -92,7 +100,7 @@ class TrainSettings(metaclass=CheckedCall):
     """True shuffles the rows anew in each epoch, seeded by `data_seed`; False keeps their order."""
     data_seed: int | None = None
     """Seed that shuffles the rows; None: `seed`."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonDict | None = None
 
     # how much
     max_steps: int = -1
@@ -113,7 +121,7 @@ class TrainSettings(metaclass=CheckedCall):
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    lr_scheduler_kwargs: JsonDict | None = None
     """Arguments of the scheduler, a dict or its JSON text, such as {"min_lr_rate": 0.1} for "cosine_with_min_lr"."""
     warmup_steps: float = 0
     """Number of warmup steps or, below 1, their share of all steps, as in transformers 5."""
@@ -159,8 +167,9 @@ class TrainSettings(metaclass=CheckedCall):
     """True if a higher metric_for_best_model is better; None: True, unless the metric's name ends with "loss"."""
     load_best_model_at_end: bool = False
     """True loads the best checkpoint's adapter after the last step, and saves it in the folder `adapter`."""
-    model_init_kwargs: dict[str, Any] | None = None
-    """Options for loading a model that is given to a trainer by name: dtype, revision, token, device_map."""
+    model_init_kwargs: JsonDict | None = None
+    """Options for loading a model that is given to a trainer by name: dtype, revision, token, device_map; a dict or its
+    JSON text."""
     push_to_hub: bool = False
     """True uploads the adapter of a finished run to the hub; a missing repository is created, as a private one."""
     hub_model_id: str | None = None
@@ -171,16 +180,16 @@ class TrainSettings(metaclass=CheckedCall):
     """The Space on the hub that trackio writes to; None: it writes on this machine only."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "output_dir": utils.PATH,
+        "output_dir": utils.PATH, "seed": utils.SEED,
         "max_steps": number("a whole number above 0, or -1 to go by num_train_epochs",
                             lambda value: value % 1 == 0 and (value > 0 or value == -1)),
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
         "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
-        "lr_scheduler_kwargs": utils.OF_KINDS[dict], "chat_template_kwargs": TEMPLATE_VARIABLES,
-        "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS), "adam_beta1": utils.DECAY,
-        "adam_beta2": utils.DECAY, "adam_epsilon": ZERO_OR_MORE, "weight_decay": ZERO_OR_MORE,
-        "max_grad_norm": POSITIVE, "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE,
-        "warmup_ratio": utils.SHARE,
+        "lr_scheduler_kwargs": utils.OF_KINDS[dict], "model_init_kwargs": utils.OF_KINDS[dict],
+        "chat_template_kwargs": TEMPLATE_VARIABLES, "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS),
+        "adam_beta1": utils.DECAY, "adam_beta2": utils.DECAY, "adam_epsilon": ZERO_OR_MORE,
+        "weight_decay": ZERO_OR_MORE, "max_grad_norm": (f"{POSITIVE[0]} (1e9 clips nothing)", POSITIVE[1]),
+        "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": utils.SHARE,
         "logging_steps": COUNT, "nonfinite_steps": COUNT, "save_strategy": one_of(*STRATEGIES), "save_steps": COUNT,
         "save_total_limit": COUNT, "eval_strategy": one_of(*STRATEGIES), "eval_steps": COUNT,
         **dict.fromkeys(("greater_is_better", "load_best_model_at_end", "push_to_hub", "disable_dropout", "use_cpu",
@@ -193,7 +202,8 @@ class TrainSettings(metaclass=CheckedCall):
         require("report_to", self.report_to, NAMES)
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ["none"])
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-        self.lr_scheduler_kwargs = of_json(self.lr_scheduler_kwargs)
+        for name in ("lr_scheduler_kwargs", "chat_template_kwargs", "model_init_kwargs"):
+            setattr(self, name, of_json(getattr(self, name)))
         for name in ("optim", "save_strategy", "eval_strategy"):
             setattr(self, name, str(getattr(getattr(self, name), "value", getattr(self, name))))
         check_ranges(self)
@@ -263,14 +273,15 @@ class TrainSettings(metaclass=CheckedCall):
         table = type(self).unsupported
         if name in table and (name in ONE_MEANING or name not in field_names(type(self))):
             refuse({name: value}, table, (), type(self).__name__)
-        super().__setattr__(name, value)
+        super().__setattr__(name, field_value(type(self), name, value))
 
     def __getattr__(self, name: str) -> Any:
         """Return the value in effect for an option that is not a field; callbacks of other libraries read some."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
-            raise AttributeError(f"{type(self).__name__} has no option {name!r}"
-                                 f"{suggestion(name, field_names(type(self)))}")
+            advice = "; set the fields themselves" if name.startswith("set_") else suggestion(
+                name, field_names(type(self)))
+            raise AttributeError(f"{type(self).__name__} has no option {name!r}{advice}")
         return fixed.allowed(name)[0]
 
     @property
@@ -285,6 +296,12 @@ class TrainSettings(metaclass=CheckedCall):
         if rows is None:
             raise ValueError("the rows are a stream, which has no length: set max_steps, the number of optimizer steps")
         return max(1, math.ceil(self.num_train_epochs * rows / self.batch_size))
+
+    def epochs_of(self, rows: int | None) -> int:
+        """Return the passes over `rows` rows that a run begins, as transformers counts them; of a stream the most."""
+        if rows is None or self.max_steps <= 0:
+            return sys.maxsize if rows is None else math.ceil(self.num_train_epochs)
+        return math.ceil(self.max_steps / replace(self, max_steps=-1, num_train_epochs=1).total_steps(rows))
 
     @property
     def completions_per_step(self) -> int:

@@ -77,13 +77,20 @@ def encode(tokenizer: Any, prompt: Any, vocabulary: int = sys.maxsize) -> Encode
     if len(prompt) == 0:
         raise ValueError("fast_generate got no prompt, or an empty one")
     if isinstance(prompt, str):
-        return prompt, text_ids(tokenizer, prompt)
+        return prompt, known_ids(text_ids(tokenizer, prompt), vocabulary)
     if isinstance(prompt[0], int):
-        if wrong := [token for token in prompt if type(token) is not int or not 0 <= token < vocabulary]:
-            raise ValueError(f"a prompt has the token id {wrong[0]!r}; the model's are 0 to {vocabulary - 1}")
-        return tokenizer.decode(prompt), list(prompt)
+        ids = known_ids(prompt, vocabulary)
+        return tokenizer.decode(ids), ids
     text = chat_text(tokenizer, [in_text(each) for each in prompt])
-    return text, tokenizer(text, add_special_tokens=False).input_ids
+    return text, known_ids(tokenizer(text, add_special_tokens=False).input_ids, vocabulary)
+
+
+def known_ids(ids: Any, vocabulary: int) -> list[int]:
+    """Return token ids as a list; ValueError for an id that the model lacks."""
+    if wrong := [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]:
+        raise ValueError(f"a prompt has the token id {wrong[0]!r}; the model's are 0 to {vocabulary - 1}. A token that "
+                         "was only added to the tokenizer has no weights: leave it out of the prompt")
+    return list(ids)
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:

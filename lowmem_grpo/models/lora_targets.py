@@ -112,9 +112,13 @@ def check_plain(config: Any) -> None:
         advice = GET_PEFT_MODEL[variant].advice if variant in GET_PEFT_MODEL else "Only plain LoRA is trained."
         raise ValueError(f"peft_config: {variant}={settings[variant]!r} is not supported. {advice} Or leave "
                          "it out, or train with TRL and these kernels (lowmem_grpo.integrations.trl)")
-    if not starts_plainly(config.init_lora_weights):
-        raise ValueError(f"peft_config: init_lora_weights={config.init_lora_weights!r} is not supported; allowed are "
-                         f"{STARTS}")
+    check_start(config.init_lora_weights)
+
+
+def check_start(start: Any) -> None:
+    """Raise ValueError for `init_lora_weights` that would change the base's weights, or that PEFT lacks."""
+    if not starts_plainly(start):
+        raise ValueError(f"peft_config: init_lora_weights={start!r} is not supported; allowed are {STARTS}")
 
 
 def check_config(model: Any, config: LoraConfig) -> None:

@@ -42,13 +42,13 @@ class Callbacks:
     """The listeners, called in order for each event for which they have a method."""
 
     def __init__(self, listeners: Iterable[Any] = ()) -> None:
-        self.listeners: list[Any] = []
+        self.callbacks: list[Any] = []
         for listener in listeners:
-            self.add(listener)
+            self.add_callback(listener)
 
     def __call__(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert event in EVENTS, event
-        for listener in list(self.listeners):
+        for listener in list(self.callbacks):
             method = getattr(listener, event, None)
             if method is None:
                 continue
@@ -57,7 +57,7 @@ class Callbacks:
                 for name in vars(control):
                     setattr(control, name, getattr(returned, name, getattr(control, name)))
 
-    def add(self, listener: Any) -> None:
+    def add_callback(self, listener: Any) -> None:
         """Add a listener (an object or a class). TypeError if it has no hook; warns of hooks that are never called."""
         made = listener() if isinstance(listener, type) else listener
         kind = type(made)
@@ -75,14 +75,20 @@ class Callbacks:
             home = next((cls for cls in kind.__mro__ if hook in vars(cls)), None)
             if home is not None and not home.__module__.startswith("transformers."):  # whose default does nothing
                 logger.warning("%s.%s is never called: %s", kind.__name__, hook, advice)
-        self.listeners.append(made)
+        self.callbacks.append(made)
 
-    def pop(self, which: Any) -> Any:
+    def pop_callback(self, which: Any) -> Any:
         """Remove and return a listener, given as object or class; None if there is none."""
-        for place, listener in enumerate(self.listeners):
-            if listener is which or (isinstance(which, type) and type(listener) is which):
-                return self.listeners.pop(place)
+        for place, listener in enumerate(self.callbacks):
+            if listener is which or (isinstance(which, type) and isinstance(listener, which)):
+                return self.callbacks.pop(place)
         return None
+
+    remove_callback = pop_callback
+
+    @property
+    def callback_list(self) -> str:
+        return "\n".join(type(listener).__name__ for listener in self.callbacks)
 
 
 def make_sinks(names: list[str]) -> list[Any]:

@@ -66,14 +66,15 @@ class RunRecords:
                               f"go on with it (resume=true), or move it to {self.run_dir / EARLIER} and begin a new "
                               "one (overwrite_output_dir=true)")
 
-    def rewind(self, step: int) -> None:
-        """Drop the lines after `step`, which will be written again, and an unfinished last line. RecordError, before
-        anything is dropped, for a damaged line among the kept ones."""
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Drop the lines after `step`, which will be written again, and an unfinished last line; return the metrics
+        that stay. RecordError, before anything is dropped, for a damaged line among the kept ones."""
         held = {name: kept_lines(self.run_dir / name, step) for name in (METRICS, COMPLETIONS)
                 if os.path.lexists(self.run_dir / name)}
         for name, kept in held.items():
             replace_text(self.run_dir / name, "".join(map(to_line, kept)))
             self.lines[name] = len(kept)
+        return held.get(METRICS, [])
 
     def missing(self, written: dict[str, int]) -> list[str]:
         """Return a message for each file with fewer lines than a checkpoint counted (`written`)."""
@@ -135,7 +136,10 @@ class NoRecords(RunRecords):
     def ignore(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    start_run = rewind = flush = summary = append = ignore
+    start_run = flush = summary = append = ignore
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        return []
 
     def known(self) -> dict[str, Any]:
         return {}

@@ -1,6 +1,7 @@
 """The state, control and output of a run, under transformers' names. `Clock` counts the seconds of a step's phases, and
 `Interrupt` handles signals."""
 
+import json
 import math
 import os
 import signal
@@ -10,13 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmem_grpo.memory.peaks import PhasePeaks  # loads torch, and is needed only as a type
 
+OF_SETTINGS = ("max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs")
 OF_STEPS = ("loss", "grad_norm", "learning_rate")  # in log lines, but not in the summary
 
 
@@ -39,6 +42,11 @@ class TrainerState:
     unlogged: list[dict[str, Any]] = field(default_factory=list)  # lines of the steps since the last log line
     log_history: list[dict[str, Any]] = field(default_factory=list)
     # Read by transformers' callbacks; there is one process.
+    logging_steps: int = 1
+    eval_steps: int | None = None
+    save_steps: int = 0
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
     is_world_process_zero = is_local_process_zero = True
     is_hyper_param_search, trial_name, trial_params, total_flos = False, None, None, 0.0
 
@@ -46,6 +54,10 @@ class TrainerState:
     def num_input_tokens_seen(self) -> int:
         """`num_tokens`, by transformers' name."""
         return self.num_tokens
+
+    def save_to_json(self, json_path: str) -> None:
+        """Write this state to a file, as transformers' state does."""
+        Path(json_path).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 @dataclass

@@ -26,7 +26,7 @@ from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_agree, preflight
 from lowmem_grpo.trainer.saver import Saver
 from lowmem_grpo.trainer.step_accumulator import StepAccumulator, members
-from lowmem_grpo.trainer.trl_api import TrlApi
+from lowmem_grpo.trainer.trl_api import NoLoader, TrlApi
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -273,7 +273,8 @@ class Trainer(TrlApi):
     def notify(self, event: str, **details: Any) -> None:
         """Notify the listeners, with the arguments that transformers' Trainer passes."""
         self.callbacks(event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
-                       optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details)
+                       optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler,
+                       train_dataloader=NoLoader(), eval_dataloader=NoLoader(), **details)
 
     def record(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
         """Write the metrics and completions of one step, and notify the listeners."""

@@ -109,7 +109,10 @@ def make_parts(
     """Return the parts of a trainer on `source` with this objective; `peaks` measures the memory of each phase."""
     policy, processes = trained.policy, trained.ranks
     rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
-    state = TrainerState(max_steps=args.total_steps(rows))
+    state = TrainerState(
+        max_steps=args.total_steps(rows), logging_steps=args.logging_steps, eval_steps=args.eval_steps,
+        save_steps=args.save_steps, train_batch_size=args.per_device_train_batch_size,
+        num_train_epochs=args.epochs_of(rows))
     if not processes.leads:  # the leading rank sets neither attribute, because its state is saved for all ranks
         state.is_world_process_zero, state.is_local_process_zero = False, not processes.place.local
     run_dir = Path(args.output_dir)

@@ -14,6 +14,7 @@ from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import RecordError
 from lowmem_grpo.runs.saved_adapter import CheckpointError, MismatchError
+from lowmem_grpo.runs.state import OF_SETTINGS
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.step_accumulator import RandomStates
 
@@ -139,7 +140,7 @@ class Saver:
         with checkpoint.trusted(folder, DataError, RecordError):
             self.restore(saved)
             self.restore_reference(folder, saved)
-            self.records.rewind(int(saved["trainer"]["global_step"]))
+            self.state.log_history = self.records.rewind(int(saved["trainer"]["global_step"]))
         self.saved = self.state.global_step
         for missing in self.records.missing(saved.get("records", {})):
             logger.warning("%s; the others are lost, and the run goes on without them", missing)
@@ -181,7 +182,7 @@ class Saver:
             logger.warning("the run computed with OMP_NUM_THREADS=%s and goes on with %d: samples may be rounded "
                            "otherwise; set it as it was to go on bit for bit", before, threads)
         for name, value in saved["trainer"].items():
-            if name != "max_steps":
+            if name not in OF_SETTINGS:
                 setattr(self.state, name, value)
         if best := self.state.best_model_checkpoint:
             here = self.run_dir / Path(best).name  # the run directory may have been moved

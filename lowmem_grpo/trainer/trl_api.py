@@ -78,6 +78,18 @@ class NotHereError(AttributeError, UnsupportedError):
     """An attribute that other trainers have and ours lack; the message says what to use instead."""
 
 
+class NoLoader:
+    """What callbacks get as train_dataloader and eval_dataloader: each use of it is refused with advice."""
+
+    def refuse(self, *_: Any) -> Any:
+        raise NotHereError(ROWS)
+
+    __getattr__ = __len__ = __iter__ = refuse
+
+    def __bool__(self) -> bool:
+        return False  # there is none
+
+
 class Processes:
     """The `trainer.accelerator`, reduced to the attributes that people read."""
 
@@ -179,11 +191,11 @@ class TrlApi:
 
     def add_callback(self, callback: Any) -> None:
         """Add a listener; a class is instantiated first."""
-        self.callbacks.add(callback)
+        self.callbacks.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove and return a listener, given as an object or by its class; None if it was not added."""
-        return self.callbacks.pop(callback)
+        return self.callbacks.pop_callback(callback)
 
     remove_callback = pop_callback
 

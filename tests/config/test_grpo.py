@@ -1,9 +1,12 @@
 """Settings of GRPO: values, their contradictions and what follows from them."""
 
+import json
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tables import not_refused
 
 from lowmem_grpo.config.grpo import GRPOConfig
@@ -39,6 +42,7 @@ BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
     ("warmup_ratio", -0.5, "from 0 to 1"),
     ("max_steps", 0, "above 0, or -1"), ("max_steps", -2, "above 0, or -1"), ("temperature", 0, "1.0 is usual"),
     ("temperature", -0.5, "above 0"),
+    *[("seed", wrong, "from -2**63 to 2**64 - 1") for wrong in (2**64, -(2**63) - 1, True)],
     ("learning_rate", "1e-5", "0 or above"), ("save_steps", None, "at least 1"), ("logging_steps", True, "at least 1"),
 ]
 WITHOUT_MEANING = [
@@ -81,6 +85,7 @@ def test_the_completions_of_a_generation_say_its_steps() -> None:
     ({"evaluation_strategy": "steps", "logging_steps": 7}, {"eval_strategy": "steps", "logging_steps": 7}),
     ({"eval_strategy": "steps", "logging_steps": 7}, {"eval_strategy": "steps", "logging_steps": 7, "eval_steps": 7}),
     ({"scale_rewards": False}, {"scale_rewards": "none"}), ({"scale_rewards": True}, {"scale_rewards": "group"}),
+    *[({name: '{"a": 1}'}, {name: {"a": 1}}) for name in ("chat_template_kwargs", "model_init_kwargs")],  # as parsers
 ])
 def test_settings_in_other_words_mean_the_same(written: dict[str, Any], meant: dict[str, Any]) -> None:
     assert GRPOConfig(**written) == GRPOConfig(**meant)
@@ -151,6 +156,17 @@ def test_records_hold_every_field_and_make_the_same_settings() -> None:
     config = GRPOConfig(**NOTEBOOK, vllm_sampling_params=SamplingParams(min_p=0.1, stop=["</s>"]))
     assert [*config.to_dict()] == [field.name for field in fields(GRPOConfig)]
     assert GRPOConfig(**config.to_dict()) == config
+
+
+def test_settings_from_numpy_and_torch_and_whole_floats_are_plain_numbers_that_checkpoints_can_hold() -> None:
+    config = GRPOConfig(
+        max_steps=np.int64(3), learning_rate=np.float32(0.5), reward_weights=np.array([1.0, 2.0]),
+        num_generations=torch.tensor(4), disable_dropout=np.bool_(True), chat_template_kwargs={"budget": np.int64(3)},
+        max_completion_length=8.0, vllm_sampling_params={"min_p": np.float32(0.5), "max_tokens": 8.0})
+    config.save_steps = np.int32(5)
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+    assert (config.max_steps, config.learning_rate, config.reward_weights) == (3, 0.5, [1.0, 2.0])
+    assert type(config.max_completion_length) is type(config.vllm_sampling_params.max_tokens) is int
 
 
 def test_a_value_of_another_type_is_refused_by_the_name_of_its_setting() -> None:

@@ -59,12 +59,14 @@ def test_the_loss_of_a_run_is_the_mean_over_its_steps_not_over_its_lines(trained
     assert last["total_flos"] == 6.0 * pairs.state.num_tokens * parameters > 0
 
 
-def test_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_its_own_steps_and_has_the_lines_before(tmp_path: Path) -> None:
     whole = make(tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=1, beta=0.1)
     whole.train()
     again = make(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=1, beta=0.1)
     output = again.train(resume_from_checkpoint=True)
-    assert losses_of(again).keys() == {3} and output.metrics["step"] == 3
+    before = [line for line in again.state.log_history if line["step"] < 3]
+    assert before == whole.state.log_history[:-1] and losses_of(again).keys() == {1, 2, 3}
+    assert output.metrics["step"] == 3
     assert again.state.log_history[-1]["train_loss"] == pytest.approx(losses_of(again)[3])
     assert output.metrics["train_samples_per_second"] == pytest.approx(8 / output.metrics["train_runtime"])
 

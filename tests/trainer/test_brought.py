@@ -1,8 +1,11 @@
 """What people bring to a trainer: models by name and plain ones, peft settings, datasets of every kind, callbacks."""
 
 import itertools
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,12 +32,14 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import TensorBoardCallback
+from transformers.utils.notebook import NotebookProgressCallback
 from trl import RichProgressCallback
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.engines.base import NEEDED
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.runs.state import OF_SETTINGS
 from lowmem_grpo.trainer.parts import first_engine, lengths
 
 SHALLOW = shallow()
@@ -405,7 +410,7 @@ def test_what_a_callback_asks_for_is_done_at_the_end_of_the_step(
 
 
 def test_early_stopping_ends_the_run_and_the_best_adapter_is_loaded(tmp_path: Path) -> None:
-    callbacks = [EarlyStoppingCallback(2), PrinterCallback]
+    callbacks = [EarlyStoppingCallback(2), PrinterCallback, NotebookProgressCallback]
     trainer = taught(tmp_path, model="tiny", eval_dataset=TEXTS[:2], callbacks=callbacks, settings={
         "max_steps": 9, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.3,
         "metric_for_best_model": "loss", "load_best_model_at_end": True, "lr_scheduler_type": "constant",
@@ -437,10 +442,43 @@ def test_callbacks_can_be_added_popped_and_removed(tmp_path: Path) -> None:
     trainer.add_callback(ProgressCallback)
     assert trainer.pop_callback(Seen) is seen and trainer.pop_callback(Seen) is None
     trainer.remove_callback(ProgressCallback)
+    handler = trainer.callback_handler  # transformers' names
+    handler.add_callback(PrinterCallback)
+    assert type(handler.callbacks[-1]) is PrinterCallback and handler.callback_list.endswith("\nPrinterCallback")
+    assert type(handler.pop_callback(TrainerCallback)) is PrinterCallback  # also by a class that it inherits from
     trainer.log({"mine": 0.5})
     assert trainer.state.log_history[-1]["mine"] == 0.5
     trainer.train()
     assert seen.calls == []
+
+
+def test_callbacks_read_what_transformers_state_and_arguments_say(tmp_path: Path) -> None:
+    heard: dict[str, Any] = {}
+    reader = SimpleNamespace(on_step_end=lambda args, state, control, **kwargs: heard.update(
+        kwargs, state=replace(state), args=args))
+    trainer = taught(tmp_path, callbacks=[reader], eval_dataset=TEXTS[:2], settings={
+        "max_steps": 3, "save_steps": 2, "logging_steps": 4, "eval_strategy": "steps", "eval_steps": 5})
+    trainer.train()
+    state = heard["state"]
+    # 8 rows in batches of 4: step 3 is in the second epoch
+    assert [getattr(state, name) for name in OF_SETTINGS] == [3, 4, 5, 2, 4, 2]
+    trainer.state.save_to_json(str(tmp_path / "state.json"))
+    assert json.loads((tmp_path / "state.json").read_text())["log_history"] == trainer.state.log_history
+    theirs = TrainingArguments(str(tmp_path), use_cpu=True, per_device_train_batch_size=4)
+    for name in ("world_size", "process_index", "local_process_index", "should_save", "should_log", "n_gpu", "device",
+                 "train_batch_size", "eval_batch_size"):
+        assert getattr(replace(heard["args"], use_cpu=True), name) == getattr(theirs, name), name
+    assert heard["args"].get_process_log_level() == logging.WARNING
+    assert json.loads(heard["args"].to_json_string())["max_steps"] == 3
+    with heard["args"].main_process_first(desc="mapping"):
+        assert heard["args"].to_sanitized_dict().keys() == heard["args"].to_dict().keys()
+    with pytest.raises(AttributeError, match="no option 'set_training'; set the fields themselves"):
+        heard["args"].set_training(learning_rate=1e-4)
+    for loader in (heard["train_dataloader"], heard["eval_dataloader"]):
+        assert not loader
+        for use in (len, iter, lambda given: given.batch_size):
+            with pytest.raises(AttributeError, match=r"there are no data loaders: trainer\.source\.take"):
+                use(loader)
 
 
 def test_trls_bar_is_left_out_as_the_view_shows_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -305,7 +305,7 @@ def test_a_run_that_cannot_go_on_saves_what_it_has(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", **settings)
     passes = Failing(*range(1000, 2000))
     handle = fail_backward(trainer, passes)
-    trainer.callbacks.listeners.append(  # the second update has no memory at all
+    trainer.callbacks.callbacks.append(  # the second update has no memory at all
         SimpleNamespace(on_step_begin=lambda args, state, *_, **__: passes.at.update(range(1000))
                         if state.global_step == 2 else None)
     )
