@@ -22,18 +22,27 @@ def find_function(name: str) -> Any:
         return made(name, getattr(rewards, name))
     if home.endswith(".py"):
         module = load_file(Path(home))
-    elif importlib.util.find_spec(home.partition(".")[0]) is None:
-        raise ValueError(f"there is no module {home!r} here")
     else:
-        module = import_module(home)
+        try:
+            module = import_module(home)
+        except ModuleNotFoundError as error:
+            if not f"{home}.".startswith(f"{error.name}."):  # the module is there, and lacks another
+                raise
+            raise ValueError(f"there is no module {home!r} here") from error
     if not hasattr(module, attribute):
         raise ValueError(f"{home} has no {attribute!r}")
     return made(name, getattr(module, attribute))
 
 
 def refuse_unknown(name: str) -> None:
-    """Raise ValueError for a name without a colon that is not in lowmem_grpo.rewards."""
-    if ":" not in name and name not in rewards.__all__:
+    """Raise ValueError for a name without a colon that is not in lowmem_grpo.rewards, and one whose file or package is
+    not there. This imports no file of the user's."""
+    home, colon, _ = name.rpartition(":")
+    if home.endswith(".py") and not Path(home).is_file():
+        raise ValueError(f"there is no file {home}")
+    if colon and not home.endswith(".py") and importlib.util.find_spec(home.partition(".")[0]) is None:
+        raise ValueError(f"there is no module {home!r} here")
+    if not colon and name not in rewards.__all__:
         close = difflib.get_close_matches(name, rewards.__all__, n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
         raise ValueError(f"no reward {name!r} in lowmem_grpo.rewards{hint} Name your own as FILE.py:FUNCTION")

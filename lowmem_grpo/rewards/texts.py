@@ -33,4 +33,4 @@ def labels_of(cell: Any) -> list[Any]:
     """Return the labels in a cell, any of which is right. For a float such as 18.0, which pandas makes of 18 in a
     column with empty cells, 18 is a label too."""
     labels = values_of(cell)
-    return [*labels, *(int(label) for label in labels if isinstance(label, float) and label.is_integer())]
+    return [*labels, *(int(label) for label in labels if hasattr(label, "is_integer") and label.is_integer())]

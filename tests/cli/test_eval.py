@@ -240,7 +240,8 @@ def test_ready_made_rewards_and_verifiers_are_made_by_their_names() -> None:
     ("qqqqqq", r"no reward 'qqqqqq' in lowmem_grpo.rewards\. Name your own"),
     ("number_equl", r"did you mean number_equal or .*\? Name your own"),
     ("nothing.py:score", "there is no file nothing.py"), ("no_such:score", "there is no module 'no_such'"),
-    ("math:score", "math has no 'score'"), ("math:pi", "math:pi is not a reward function"),
+    ("math:score", "math has no 'score'"), ("xml.score:score", "there is no module 'xml.score' here"),
+    ("math:pi", "math:pi is not a reward function"),
 ])
 def test_what_is_no_reward_function_is_named(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

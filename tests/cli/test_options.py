@@ -93,6 +93,8 @@ WRONG = {  # command line: words of the refusal
     "eval tiny --dataset nobody/nothing --reward number_match": "no dataset 'nobody/nothing': it is not in the cache",
     "eval tiny --dataset empty.jsonl --reward number_match": "no rows from 'empty.jsonl': it has no rows",
     "eval tiny --dataset x.jsonl --reward number_mach": "no reward 'number_mach'",
+    "eval tiny --dataset x.jsonl --reward nofile.py:score": "there is no file nofile.py",
+    "eval tiny --dataset x.jsonl --reward nomodule:score": "there is no module 'nomodule' here",
     "eval tiny --dataset rows.jsonl --reward math_match --prompt-column q": "has no column 'q'; it has prompt, answer",
     "export old --out made": "the run in old never finished",
     "export /no/such --out made": "there is no /no/such; give the folder of a run",

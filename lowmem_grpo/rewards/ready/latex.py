@@ -20,8 +20,9 @@ SIGNS = str.maketrans({
 WRITTEN = {"{,}": "\\,", "\\!": "", "\\bar{": "\\overline{", "bmatrix": "pmatrix", "a.m.": "am", "p.m.": "pm",
            "\\{\\}": "\\emptyset"}
 TEXTS = re.compile(r"\\(?:text|mbox|mathrm|mathbf|mathit|operatorname)[a-z]*\s*\{([^{}]*)\}")
+CHOICE = re.compile(r"\A(\s*(?:\\text )?[A-Z])\)\s*\Z")  # A) is A, as (A) is
 DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))")
-THIN = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;:][0-9]{3})+(?![0-9])")
+THIN = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;: ][0-9]{3})+(?![0-9])")
 COMMAS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 TOKEN = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\}|\\[A-Za-z]+|\\.|[0-9]*\.[0-9]*\\overline\{[0-9]+\}|0[xX][0-9a-fA-F]+"
                    r"|(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z]))?|[A-Za-z]+|[^\s.]", re.DOTALL)
@@ -32,7 +33,7 @@ SAME = {
     "infinity": "\\infty", **{name: f"\\{name}" for name in NAMES},
 }
 NOTHING = {"\\left", "\\right", "\\,", "\\;", "\\:", "\\ ", "\\quad", "\\qquad", "\\displaystyle",
-           "\\(", "\\)", "\\[", "\\]"}
+           "\\(", "\\)", "\\[", "\\]", "\\"}
 ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
 
 
@@ -42,11 +43,15 @@ def tokens_of(answer: str) -> tuple[str, ...]:
     text = text.strip("$") if text.startswith("$") and text.endswith("$") else text
     for written, meant in WRITTEN.items():
         text = text.replace(written, meant)
-    text = THIN.sub(digits, DEGREES.sub("°", TEXTS.sub(r" \\text \1 ", text)))
+    text = THIN.sub(digits, DEGREES.sub("°", CHOICE.sub(r"\1", TEXTS.sub(r" \\text \1 ", text))))
     if not any(bracket in text for bracket in ("(", "[", "\\{")):  # (1,234) is a pair
         text = COMMAS.sub(digits, text)
     raw = [SAME.get(token, token) for token in TOKEN.findall(text)]
-    return tuple(group([small(token) for token in raw[::-1] if token not in NOTHING]))
+    queue = [small(token) for token in raw[::-1] if token not in NOTHING]
+    tokens = group(queue)
+    while queue:  # a brace that nothing opened
+        tokens += ["\\}", *group(queue)]
+    return tuple(tokens)
 
 
 def digits(number: re.Match[str]) -> str:
@@ -75,7 +80,9 @@ def group(queue: list[str]) -> list[str]:
 
 def argument(queue: list[str], command: str) -> list[str]:
     """Pop and return a command's next argument: one digit, as in TeX, but all of 10 in 2^10, as people mean it."""
-    first = queue.pop() if queue else ""
+    if not queue:
+        return []
+    first = queue.pop()
     if first == "{":
         return group(queue)
     if command.startswith("\\") and first[:1].isdigit() and len(first) > 1:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowmem_grpo.rewards.ready.latex import LETTERS, NAMES, TEXT, tokens_of
-from lowmem_grpo.rewards.ready.reading import SCALES, read_number
+from lowmem_grpo.rewards.ready.reading import SCALES, read_number, unwrapped
 
 Ask = Callable[[str, str], bool]
 Tokens = tuple[str, ...]
@@ -77,7 +77,7 @@ class AnswerPart:
 @functools.lru_cache(maxsize=10_000)
 def read_answer(text: str) -> AnswerPart:
     """Return the structure of an answer; one that is nested deeper than MAX_DEPTH is a single part."""
-    tokens = tokens_of(text)
+    tokens = tokens_of(unwrapped(text))
     deepest = max(itertools.accumulate(map(depth, tokens)), default=0)
     return part_of(tokens) if deepest <= MAX_DEPTH else AnswerPart("", (), tokens)
 

@@ -16,10 +16,11 @@ Place = Callable[[str], str | None]
 MAX_DIGITS = 64  # in a number that is read; a longer one is not an answer, and slow to compute with
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
 MINUSES = "-\u2212\u2013"  # hyphen, minus sign, and the en dash that is often used for it
-PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", r"\,": " ", "\u2009": " ",
-         "\u202f": " ", "\xa0": " ", r"\times": "*", r"\cdot": "*", "\xd7": "*", "\u2044": "/", r"\bar": r"\overline"}
+PLAIN = {r"\text": "", r"\mbox": "", r"\$": "$", r"\%": "%", r"\!": "", "{,}": ",", "\u2044": "/",
+         **dict.fromkeys([r"\,", r"\;", r"\:", "\\ ", "~", "\u2009", "\u202f", "\xa0"], " "),
+         r"\times": "*", r"\cdot": "*", "\xd7": "*", r"\bar": r"\overline"}
 SIGNS = re.compile(r"((?<=\S)[⁰¹²³⁴-⁹⁺⁻ⁿ]+)|([₀-₉]+)|[¼-¾⅐-⅞]")  # exponents, indices, fractions
-FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))")
+FRACTION = re.compile(r"([0-9]?)\s?\\[dtc]?frac\s?(?:\{(-?[0-9]+)\}|([0-9]))\s?(?:\{(-?[0-9]+)\}|([0-9]))")
 SCRIPT = re.compile(r"(?<=[^0-9^\s])\^(?:\{[^{}]*\}|[0-9]+)|_(?:\{[^{}]*\}|[0-9]+)")  # after letters: cm^2, x_1
 SPACED_MINUS = re.compile(rf"([=({{]\s?[{MINUSES}])\s(?=[$0-9.])")  # x = - 3
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -31,7 +32,7 @@ NUMBER = re.compile(rf"""
     (?:[0-9]{{1,2}}(?::[0-9]{{2}})+(?![0-9]) | [0-9]+\ [0-9]+/[0-9]+
        | (?:{DIGITS}(?:\.[0-9]*\\overline\{{[0-9]+\}}|\.[0-9]+)? | \.[0-9]+)
          (?:[eE][-+]?[0-9]+)? (?:\^(?:{EXPONENT}|\{{{EXPONENT}\}}))?
-         (?:\s?[*x]\s?10\^(?:{EXPONENT}|\{{{EXPONENT}\}}))? (?:/[0-9]+)?)
+         (?:\s?[*x]\s?10\^(?:{EXPONENT}|\{{{EXPONENT}\}}))? (?:/-?[0-9]+)?)
     (?:\s{{1,3}}\{{?\s?(?:{"|".join(SCALES)})\b)?""", re.VERBOSE)
 CLOCK = re.compile(r"[0-9]{1,2}(?::[0-9]{2})+")
 THOUSANDS = re.compile(r"(?<![0-9,. ])[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9/]|,[0-9])")
@@ -39,7 +40,7 @@ NEAR = 400  # characters before the last digit that are searched for the number'
 FENCE = "```"
 LANGUAGE = re.compile(r"\A[ \t]*+(?:[^\W_]++[ \t]*+\n|json(?!\w))?+", re.IGNORECASE)  # tag of a fenced block
 STATED = re.compile(r"\banswer(?: is)?[ :=]{1,3}(.+)", re.IGNORECASE)
-ENCLOSED = re.compile(r"\A(?:(\*\*|\$\$?)(.+)\1|\\\((.+)\\\)|\\\[(.+)\\\])\Z")
+ENCLOSED = re.compile(r"\A(?:(\*\*|\$\$?|`)(.+)\1|\\\((.+)\\\)|\\\[(.+)\\\])\Z")
 BRACES = re.compile(r"\\boxed\s{0,9}\{|\\[{}]|[{}]")
 
 
@@ -92,7 +93,12 @@ def stated(label: str) -> str:
         return marked
     sentences = STATED.findall(label)
     answer = (re.split(r"\.(?:\s|$)", sentences[-1])[0] if sentences else label).strip()
-    return ENCLOSED.sub(r"\2\3\4", answer).strip() or label
+    return unwrapped(answer) or label
+
+
+def unwrapped(answer: str) -> str:
+    r"""Return an answer without what encloses it, as in **5**, $5$ or \(5\); of one with a box, the box's content."""
+    return boxed(answer) or ENCLOSED.sub(r"\2\3\4", answer.strip()).strip()
 
 
 def boxed(text: str) -> str | None:
@@ -168,7 +174,7 @@ def read_number(text: object) -> Fraction | None:
     and for a number beyond 1e308 or 64 digits."""
     if isinstance(text, bool) or text is None or len(str(text)) > 4 * MAX_DIGITS:
         return None
-    return exact_value(plain_number(str(text).strip()).removesuffix("%").rstrip().rstrip("."))
+    return exact_value(plain_number(unwrapped(str(text))).removesuffix("%").rstrip().rstrip("."))
 
 
 @functools.lru_cache(maxsize=10_000)  # a group has one label and few answers

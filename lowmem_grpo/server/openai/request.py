@@ -117,7 +117,7 @@ def read_arguments(arguments: Any) -> Any:
         return arguments or {}
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

@@ -62,6 +62,17 @@ def test_numbers_are_judged_as_by_hand(label: str, text: str, right: bool) -> No
     assert rewards.number_match().verify(text, answer=label) is right
 
 
+@pytest.mark.usefixtures("patient")
+@every_row(("text", "right"), [
+    ("$5$", True), (r"\(5\)", True), ("**5**", True), ("`5`", True), (r"\boxed{5}", True), (r"$\boxed{5}$", True),
+    ("5} or 6", False), ("5}+1", False), ("5}{", False), ("}5", False), (r"\boxed{5} or \boxed{6}", False),
+    ("$5$ or $6$", False),
+])
+def test_an_answer_in_tags_may_be_enclosed_and_all_of_it_counts(text: str, right: bool) -> None:
+    for match in (rewards.math_match, rewards.number_match):
+        assert match(where=rewards.in_tag("answer")).verify(f"<answer>{text}</answer>", answer="5") is right
+
+
 FORMS = r"""3\sqrt{13} ;; \left( 3, \frac{\pi}{2} \right) ;; \text{Evelyn} ;; p - q ;; 90^\circ ;; \frac{14}{3}
 4\!:\!51 \text{ p.m.} ;; 864 \mbox{ inches}^2 ;; \text{(E)}, ;; 6, 8\text{, and }10 ;; 12\text{ and }13
 \$32,\!348 ;; 18\text{ ways.} ;; \text{A,C,F} ;; \text{A5}_{11} ;; \frac{1}{7}\triangle ABC

@@ -432,6 +432,7 @@ def test_any_of_several_labels_is_right(verifier: Any, texts: tuple[str, ...]) -
 
 @every_row(("cell", "right"), [
     (18.0, True), (np.array(["3", "18"]), True), ({"3", "18"}, True), (torch.tensor(18), True), ([3, 4], False),
+    (np.float32(18), True), ([np.float32(18)], True),
     ([float("nan"), 18], True), (r"\boxed{18}", True), ("The answer is 18.", True), ("$18$", True), (18.5, False),
     (float("nan"), None), (pd.NA, None), (pd.NaT, None), ([None, float("nan")], None), ("", None), (None, None),
 ])

@@ -179,6 +179,10 @@ def test_calls_beyond_the_first_and_calls_that_cannot_be_read(chat: ChatHandler)
     (choice,) = asked(chat, tools=SCHEMAS)["choices"]
     assert "tool_calls" not in choice["message"] and choice["message"]["content"].startswith("<tool_call>")
     assert chat.turn(choice["turn"]).failures == 1  # type: ignore[union-attr]
+    deep = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "[" * 100_000}}
+    history = [{"role": "assistant", "tool_calls": [deep]}, {"role": "tool", "tool_call_id": "1", "content": "3"}]
+    with pytest.raises(ChatError, match="maximum context length"):  # a text as any other, too long here
+        asked(chat, messages=[*HELLO["messages"], *history])
 
 
 def test_a_stream_says_the_same_as_a_reply_in_chunks(chat: ChatHandler) -> None:
