@@ -74,19 +74,6 @@ def episode(trained: list[bool], splits: list[tuple[int, tuple[int, ...] | None]
     return Rollout([1] * len(trained), [0.0] * len(trained), "stop", trained=trained, splits=made)
 
 
-def test_more_side_by_side_makes_fewer_micro_batches() -> None:
-    """Eight completions of 50 tokens share a prompt of 100: 149 places each side by side, 500 packed."""
-    for spread, count in ((0.0, 8), (1.0, 4), (2.0, 2), (4.0, 1)):
-        assert len(cut([(100, [50] * 8)], Limits(300 if spread < 4 else 600, None, spread))) == count
-
-
-def test_the_prompt_is_counted_once_for_neighbours() -> None:
-    alike = [Span(0, number, (Lengths(None, 10, 5),)) for number in range(3)]
-    assert places(alike) == 9 + 3 * 5 and area(alike) == 3 * 14
-    other = [*alike, Span(1, 0, (Lengths(None, 20, 1),))]
-    assert places(other) == 9 + 3 * 5 + 19 + 1 and area(other) == 4 * 20
-
-
 def test_an_episode_stands_where_its_longest_sequence_belongs() -> None:
     long_and_short = Span(0, 0, (Lengths("a", 10, 9), Lengths("b", 10, 1)))
     between, other = Span(0, 1, (Lengths("a", 10, 5),)), Span(1, 0, (Lengths("a", 10, 7),))

@@ -128,13 +128,6 @@ def test_tokens_and_sequences_are_bounded(
     assert [batch.cu_seqlens.diff().tolist() for batch in batches] == expected
 
 
-def test_empty_completions_are_left_out() -> None:
-    assert pack([group([5, 6], [])]) == []
-    assert pack([]) == []
-    (batch,) = pack([group([5, 6], [], [7])])
-    assert batch.cu_seqlens.tolist() == [0, 2]
-
-
 def test_old_logprobs_are_all_or_nothing() -> None:
     (batch,) = pack([group([5], [6, 7])])
     assert batch.old_logprobs is None and batch.ref_logprobs is None
