@@ -79,7 +79,7 @@ def any_value(*names: str, usual: Any = None) -> Table:
 
 def is_off(value: Any) -> bool:
     """Return whether a value asks for nothing: None, False, or an empty text or collection."""
-    return value is None or value is False or (isinstance(value, (dict, list, tuple, str)) and not value)
+    return value is None or value is False or (isinstance(value, (dict, list, tuple, set, str)) and not value)
 
 
 def named(value: Any) -> Any:

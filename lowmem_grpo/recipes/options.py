@@ -9,12 +9,13 @@ import click
 from pydantic import TypeAdapter, ValidationError
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.shared import of_json
 from lowmem_grpo.utils import COUNT, POSITIVE, Rule, at_least, check_ranges, number, up_to
 
 NONE_IS_A_CHOICE = ("scale_rewards",)
 MOST_ROWS = 1_000_000  # most rows that a recipe generates
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text",
-                         list: "numbers or texts with commas between them"}
+                         list: "numbers or texts with commas between them", dict: "a JSON object"}
 IN_A_FILE = "a value that only a recipe file can give"
 
 
@@ -131,7 +132,8 @@ def typed(owner: type, name: str, text: str) -> Any:
     if bool in get_args(hint) and text.lower() in ("true", "false"):  # for bool | str, which would keep the text
         return text.lower() == "true"
     several = "list[" in str(hint) or (hint is Any and "," in text)
-    value: Any = text.split(",") if several else text
+    takes_json = dict in map(get_origin, get_args(hint))
+    value: Any = text.split(",") if several else of_json(text) if takes_json else text
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

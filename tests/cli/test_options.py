@@ -27,7 +27,7 @@ WRONG = {  # command line: words of the refusal
     "run arithmetic loss_type=ppo": "loss_type is 'ppo'; it must be one of grpo, bnpo",
     "run arithmetic loss_type=gspo importance_sampling_level=token": "loss_type 'gspo' does not use it",
     "run arithmetic resume=perhaps": "resume is 'perhaps'; it must be true or false",
-    "run arithmetic chat_template_kwargs=abc": "it must be a value that only a recipe file can give",
+    "run arithmetic chat_template_kwargs=abc": "is 'abc'; it must be a dict of the chat template's own variables",
     "run arithmetic engine=fast": "engine is 'fast'; allowed: auto, transformers, vllm",
     "run arithmetic use_vllm=true engine=transformers": "contradict each other; leave one of them out",
     "run arithmetic gpu=99": "gpu is '99'; allowed are auto, cpu",

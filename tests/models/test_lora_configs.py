@@ -222,6 +222,7 @@ EMPTY: list[tuple[dict[str, Any], str]] = [  # a setting, and what is refused; "
     *(({"bias": bias}, 'only "none" is supported') for bias in (None, "", False)),
     *(({"init_lora_weights": start}, "init_lora_weights=.* is not supported") for start in ("", 0)),
     *(({name: []}, "") for name in ("trainable_token_indices", "target_parameters", "layer_replication")),
+    ({"target_parameters": set()}, ""),  # as PEFT fills it in for a mixture of experts
 ]
 
 

@@ -103,6 +103,8 @@ TYPED = [
     ("scale_rewards=null", "scale_rewards", None),
     ("report_to=none", "report_to", ["none"]), ("report_to=wandb,tensorboard", "report_to", ["wandb", "tensorboard"]),
     ("loss_type=dr_grpo", "loss_type", "dr_grpo"), ("run_name=None", "run_name", None), ("min_p=0.1", "min_p", 0.1),
+    ('lr_scheduler_kwargs={"num_cycles": 2}', "lr_scheduler_kwargs", {"num_cycles": 2}),
+    ('chat_template_kwargs={"enable_thinking": false}', "chat_template_kwargs", {"enable_thinking": False}),
 ]
 
 
@@ -116,7 +118,7 @@ def test_a_setting_has_the_type_of_its_field() -> None:
 def test_a_misspelt_or_mistyped_option_is_named() -> None:
     assert not_refused(lambda word: fill(ArithmeticOptions, [word]), [
         ("lora_ranks=1", "no option 'lora_ranks'; did you mean lora_rank"), ("config=1", "no option 'config'"),
-        ("max_steps=1.5", "max_steps is '1.5'; it must be a whole number"), ("max_steps=none", "max_steps is 'none'"),
+        ("max_steps=1.5", "max_steps is '1.5'; it must be a whole number"), ("max_steps=none", "max_steps is 'none'"), ("lr_scheduler_kwargs=[1]", "is '[1]'; it must be a JSON object, or a text"),
         ("reward_weights=1,x", "it must be numbers or texts with commas between them, or none"),
         ("--max_steps", "cannot read '--max_steps'"), ("7", "cannot read '7'"),
     ], click.UsageError) == []
