@@ -118,7 +118,8 @@ def test_a_setting_has_the_type_of_its_field() -> None:
 def test_a_misspelt_or_mistyped_option_is_named() -> None:
     assert not_refused(lambda word: fill(ArithmeticOptions, [word]), [
         ("lora_ranks=1", "no option 'lora_ranks'; did you mean lora_rank"), ("config=1", "no option 'config'"),
-        ("max_steps=1.5", "max_steps is '1.5'; it must be a whole number"), ("max_steps=none", "max_steps is 'none'"), ("lr_scheduler_kwargs=[1]", "is '[1]'; it must be a JSON object, or a text"),
+        ("max_steps=1.5", "max_steps is '1.5'; it must be a whole number"), ("max_steps=none", "max_steps is 'none'"),
+        ("lr_scheduler_kwargs=[1]", "is '[1]'; it must be a JSON object, or a text"),
         ("reward_weights=1,x", "it must be numbers or texts with commas between them, or none"),
         ("--max_steps", "cannot read '--max_steps'"), ("7", "cannot read '7'"),
     ], click.UsageError) == []
