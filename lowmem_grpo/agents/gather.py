@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tenacity
 
 from lowmem_grpo.agents.progress import Progress, described, together
-from lowmem_grpo.agents.trajectories import PendingGroup, Trajectory, TrajectoryGroup, is_awaitable
+from lowmem_grpo.agents.trajectories import PendingGroup, Trajectory, TrajectoryGroup, is_awaitable, members_of
 from lowmem_grpo.utils import COUNT, NOT_NEGATIVE, require
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ async def gather_trajectory_groups(
 
     A group from a coroutine of your own counts as one rollout if the coroutine fails, and is left out."""
     say_deprecated(pbar_total_completion_tokens)
-    chosen = list(groups)
+    chosen = members_of(groups, "gather_trajectory_groups takes a list of groups", "gather_trajectory_groups([group])")
     for group in chosen:
         if not (is_awaitable(group) or isinstance(group, TrajectoryGroup)):
             raise TypeError(f"gather_trajectory_groups takes groups, and got {described(group)}: write "
@@ -77,7 +77,8 @@ async def gather_trajectories(
     """Return the result of each rollout, in order: a Trajectory, or a list or tuple of them. With `max_exceptions`, the
     result of a failed rollout is its error. See `gather_trajectory_groups`."""
     say_deprecated(pbar_total_completion_tokens)
-    chosen = list(trajectories)
+    chosen = members_of(trajectories, "gather_trajectories takes a list of rollouts",
+                        "gather_trajectories([rollout()])")
     progress = Progress(max_exceptions, None, timeout, len(chosen))
 
     async def play(rollout: Any) -> Any:

@@ -125,21 +125,21 @@ class Model(BaseModel, Generic[ConfigT]):
         """Return what `overwrite_state` and `merge_state` wrote, or None. ValueError for a damaged file."""
         path = self.folder() / STATE
         try:
-            return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error}): mend or remove it") from error
+            return {**json.loads(path.read_text(encoding="utf-8"))} if path.exists() else None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no JSON object ({error}): mend or remove it") from error
 
     def overwrite_state(self, state: Mapping[str, Any]) -> None:
         """Write this state into the run's folder, in place of any earlier one; of several processes the first one
         writes. TypeError for values that JSON cannot hold."""
-        text, path = json.dumps(dict(state), indent=2), self.folder() / STATE
+        text, path = json.dumps(mapping_of(state), indent=2), self.folder() / STATE
         if this_place().leads:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
 
     def merge_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Merge this into the saved state, nested dicts included, and return the result."""
-        merged = merge(self.read_state() or {}, state)
+        merged = merge(self.read_state() or {}, mapping_of(state))
         self.overwrite_state(merged)
         return merged
 
@@ -237,6 +237,12 @@ def groups_of(rollouts: Any) -> list[TrajectoryGroup]:
             raise TypeError(f"a list of groups or of trajectories is needed, and {described(item)} is in it: `groups = "
                             "await gather_trajectory_groups(...)`")
     return [TrajectoryGroup(items)]
+
+
+def mapping_of(state: Any) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a state is a dict such as {{'epoch': 1}}, and got {described(state)}")
+    return dict(state)
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

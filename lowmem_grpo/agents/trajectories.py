@@ -186,13 +186,15 @@ def is_awaitable(value: object) -> bool:
     return hasattr(value, "__await__")
 
 
-def members_of(members: Any) -> list[Any]:
-    """Return the members of a group as a list. Raises TypeError for a single member."""
+def members_of(
+    members: Any, taker: str = "TrajectoryGroup takes a list of rollouts or trajectories",
+    right: str = "TrajectoryGroup(rollout(model, task) for _ in range(8))",
+) -> list[Any]:
+    """Return the members of a group, or groups, as a list. Raises TypeError for a single one."""
     if is_awaitable(members) or isinstance(members, BaseModel | str | Mapping) or not isinstance(members, Iterable):
         if hasattr(members, "close"):
             members.close()  # a coroutine that will not be awaited
-        raise TypeError("TrajectoryGroup takes a list of rollouts or trajectories, and got "
-                        f"{described(members)}: write TrajectoryGroup(rollout(model, task) for _ in range(8))")
+        raise TypeError(f"{taker}, and got {described(members)}: write {right}")
     return list(members)
 
 

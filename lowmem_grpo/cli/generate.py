@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -43,7 +44,7 @@ def generate(
         longest = sampling.pop("max_tokens")
         params = SamplingParams(n=sampling.pop("samples"), max_tokens=MAX_TOKENS if longest is None else longest,
                                 **sampling)
-        if recipe:
+        if recipe is not None:
             check_exam(recipe, plays=True)
         check_model(model)
         check_adapter(adapter)
@@ -51,7 +52,7 @@ def generate(
         form_of_weights(load_in_16bit=False, **form)  # raises if both are set
     quiet()
     with plain_errors():
-        if recipe:
+        if recipe is not None:
             from lowmem_grpo.cli.playing import play
 
             play(recipe, you, model, adapter, form, params, longest, as_json)
@@ -64,13 +65,13 @@ def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples
     if (prompt is None) == (recipe is None):
         raise click.UsageError("give a PROMPT to answer, or --recipe NAME to play an episode" +
                                ("" if prompt is None else "; not both"))
-    if you and not recipe:
+    if you and recipe is None:
         raise click.UsageError("--you is for --recipe NAME, whose task is played")
     if you and as_json:
         raise click.UsageError("--json prints no questions, and with --you you are asked; leave one of them out")
-    if recipe and samples != 1:
+    if recipe is not None and samples != 1:
         raise click.UsageError(f"--samples {samples} is for a PROMPT; of a recipe one episode is played. Many: "
-                               f"lowmem-grpo eval MODEL --recipe {recipe} --samples {samples}")
+                               f"lowmem-grpo eval MODEL --recipe {quote(recipe)} --samples {samples}")
 
 
 def answer(

@@ -9,6 +9,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -51,7 +52,7 @@ def new(name: str, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> No
     with plain_errors():
         check_name(name, out)
         check_place(out / f"{name}.py", overwrite)
-        write = write_agent if agent else write_for_data if chosen["data"] else write_example
+        write = write_agent if agent else write_example if chosen["data"] is None else write_for_data
         click.echo("\n".join(write(name, out, **chosen)))
 
 
@@ -93,7 +94,7 @@ def check_place(recipe: Path, overwrite: bool) -> None:
 
 def write_agent(name: str, out: Path, **chosen: Any) -> list[str]:
     """Write a recipe with an environment; return the lines to print. ValueError for data options."""
-    if option := next((option for option in ABOUT_DATA if chosen[option]), ""):
+    if option := next((option for option in ABOUT_DATA if chosen[option] is not None), ""):
         raise ValueError(f"--agent writes an environment that makes its own tasks, so --{option.replace('_', '-')} has "
                          "nothing to say; leave it out. Rows can be tasks, too: give them as Lesson(train=...) in the "
                          "file, and their columns arrive in reset")
@@ -108,7 +109,7 @@ def write_agent(name: str, out: Path, **chosen: Any) -> list[str]:
 
 def write_example(name: str, out: Path, **chosen: Any) -> list[str]:
     """Write a recipe and rows that the tiny model can learn; return the lines to print. ValueError for data options."""
-    if option := next((option for option in ABOUT_DATA if chosen[option]), ""):
+    if option := next((option for option in ABOUT_DATA if chosen[option] is not None), ""):
         raise ValueError(f"--{option.replace('_', '-')} is about --data FILE, which is not given")
     from lowmem_grpo.data.layouts import Columns
     from lowmem_grpo.recipes.new_recipe import NewRecipe
@@ -118,7 +119,7 @@ def write_example(name: str, out: Path, **chosen: Any) -> list[str]:
     path = out / f"{name}.jsonl"
     if path.exists() and (not path.is_file() or path.read_bytes() != rows.encode()):
         raise ValueError(f"{path} is there already, and is not replaced; a recipe for it: lowmem-grpo new {name} "
-                         f"--data {path}")
+                         f"--data {quote(str(path))}")
     columns = Columns("question", "answer", "what the model is asked", "what is right")
     told = [f"{path}: {EXAMPLES} example rows. For your own: lowmem-grpo new NAME --data FILE"]
     return write_recipe(NewRecipe(name, out, str(path), columns, "example"), told, rows)
@@ -201,4 +202,4 @@ def save(recipe: Path, text: str, rows: str = "") -> None:
 
 
 def command_name(recipe: Path) -> str:
-    return str(recipe) if recipe.is_absolute() else f"./{recipe.as_posix()}"
+    return quote(str(recipe) if recipe.is_absolute() else f"./{recipe.as_posix()}")

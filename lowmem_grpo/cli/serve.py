@@ -3,6 +3,7 @@
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from socket import socket
 
 import click
@@ -111,7 +112,8 @@ def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, mod
     """Raise ValueError for unsupported options of a served model, OSError for an unknown model. Nothing is loaded."""
     if model is not None and (Path(model) / "adapter_config.json").is_file():
         raise ValueError(f"--model {model} is an adapter, and clients train adapters of their own on a whole model: "
-                         f"lowmem-grpo export {model} --out FOLDER merges it with its base, then serve that FOLDER")
+                         f"lowmem-grpo export {quote(model)} --out FOLDER merges it with its base, then serve "
+                         "that FOLDER")
     if engine == "vllm":
         raise ValueError("--engine is 'vllm'; a served model samples with its clients' adapters between two of their "
                          "steps, and is tested with our own engine only: leave --engine out. A recipe takes vLLM: "

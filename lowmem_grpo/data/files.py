@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -139,7 +140,7 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
     missing = sorted({*wanted} - {*columns})
     if columns and missing:
         raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {listed(columns)}. Rename one, or "
-                         f"let `lowmem-grpo new NAME --data {source}` write a recipe for these")
+                         f"let `lowmem-grpo new NAME --data {quote(source)}` write a recipe for these")
 
 
 def check_prompt_column(source: str, columns: Sequence[str], wanted: str) -> None:

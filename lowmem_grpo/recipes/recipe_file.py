@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -46,8 +47,8 @@ def recipe_path(name: str) -> Path:
     """Return the path of a recipe file. Raises ValueError if it is no Python file, or does not exist."""
     path = Path(name)
     if path.suffix in KINDS:
-        raise ValueError(f"{name} is data, and no recipe: `lowmem-grpo new NAME --data {name}` writes a recipe for it, "
-                         "and `lowmem-grpo run ./NAME.py` trains on it")
+        raise ValueError(f"{name} is data, and no recipe: `lowmem-grpo new NAME --data {quote(name)}` writes a recipe "
+                         "for it, and `lowmem-grpo run ./NAME.py` trains on it")
     if path.suffix != ".py" or not path.is_file():
         missing = " (no such file)" if not path.exists() else ""
         raise ValueError(f"{name} is not a recipe{missing}: give a Python file, or the name of a recipe")

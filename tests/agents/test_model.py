@@ -140,9 +140,14 @@ def test_a_program_keeps_its_state_in_the_folder_of_its_run(model: art.Trainable
     with pytest.raises(TypeError):
         model.overwrite_state({"bad": object()})
     assert model.read_state() is not None, "what cannot be written destroys nothing"
-    (tmp_path / "mail" / "agent" / "program_state.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
-        model.read_state()
+    for wrong in ([["offset", 1]], None):
+        for write in (model.overwrite_state, model.merge_state):
+            with pytest.raises(TypeError, match="a state is a dict such as"):
+                write(wrong)  # type: ignore[arg-type]
+    for damaged in ("{", '[["offset", 1]]', "5", "null"):
+        (tmp_path / "mail" / "agent" / "program_state.json").write_text(damaged)
+        with pytest.raises(ValueError, match="is no JSON object"):
+            model.read_state()
 
 
 @every_row(("call", "words"), [
