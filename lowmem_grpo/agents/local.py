@@ -16,6 +16,7 @@ from lowmem_grpo.agents.trajectories import TrajectoryGroup
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.distributed import ranks
+from lowmem_grpo.utils import TEXT, at_least, check_given, require
 
 
 @dataclass
@@ -116,7 +117,10 @@ class LocalBackend:
         metrics: Mapping[str, float] | None = None, step: int | None = None,
     ) -> None:
         """Write the means of trajectories that are not trained on into the records, as val/reward and so on, and the
-        caller's metrics. Metrics that `train` wrote are not written again."""
+        caller's metrics. Metrics that `train` wrote are not written again. ValueError for a wrong split or step."""
+        require("split", split, TEXT)
+        check_given({"step": step}, {"step": at_least(0)})
+        step = None if step is None else int(step)
         if trains(model):
             await self.run(model).log(list(groups), split, metrics or {}, step)
         else:

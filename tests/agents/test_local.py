@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import agent_runs
+import numpy as np
 import pytest
 from agent_runs import agent, backend, groups
 from tables import every_row
@@ -127,7 +128,7 @@ def test_names_of_checkpoints_answer_and_old_ones_are_deleted(model: Any, loop: 
         assert model.backend().run(model) is run, "the same model again changes nothing"
         live, first, base = [await ask(name) for name in ("agent", "agent@0", "tiny-games")]
         assert await ask("agent@1") == live and first == base, "LoRA starts at zero"
-        await model.log(metrics={"reward": 0.25}, step=0)
+        await model.log(metrics={"reward": 0.25}, step=np.int64(0))  # type: ignore[arg-type]
         result = await model.train(played_again)
         assert (result.step, Path(result.checkpoint_path).name) == (2, "checkpoint-2")
         await model.delete_checkpoints()
@@ -180,6 +181,8 @@ def test_what_cannot_be_trained_is_said_and_the_run_goes_on(
     (lambda model, given: model.train(given, learning_rat=1), TypeError, "did you mean learning_rate"),
     (lambda model, given: model.train(given, config={"rate": 1}), ValueError, "rate"),
     (lambda model, given: model.train(given, kimi_k2_tau=0.5), ValueError, "kl_penalty_coef"),
+    (lambda model, given: model.log(given, step="3"), ValueError, "step is '3'; it must be a whole number, at least 0"),
+    (lambda model, given: model.log(given, split=""), ValueError, "split is ''; it must be a text that is not empty"),
     (lambda model, given: model.train(given, loss_fn="sft"), ValueError, "allowed are cispo, ppo"),
     (lambda model, given: model.backend().train(model, given[0].trajectories), TypeError, "takes groups"),
     (lambda model, given: model.backend().train(agent(name="other"), given), ValueError, "register"),
