@@ -128,7 +128,7 @@ def test_names_of_checkpoints_answer_and_old_ones_are_deleted(model: Any, loop: 
         assert model.backend().run(model) is run, "the same model again changes nothing"
         live, first, base = [await ask(name) for name in ("agent", "agent@0", "tiny-games")]
         assert await ask("agent@1") == live and first == base, "LoRA starts at zero"
-        await model.log(metrics={"reward": 0.25}, step=np.int64(0))  # type: ignore[arg-type]
+        await model.log(metrics={"reward": 0.25}, step=np.int64(0))
         result = await model.train(played_again)
         assert (result.step, Path(result.checkpoint_path).name) == (2, "checkpoint-2")
         await model.delete_checkpoints()
