@@ -102,7 +102,7 @@ def form_in_fp8(model: nn.Module) -> bool | str:
 @register_quantization_config(NAME)
 @dataclass
 class FP8Config(QuantizationConfigMixin):
-    """The form of the FP8 weights: the block that shares a scale (None: a row), and the dtype of products."""
+    """How FP8 weights are stored and used: which block shares a scale (None: each row), and the dtype of matmuls."""
 
     quant_method: Any = NAME
     block: Any = None
