@@ -202,7 +202,7 @@ class Pace:
         self.start_call()
 
     def start_call(self) -> None:
-        """Begin a call; its tail is measured against its own widest batch."""
+        """Begin a call. Its tail is measured against the widest batch of this call."""
         self.widest = 0
         self.resume()
 

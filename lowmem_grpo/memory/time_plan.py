@@ -1,6 +1,6 @@
 """Estimate the seconds of a step on a named card before it runs, from the card's data sheet and constants that were
-measured on few cards (docs/plan.md). A decode step of M rows takes the time to move the bytes of adapter, KV cache,
-head and logits, that of its launches, and for a layer's W weights
+measured on few cards (docs/plan.md). A decode step of M rows takes the time of its launches, the time to move the bytes
+of adapter, KV cache, head and logits, and for a layer's W weights
 
     16 bits                    the larger of the times for 2 W bytes of memory and for 2 M W FLOP
     4 bits and FP8, few rows   the largest of the times for the weight's bytes, for 2 M W / BLOCK_N bytes of x read from

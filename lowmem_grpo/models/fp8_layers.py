@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class FP8Linear(nn.Linear):
     """A linear layer whose `weight` (out, in) uint8 holds e4m3 codes; `weight_scale` has one float32 per (h, w) block.
 
-    `compute_dtype` is the dtype of products; setting it changes no stored number. `module.to(dtype)` would round the
+    `compute_dtype` is the dtype of matmuls; setting it changes no stored number. `module.to(dtype)` would round the
     scales, so the next product raises an error.
     """
 

@@ -56,7 +56,7 @@ def public_name(model_name: str) -> str:
 
 def find(model_name: str, **options: Any) -> str:
     """Resolve a name, and raise OSError within seconds if it is neither in the hub's cache nor on the hub. `options`
-    are those of `hub.find_model`."""
+    are passed to `hub.find_model`."""
     path = resolve(model_name)
     if not Path(path).is_dir():
         from lowmem_grpo.models.hub import (
