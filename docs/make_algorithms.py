@@ -85,7 +85,8 @@ STRATEGIES = (  # name, rule, when to use it, source
      "In many groups all completions are right or all are wrong, and sampling is cheap compared with training.",
      "DAPO, arXiv 2503.14476, section 3.2"),
     ("difficulty_pools",
-     "a row whose completions all earned the same reward rests for 1 epoch; if that happens again, for 2, then 4, then 8",
+     "a row whose completions all earned the same reward rests for 1 epoch; if that happens again, for 2, then 4, "
+     "then 8",
      "Several epochs over rows that differ in difficulty: rows without signal are sampled less often.",
      "Online difficulty filtering, arXiv 2504.03380; prime-rl's difficulty pools"),
     ("replay_buffer_size",

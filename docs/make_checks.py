@@ -91,8 +91,8 @@ METRICS = {
     "judge/NAME/failed, judge/NAME/cached":
         "share of completions without a judgement; share whose judgement came from the cache",
     "judge/NAME/retries, judge/NAME/tokens, judge/NAME/seconds":
-        "per completion: how many questions were asked again because a reply had no scores, and the judge's tokens; per "
-        "call: seconds",
+        "per completion: how many questions were asked again because a reply had no scores, and the judge's tokens; "
+        "per call: seconds",
     "ranks/RANK/generate_s, ranks/RANK/train_s, ranks/RANK/waiting_s, ranks/RANK/busy_s":
         "with several processes, for each one: seconds of sampling, of training, of waiting for the others, and of a "
         "step without that wait",
@@ -138,8 +138,8 @@ METRICS = {
     "sampling/importance_sampling_ratio/min, sampling/importance_sampling_ratio/mean, "
     "sampling/importance_sampling_ratio/max": "the weights of the correction, if there is one",
     "sampling/parity/mean, sampling/parity/max, sampling/parity/k3, sampling/parity/ratio":
-        "the parity check: absolute difference of the sampler's log-probabilities from recomputed ones (mean, maximum); "
-        "mean of rho - log rho - 1, and of rho, the ratio of the two probabilities",
+        "the parity check: absolute difference of the sampler's log-probabilities from recomputed ones (mean and "
+        "maximum); means of rho - log rho - 1 and of rho, the ratio of the two probabilities",
     "sampling/parity/later_turns": "the same mean, over tokens after the first turn",
     "sampling/routes/differing":
         "mixtures of experts: the share of the routes recorded by the sampler that the trainer's router would not take "

@@ -1,7 +1,7 @@
 """Rows for supervised fine-tuning that are one text, one conversation, or token ids.
 
-All tokens of a text are trained but the first, which nothing predicts. Of a conversation, all tokens are trained, or
-the assistant's; of token ids, those that the row's `labels` or masks select.
+All tokens of a text are trained but the first, which nothing predicts. In a conversation, all tokens are
+trained, or only the assistant's. In token ids, the row's `labels` or masks select the trained tokens.
 """
 
 import re

@@ -210,7 +210,7 @@ class StepTime:
         return sum(count * max(kind.prefill_layer(tokens, passes), passes * host * 1e-6) for count, kind in self.kinds)
 
     def prefill_layer(self, tokens: float, passes: int) -> float:
-        """Return the card's seconds of one layer to prefill the tokens of all prompts in so many passes."""
+        """Return the seconds that the card takes for one layer to prefill all prompts' tokens in `passes` passes."""
         products = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
         attention = self.attention(tokens * self.work.prompt_length)
         return products + attention + (passes if self.quantized else 1) * self.dequantize(self.linears)

@@ -1,8 +1,8 @@
 """Find a stored model by its name, a folder or a name on the hub, and read from its config the form of its weights: 16
 or 32 bits, NF4, FP8, or an unsupported one.
 
-Of a multimodal checkpoint, only transformers' class of the text model is loaded, so the other parts take no memory, and
-the rest of the package sees a model like any other of its family.
+From a multimodal checkpoint only the text model is loaded, by transformers' class for it. So the other parts take no
+memory, and the rest of the package sees a model like any other of its family.
 
 No torch is imported here, so that a wrong name or an unsupported checkpoint is refused at once.
 """

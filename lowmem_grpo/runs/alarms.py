@@ -117,7 +117,7 @@ def constant(name: str, line: Line, kept: list[float]) -> str | None:
 
 ALARMS = (
     Alarm(
-        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (nothing_to_learn_steps says for how many steps)", 10,
+        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (nothing_to_learn_steps sets the steps)", 10,
         no_signal, "so there is no gradient",
         "if the mean reward is low, use easier problems, a reward for partial success, a stronger model, or SFT on the "
         "format first; if it is high, use harder problems; otherwise raise num_generations or the temperature",

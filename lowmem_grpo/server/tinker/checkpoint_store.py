@@ -54,7 +54,7 @@ class CheckpointStore:
         self.sweep()
 
     def find(self, path: object, owner: str, kind: str | None = None) -> Saved:
-        """Return the weights at a path. UnknownError if this user has none there, ValueError if not of this kind."""
+        """Return the weights at a path. UnknownError if this user has none at it, ValueError if of another kind."""
         row = self.database.row("SELECT * FROM tinker_saved WHERE path = ? AND (expires IS NULL OR expires > ?)",
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
