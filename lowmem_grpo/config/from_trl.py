@@ -1,10 +1,9 @@
 """The settings and parameters that code written for TRL and transformers passes to a trainer, read into ours.
 
 Their settings objects are recognised by their class without an import, and read field by field. A field counts as set
-if it differs from that library's default; one that we lack is refused if it was set. Where defaults differ, either
-theirs are taken over (`TAKEN_OVER`) or `DIFFERENT` says what happens instead. If their trainers have a parameter that
-ours lack, it goes into the settings if it is named like one, is accepted if its value has no effect, and is otherwise
-refused with a remedy.
+if it differs from that library's default; one that we lack is refused if it was set. Where defaults differ, theirs are
+taken over (`TAKEN_OVER`), or not (`DIFFERENT` says what happens instead). Trainer parameters that only theirs have go
+into the settings if they are settings here, are accepted if without effect, and are otherwise refused with a remedy.
 """
 
 import inspect
