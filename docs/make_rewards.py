@@ -217,7 +217,8 @@ uncertain is compared as text, because rewarding a wrong answer is worse than mi
   `0.\overline{3}` and `\frac13`, `5 \text{ million}`. `0.333` is not `\frac13`, and `3.14` is not `\pi`. In brackets,
   `(1,234)` is a pair.
 - **Units** count if both answers have one: `5 \text{ cm}` is `5`, and not `5 \text{ km}`. The same holds for
-  currencies, `%` and degrees. A unit's exponent does not count. Words such as `am`, `pm`, `or more` and `dozen` are not units.
+  currencies, `%` and degrees. A unit's exponent does not count. Words such as `am`, `pm`, `or more` and `dozen` are
+  not units.
 - **Lists** (`,`, `;`, `or`, `and`), sets and unions are equal in any order, if each value occurs equally often. `\pm 3`
   is `3, -3`, and `\{1,2\}` is `1, 2`. Tuples, intervals and matrices are compared place by place, and the kind of
   bracket counts.
