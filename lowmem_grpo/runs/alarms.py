@@ -235,7 +235,7 @@ class Alarms:
         return {f"alarms/{alarm.name}": 1.0 for key, alarm in self.expanded(line) if self.fires(key, alarm, line)}
 
     def expanded(self, line: Line) -> Iterator[tuple[str, Alarm]]:
-        """Yield each alarm with the key of its memory; `constant_reward` comes once per reward function."""
+        """Yield each alarm with its key in the saved state; `constant_reward` comes once per reward function."""
         for alarm in self.alarms:
             if alarm.name != "constant_reward":
                 yield alarm.name, alarm
