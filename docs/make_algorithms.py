@@ -44,7 +44,7 @@ use raises an error that names it."""
 LOSSES = """
 ## Loss types (`loss_type`)
 
-Where a formula names no mean, it is that of `grpo`. Means are taken over the whole optimizer step, so the split into
+A formula that names no mean uses that of `grpo`. Means are taken over the whole optimizer step, so the split into
 micro-batches cannot change a gradient. (`dapo`, `cispo` and `vespo` divide by the mean number of tokens of the
 generation's optimizer steps.) Two terms can be added to every loss:
 
@@ -85,7 +85,8 @@ STRATEGIES = (  # name, rule, when to use it, source
      "In many groups all completions are right or all are wrong, and sampling is cheap compared with training.",
      "DAPO, arXiv 2503.14476, section 3.2"),
     ("difficulty_pools",
-     "a row whose completions all earned the same rests for 1 epoch; if it happens again, for 2, then 4, then 8",
+     "a row whose completions all earned the same reward rests for 1 epoch; if that happens again, for 2, then 4, "
+     "then 8",
      "Several epochs over rows that differ in difficulty: rows without signal are sampled less often.",
      "Online difficulty filtering, arXiv 2504.03380; prime-rl's difficulty pools"),
     ("replay_buffer_size",

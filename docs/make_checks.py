@@ -46,9 +46,9 @@ Before the first step, one line estimates how long a step and the run will take,
 
 After the first step there is a warning for each of these. That costs nothing, since it uses the step's own rewards:
 
-- No group has signal; or, of four groups or more, fewer than a quarter have it.
+- No group has signal; or, if there are at least four groups, fewer than a quarter of them do.
 - Most completions were cut off.
-- A function returned NaN, or None for every completion, as it does for labels that it cannot read.
+- A function returned NaN, or it returned None for every completion, as functions do if they cannot read the labels.
 - With four groups or more: a function gave every completion the same reward, or the same as another function gave. A
   reward that all completions earn, such as one for a format that all of them keep, is fine beside a function that
   distinguishes them.
@@ -91,8 +91,8 @@ METRICS = {
     "judge/NAME/failed, judge/NAME/cached":
         "share of completions without a judgement; share whose judgement came from the cache",
     "judge/NAME/retries, judge/NAME/tokens, judge/NAME/seconds":
-        "per completion: the judge's questions that were repeated after a reply without scores, and its tokens; "
-        "seconds per call",
+        "per completion: how many questions were asked again because a reply had no scores, and the judge's tokens; "
+        "per call: seconds",
     "ranks/RANK/generate_s, ranks/RANK/train_s, ranks/RANK/waiting_s, ranks/RANK/busy_s":
         "with several processes, for each one: seconds of sampling, of training, of waiting for the others, and of a "
         "step without that wait",
@@ -138,7 +138,8 @@ METRICS = {
     "sampling/importance_sampling_ratio/min, sampling/importance_sampling_ratio/mean, "
     "sampling/importance_sampling_ratio/max": "the weights of the correction, if there is one",
     "sampling/parity/mean, sampling/parity/max, sampling/parity/k3, sampling/parity/ratio":
-        "the parity check: the sampler's log-probabilities against recomputed ones, without dropout",
+        "the parity check: absolute difference of the sampler's log-probabilities from recomputed ones (mean and "
+        "maximum); means of rho - log rho - 1 and of rho, the ratio of the two probabilities",
     "sampling/parity/later_turns": "the same mean, over tokens after the first turn",
     "sampling/routes/differing":
         "mixtures of experts: the share of the routes recorded by the sampler that the trainer's router would not take "
@@ -167,7 +168,7 @@ METRICS = {
     "time/planned_generate_s, time/planned_train_s, time/planned_step_s":
         "estimated seconds of a step of these lengths, on cards whose data sheet is known",
     "time/tools":
-        "share of the time in which nothing could be decoded because tools or environments were at work; part of "
+        "share of the step in which nothing could be decoded because tools or environments were at work; part of "
         "time/generate",
     "time/train_hidden":
         'with train_while_sampling="parallel": the share of a step in which groups were trained during sampling; '
@@ -184,7 +185,7 @@ METRICS = {
     "sampling/most_together, sampling/preemptions":
         "the most sequences decoded together; how often one had to leave the full cache and was computed again",
     "time/reward_hidden":
-        "share of the time in which rewards were computed during sampling; parallel calls count once",
+        "share of the step in which rewards were computed during sampling; parallel calls count once",
     "memory/peak_bytes, memory/reserved_bytes, memory/kv_bytes":
         "peak so far, allocated and reserved; size of the key-value cache",
     "memory/generate_bytes, memory/train_bytes, memory/planned_generate_bytes, memory/planned_train_bytes":

@@ -25,7 +25,7 @@ On a small random model of each family, with random LoRA on all linear layers of
 (`tests/models/test_families.py`, generated from the table). No published checkpoint was loaded.
 
 - Log-probabilities of packed completions with shared prompts, and every LoRA gradient, equal those of plain
-  transformers and PEFT, one sequence at a time, within 1e-5 (for gradients: of the largest one in their tensor),
+  transformers and PEFT, one sequence at a time, within 1e-5 (gradients: relative to the largest of their tensor),
   whether attention runs over whole sequences side by side or over each prompt once. Gradients with layer inputs
   offloaded equal those without. In 4 bits, packed log-probabilities equal those of each sequence alone within 1e-5.
 - Log-probabilities of our own engine equal the trainer's within 1e-4. vLLM's build for CPUs agrees with the trainer

@@ -152,10 +152,10 @@ one test or a list of them, also as JSON text, in one of these layouts:
 | HumanEval, LeetCodeDataset (`function="entry_point"`) | `"def check(candidate):\n    assert candidate(1, 2) == 3"` |
 | calls | `{"call": "add", "args": [1, 2], "expected": 3}` |
 | programs: standard input and output | `{"input": "1 2", "output": "3"}` |
-| APPS, TACO, PRIME, verl; without `fn_name` programs | `{"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}` |
+| APPS, TACO, PRIME, verl (without `fn_name`: programs) | `{"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}` |
 | LiveCodeBench (`function="metadata"`) | `[{"input": "1\n2", "output": "3", "testtype": "functional"}]` |
 | open-r1, PrimeIntellect | `{"language": "python", "test_cases": [{"type": "stdin_stdout", ...}]}` |
-| code_contests, also below `public_tests` and the like | `{"input": ["1 2"], "output": ["3"]}` |
+| code_contests, also below keys such as `public_tests` | `{"input": ["1 2"], "output": ["3"]}` |
 
 `function=` names the column that holds the name of the tested function. LiveCodeBench's packed private tests are read
 too. A method of `class Solution` is found by its name. Code with such a class, and code for calls written as JSON, may
@@ -170,8 +170,8 @@ mark.parametrize, and the fixtures capsys, monkeypatch and tmp_path; other marks
 **Rows without a verdict.** Some tests can never give a verdict: empty tests, tests that cannot be read or import
 another package, and tests that no code can pass (`assert True`, a `check(candidate)` that nothing calls). Their rows
 are refused before a run, and by `rewards.check`. During a run such a row gets None, `tests/no_verdict` counts it, and a
-warning gives each reason once. A test whose result only the code's own objects decide gives no verdict either: for
-example if such an object is compared with data, or if two of them claim to be equal and hold different things. If
+warning gives each reason once. A test gives no verdict either if only the code's own objects could decide it: for
+example if such an object is compared with data, or if two of them that hold different things claim to be equal. If
 another test of the row fails, the code is wrong.
 
 **Trust.** A test that compares objects of the code's own classes with each other (`Vector(1, 2) < Vector(2, 3)`) trusts
@@ -186,8 +186,8 @@ root starts them:
 | of what | limit | field of `Limits` |
 |---|---|---|
 | time of one test, or of one program | 5 s | `seconds` |
-| time of all tests of a completion | 10 s by the clock, and as much of the processor | `total_seconds` |
-| memory | 512 MiB of addresses, of which Python itself takes about 30 MiB | `memory_bytes` |
+| time of all tests of a completion | 10 s by the clock, and 10 s of processor time | `total_seconds` |
+| memory | 512 MiB of address space, of which Python itself takes about 30 MiB | `memory_bytes` |
 | files | 16 MiB, all together, in a folder that is empty at first | `scratch_bytes` |
 | number of files | 64 that are open, and 64 in the folder | `files` |
 | output | 256 KiB, of both streams together | `output_bytes` |
@@ -216,8 +216,9 @@ uncertain is compared as text, because rewarding a wrong answer is worse than mi
 - **Numbers** are compared exactly: `1,234` and `1{,}234`, `1 1/2` and `1.5`, `3e6` and `3 \times 10^{6}`,
   `0.\overline{3}` and `\frac13`, `5 \text{ million}`. `0.333` is not `\frac13`, and `3.14` is not `\pi`. In brackets,
   `(1,234)` is a pair.
-- **Units** count if both have one: `5 \text{ cm}` is `5`, and not `5 \text{ km}`. The same holds for currencies, `%`
-  and degrees. A unit's exponent does not count. Words such as `am`, `pm`, `or more` and `dozen` are not units.
+- **Units** count if both answers have one: `5 \text{ cm}` is `5`, and not `5 \text{ km}`. The same holds for
+  currencies, `%` and degrees. A unit's exponent does not count. Words such as `am`, `pm`, `or more` and `dozen` are
+  not units.
 - **Lists** (`,`, `;`, `or`, `and`), sets and unions are equal in any order, if each value occurs equally often. `\pm 3`
   is `3, -3`, and `\{1,2\}` is `1, 2`. Tuples, intervals and matrices are compared place by place, and the kind of
   bracket counts.

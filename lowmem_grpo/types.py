@@ -64,7 +64,7 @@ class Split:
 @dataclass
 class Rollout:
     """One sampled completion of C tokens (with the end token, if it was sampled), or one episode. An episode's C tokens
-    are all that follow the prompt; the policy sampled the `trained` ones. Fields of (C,) are 0 at other tokens."""
+    are all that follow the prompt; the policy sampled the `trained` ones. At all others, (C,) fields are 0."""
 
     completion_ids: list[int]  # (C,)
     rollout_logprobs: list[float]  # (C,) as the sampler computed them

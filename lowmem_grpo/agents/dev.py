@@ -105,7 +105,7 @@ class ModelOptions:
         return cls(**parts)
 
     def with_config(self, config: Mapping[str, Any] | None, base_model: str) -> "ModelOptions":
-        """Return these options with those of a model's `_internal_config`, which win."""
+        """Return these options, overridden by a model's `_internal_config`."""
         config, known = config or {}, {*PARTS, *TEMPLATES}
         refuse(without(config, known), CONFIG, known, "_internal_config")
         init, engine, lora, training = (dict(config.get(name) or {}) for name in PARTS)

@@ -41,8 +41,8 @@ class LocalBackend:
         self, *, path: str | Path | None = None, model: Any = None, in_process: bool = True,
         gpu_cost_per_hour_usd: float | None = None, **options: Any,
     ) -> None:
-        """`options` are those of FastLanguageModel.from_pretrained, get_peft_model and GRPOConfig, by their names; a
-        model's `_internal_config` overrides them. `model` is a model that is already loaded.
+        """`options` are keyword options of FastLanguageModel.from_pretrained, get_peft_model and GRPOConfig; a model's
+        `_internal_config` overrides them. `model` is a model that is already loaded.
 
         `in_process` has no effect, as there is no other process. TypeError for an unknown option, ValueError for one
         that is not supported."""

@@ -179,8 +179,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         await super().register(backend)
 
     def judge(self, **options: Any) -> Judge:
-        """Return the base model as a judge, with the adapter off, through the engine of the run: for
-        `ruler_score_group(group, model.judge())`. Options are those of `rewards.SelfJudge`. The same options return the
+        """Return the base model (the adapter off) as a judge that samples with the run's engine, for
+        `ruler_score_group(group, model.judge())`. It takes the options of `rewards.SelfJudge`. Equal options return the
         same judge, with its earlier judgements."""
         return self.backend().run(self).judge(**options)
 

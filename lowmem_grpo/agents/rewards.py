@@ -222,7 +222,7 @@ class EngineJudge(SelfJudge):
     rate: Any
 
     def __init__(self, worker: Any, model: Any, **options: Any) -> None:
-        """`model` is what FastLanguageModel returned, `worker` its EngineWorker; `options` are those of SelfJudge."""
+        """`model` comes from FastLanguageModel, and `worker` is its EngineWorker. SelfJudge gets the `options`."""
         loaded = copy.copy(model.loaded)
         loaded.tokenizer = copy.deepcopy(loaded.tokenizer)  # it is used in other threads
         super().__init__(SimpleNamespace(loaded=loaded, inner=model.inner), **options)

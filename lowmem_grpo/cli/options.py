@@ -207,7 +207,7 @@ def literal(node: ast.expr | None) -> Any:
 
 
 def options_of(tree: ast.Module, owner: str) -> dict[str, Option]:
-    """Return the fields of a dataclass by their names, those of its base classes first, with attribute docstrings."""
+    """Return the fields of a dataclass by name, with their attribute docstrings; fields of base classes come first."""
     options: dict[str, Option] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and owner != SHARED:

@@ -37,7 +37,7 @@ def adapter_and_base(adapter: Path | None) -> tuple[Path | None, str | None]:
 
 def load(model: str, adapter: Path | None, context: int, **options: Any) -> tuple[Any, Any]:
     """Load and return the model, and the LoRA request for its adapter (None without one). The adapter is checked before
-    the model is loaded. `options` are those of FastLanguageModel.from_pretrained."""
+    the model is loaded. `options` are passed to FastLanguageModel.from_pretrained."""
     layers, tokenizer = (None, None) if adapter is None else (layers_of(read_adapter(adapter)[1]),
                                                               tokenizer_beside(adapter))
     bare, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, **options)

@@ -2,8 +2,8 @@
 
 Their settings objects are recognised by their class without an import, and read field by field. A field counts as set
 if it differs from that library's default; one that we lack is refused if it was set. Where defaults differ, theirs are
-taken over (`TAKEN_OVER`), or not (`DIFFERENT` says what happens instead). Of the parameters of their trainers that ours
-lack, names of settings go into the settings, values without effect are accepted, and the rest is refused with a remedy.
+taken over (`TAKEN_OVER`), or not (`DIFFERENT` says what happens instead). Trainer parameters that only theirs have go
+into the settings if they are settings here, are accepted if without effect, and are otherwise refused with a remedy.
 """
 
 import inspect

@@ -58,7 +58,7 @@ def this_place() -> Place:
 
 
 class ProcessArguments:
-    """What transformers' TrainingArguments say about this process, for scripts and callbacks that read it."""
+    """The fields of transformers' TrainingArguments about this process, for scripts and callbacks that read them."""
 
     use_cpu: bool
     log_level: str

@@ -107,8 +107,8 @@ class Draws:
 
 
 def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
-    """Return the most tokens that a prompt may have: `prompt`, or if it is None what the completion leaves of the
-    context. ValueError if prompt and completion do not fit the context."""
+    """Return the most tokens that a prompt may have: `prompt`, or if that is None, the context minus the completion.
+    ValueError if prompt and completion do not fit the context."""
     wanted = prompt or 1
     if wanted + completion > context:
         raise ValueError(f"max_completion_length ({completion}) and a prompt of {wanted} tokens do not fit the context "

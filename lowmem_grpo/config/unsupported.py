@@ -63,7 +63,7 @@ def at_default(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
 
 
 def only(advice: str, **values: Any) -> Table:
-    """Return options that transformers lacks, or means differently, each with its one value or a tuple of them."""
+    """Return a table of options, each with the only value (or the tuple of values) that is allowed, and the advice."""
     return {name: Fixed(advice, value if isinstance(value, tuple) else (value,)) for name, value in values.items()}
 
 

@@ -35,7 +35,7 @@ class Example(Prompt):
 
 @dataclass
 class Examples(Prompt):
-    """Several examples from one row: those of a pack, or one for each answer of a conversation."""
+    """Several examples from one row: the examples of a pack, or one for each answer of a conversation."""
 
     parts: list[Example] = field(default_factory=list)
 

@@ -153,8 +153,8 @@ class Visit:
 class DifficultyPools:
     """Remembers the last visit of each row. A row whose completions all earn the same reward rests for 1 epoch; if that
     happens again, for 2, 4 and then 8. A visit with a spread of rewards resets this. Rows with a spread are "learning".
-    Of the others, those that earned the best reward seen in the run are "easy", and those that earned less "hard".
-    Until two different rewards have been seen, all of these are "hard"."""
+    Rows without one are "easy" if they earned the best reward seen in the run, and "hard" if they earned less. Until
+    two different rewards have been seen, they are all "hard"."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Visit] = {}

@@ -1,7 +1,7 @@
 """Rows for supervised fine-tuning that are one text, one conversation, or token ids.
 
-All tokens of a text are trained but the first, which nothing predicts. Of a conversation, all tokens are trained, or
-the assistant's; of token ids, those that the row's `labels` or masks select.
+All tokens of a text are trained but the first, which nothing predicts. In a conversation, all tokens are
+trained, or only the assistant's. In token ids, the row's `labels` or masks select the trained tokens.
 """
 
 import re
@@ -35,8 +35,8 @@ class TextEncoder(ExampleEncoder):
 
 
 class ConversationEncoder(ExampleEncoder):
-    """Turns a row's `messages` into an Example that trains all tokens or those of the assistant's messages; into one
-    Example for each answer if the chat template rewrites earlier answers. An answer begins where the prompt of the
+    """Turns a row's `messages` into an Example that trains all tokens, or only the assistant's; or into one Example for
+    each answer, if the chat template rewrites earlier answers. An answer begins where the prompt of the
     messages before it ends. It ends with the token that ends a sampled completion, even if the template writes that
     token at the start of the next message, as GLM 4 does. {% generation %} marks of a template take precedence."""
 

@@ -184,7 +184,7 @@ class ExpectedLengths:
                 self.known.popitem(last=False)
 
     def order(self, prompts: list[list[int]]) -> list[int]:
-        """Return the prompts' indices, longest expected first, else in order; an unknown prompt counts as the mean."""
+        """Return the prompts' indices, longest expected first, ties in order; an unknown prompt counts as the mean."""
         means = [self.known.get(hash(tuple(prompt))) for prompt in prompts]
         usual = fmean([length for length in means if length is not None] or [0.0])
         lengths = [usual if length is None else length for length in means]
@@ -202,7 +202,7 @@ class Pace:
         self.start_call()
 
     def start_call(self) -> None:
-        """Begin a call; its tail is measured against its own widest batch."""
+        """Begin a call. Its tail is measured against the widest batch of this call."""
         self.widest = 0
         self.resume()
 

@@ -143,7 +143,7 @@ class GenerationState:
     @classmethod
     def from_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
                    conversation: Conversation, kept: PrefixCache, room: int) -> "GenerationState":
-        """Return the state of a round: a row per turn, with its own seed, passed on as soon as it is finished."""
+        """Return the state of a round: one row and seed per turn. `conversation` gets each turn as it ends."""
         assert len({request.key for request in requests}) == len(requests), "one turn of a key at a time"
 
         def give(row: int, rollouts: list[Rollout]) -> None:

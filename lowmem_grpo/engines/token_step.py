@@ -129,7 +129,7 @@ class TokenStep:
 
     def hold(self, state: DecodeState) -> int:
         """Move B rows' cache, mask and inputs to fixed addresses; returns the cache width after the next token. In
-        lasting buffers rows from B up to those of the next graph are computed too, but their results are ignored."""
+        lasting buffers B is rounded up to the rows of a graph; the results of the extra rows are ignored."""
         self.release()
         count, buffers = len(state.rows), self.lasting
         if buffers is not None and state.cache.lasting is buffers.storage:

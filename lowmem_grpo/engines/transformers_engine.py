@@ -145,7 +145,7 @@ class TransformersEngine:
     # One call: all rows
 
     def decode(self, generation: GenerationState) -> None:
-        """Draw every row to its end, as many at a time as memory has room for."""
+        """Sample every row until it ends; as many rows at a time as memory has room for."""
         most, n, device = len(generation.budgets), generation.params.n, self.policy.device
         waiting = deque(range(most))
         if (self.bound.under(None) or most) < most:  # not all rows have room, so the longest expected start first
@@ -192,8 +192,8 @@ class TransformersEngine:
     # One batch: rows that are decoded together
 
     def decode_together(self, batch: Batch) -> None:
-        """Draw rows to their ends, until none wait. After an error, `batch.rows` holds the unfinished rows that had
-        entered."""
+        """Sample rows until all have ended and none waits. After an error, `batch.rows` holds the unfinished rows that
+        had entered."""
         logits = torch.empty(0)
         self.pace.resume()
         while batch.rows or batch.waiting:

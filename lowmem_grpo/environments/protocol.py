@@ -159,7 +159,7 @@ class EnvHandle:
         return type(self.made).__name__
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
-        """Call a method of the environment; any error but that of a late call becomes an
+        """Call a method of the environment; any error, except from a late call, becomes an
         EnvironmentFailedError."""
         return self.tried(method, getattr(self.made, method), *values, **named)
 

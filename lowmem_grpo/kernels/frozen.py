@@ -123,7 +123,7 @@ def project_bands(
 
 
 def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (number of a matrix, its rows, rows of the band) for every matrix with rows in the band start to stop."""
+    """Yield, for each matrix with rows in [start, stop), its number and those rows: counted in it, and in the band."""
     first = 0
     for number, size in enumerate(features):
         begin, end = max(start, first), min(stop, first + size)

@@ -117,7 +117,7 @@ class NF4Weight:
         return self.blocksize if self.shape[1] % self.blocksize == 0 else max(self.shape[1], 1)
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize into `out` (rows, width) the part that begins at this row and column, multiples of the units."""
+        """Dequantize the part at `row`, `column` into `out` (rows, width); both are multiples of the units above."""
         part = self if row == 0 and out.shape[0] == self.shape[0] else self.rows(row, row + out.shape[0])
         nf4_dequantize_op(out, part.tensors, part.sizes, column)
 

@@ -154,7 +154,7 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "remax": Estimator(
         over_greedy, (), "A = R - R(greedy completion of the prompt)",
-        "Few completions per prompt: one more, greedy, is the baseline, and no group statistics are needed.",
+        "Few completions per prompt: an extra greedy one is the baseline, and no group statistics are needed.",
         "ReMax, arXiv 2310.10505",
     ),
     "passk": Estimator(

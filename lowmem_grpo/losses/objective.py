@@ -72,12 +72,12 @@ class Objective:
 
     @property
     def counts_generation(self) -> bool:
-        """Whether means are over the tokens of a whole generation, and not over those of an optimizer step."""
+        """Whether means are over the tokens of a whole generation, not of one optimizer step."""
         return False
 
     @property
     def temperature(self) -> float:
-        """The temperature that divides the logits: that of the sampler with which they are compared."""
+        """The temperature that divides the logits: the sampler's, so that log-probabilities can be compared."""
         return 1.0
 
     @property

@@ -92,7 +92,7 @@ CORRECTIONS: dict[str, Correction] = {
     "geometric_mask": Correction(
         lambda mismatch, ids, lengths: sequence_means(mismatch, ids, lengths).exp(), kept,
         "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
-        "Whole sequences that drifted are left out, fairly for every length; bounds near 1, such as 0.99 and 1.01.",
+        "Whole sequences that drifted are left out, whatever their length; bounds near 1, such as 0.99 and 1.01.",
         "Geometric rejection, verl", True,
     ),
     "k3_mask": Correction(

@@ -28,7 +28,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return d^2 / 2: biased; its gradient is that of k1 in the reward."""
+    """Return d^2 / 2, a biased estimate. Its gradient equals the gradient of k1 in the reward."""
     return (logprobs - ref_logprobs).square() / 2
 
 

@@ -155,7 +155,7 @@ def window_block(width: int) -> int:
 
 
 def window_reach(window: int, width: int) -> int:
-    """Return how many keys before a block it reads: those of its window, aligned up; the mask hides the surplus."""
+    """Return how many keys before a block it reads: its window, aligned up. The mask hides the surplus."""
     return -(-min(window - 1, width) // ALIGNED) * ALIGNED
 
 

@@ -124,7 +124,7 @@ def freed_memory_returned() -> Iterator[None]:
 
 
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
-    """Return `limit` halved until it is below the largest of the `divisible` sizes; None if there are none."""
+    """Return `limit`, halved until it is below the largest of the `divisible` sizes; None without sizes above 0."""
     largest = max(divisible, default=0)
     limit //= 2
     while limit >= largest > 0:

@@ -88,11 +88,11 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a step: P prompts with G completions each. Lengths are in tokens; those of prompt and completion are
-    means.
+    """The work of a step: P prompts with G completions each. Lengths are in tokens; prompt and completion
+    lengths are means.
 
-    Lengths of completions are assumed to follow a Beta(1, k) distribution scaled to the longest, L, with mean m:
-    k = L / m - 1.
+    Completion lengths are assumed to follow a Beta(1, k) distribution, scaled to the longest length L. With the mean
+    m, k = L / m - 1.
     """
 
     prompts: int

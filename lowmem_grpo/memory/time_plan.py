@@ -1,6 +1,6 @@
 """Estimate the seconds of a step on a named card before it runs, from the card's data sheet and constants that were
-measured on few cards (docs/plan.md). A decode step of M rows takes the time to move the bytes of adapter, KV cache,
-head and logits, that of its launches, and for a layer's W weights
+measured on few cards (docs/plan.md). A decode step of M rows takes the time of its launches, the time to move the bytes
+of adapter, KV cache, head and logits, and for a layer's W weights
 
     16 bits                    the larger of the times for 2 W bytes of memory and for 2 M W FLOP
     4 bits and FP8, few rows   the largest of the times for the weight's bytes, for 2 M W / BLOCK_N bytes of x read from
@@ -210,7 +210,7 @@ class StepTime:
         return sum(count * max(kind.prefill_layer(tokens, passes), passes * host * 1e-6) for count, kind in self.kinds)
 
     def prefill_layer(self, tokens: float, passes: int) -> float:
-        """Return the card's seconds of one layer to prefill the tokens of all prompts in so many passes."""
+        """Return the seconds that the card takes for one layer to prefill all prompts' tokens in `passes` passes."""
         products = passes * self.multiply(sum(linear.passed for linear in self.linears), tokens / passes)
         attention = self.attention(tokens * self.work.prompt_length)
         return products + attention + (passes if self.quantized else 1) * self.dequantize(self.linears)

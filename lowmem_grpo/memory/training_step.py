@@ -76,7 +76,7 @@ class StepShape:
 
     @property
     def whole_layers(self) -> int:
-        """The number of layers that keep all they compute. Backward begins with them, so a step's peak is there."""
+        """The number of layers that keep all they compute. Backward begins with them, so the step's peak is in them."""
         return self.settings.kept_layers or 0 if self.settings.checkpointing else self.model.layers
 
     @property

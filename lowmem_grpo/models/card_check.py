@@ -152,5 +152,5 @@ def check_dtype(config: Any, *dtypes: "torch.dtype | None") -> None:
 
 def is_bfloat16_supported() -> bool:
     """Return whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype works. Older
-    cards can store bfloat16, but emulate some operations slowly, and Triton cannot compile for it there."""
+    cards can store bfloat16, but emulate some operations slowly, and Triton cannot compile for it on them."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True

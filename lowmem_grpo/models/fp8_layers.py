@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class FP8Linear(nn.Linear):
     """A linear layer whose `weight` (out, in) uint8 holds e4m3 codes; `weight_scale` has one float32 per (h, w) block.
 
-    `compute_dtype` is the dtype of products; setting it changes no stored number. `module.to(dtype)` would round the
+    `compute_dtype` is the dtype of matmuls; setting it changes no stored number. `module.to(dtype)` would round the
     scales, so the next product raises an error.
     """
 
@@ -102,7 +102,7 @@ def form_in_fp8(model: nn.Module) -> bool | str:
 @register_quantization_config(NAME)
 @dataclass
 class FP8Config(QuantizationConfigMixin):
-    """The form of the FP8 weights: the block that shares a scale (None: a row), and the dtype of products."""
+    """How FP8 weights are stored and used: which block shares a scale (None: each row), and the dtype of matmuls."""
 
     quant_method: Any = NAME
     block: Any = None

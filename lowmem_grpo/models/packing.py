@@ -213,7 +213,7 @@ def collate(completions: list[Completion]) -> MicroBatch:
 
 
 def find_sources(packed: list[Piece], width: int) -> Tensor:
-    """Return (S * width,) packed indices of each sequence's tokens in order, padded with any index of the sequence."""
+    """Return the packed indices of each sequence's tokens in order, (S * width,); padding repeats one of them."""
     rows: list[Tensor] = []
     start, prompt = 0, torch.empty(0, dtype=torch.long)
     for piece in packed:

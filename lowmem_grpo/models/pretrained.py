@@ -167,8 +167,8 @@ def generation_of(path: str | Path) -> Any:
 
 
 def check_experts(config: Any, stored: str | None, form: str, name: str) -> None:
-    """Raise ValueError for a mixture of experts whose experts would stay in 16 bits while its other weights are
-    quantized, and for a checkpoint of one that is stored quantized."""
+    """Raise ValueError for a mixture of experts that is stored quantized, or whose experts would stay in 16 bits while
+    its other weights are quantized."""
     if not has_experts(config) or (stored is None and form == BITS_16):
         return
     row = family_of(config)

@@ -1,8 +1,8 @@
 """Find a stored model by its name, a folder or a name on the hub, and read from its config the form of its weights: 16
 or 32 bits, NF4, FP8, or an unsupported one.
 
-Of a multimodal checkpoint, only transformers' class of the text model is loaded, so the other parts take no memory, and
-the rest of the package sees a model like any other of its family.
+From a multimodal checkpoint only the text model is loaded, by transformers' class for it. So the other parts take no
+memory, and the rest of the package sees a model like any other of its family.
 
 No torch is imported here, so that a wrong name or an unsupported checkpoint is refused at once.
 """
@@ -56,7 +56,7 @@ def public_name(model_name: str) -> str:
 
 def find(model_name: str, **options: Any) -> str:
     """Resolve a name, and raise OSError within seconds if it is neither in the hub's cache nor on the hub. `options`
-    are those of `hub.find_model`."""
+    are passed to `hub.find_model`."""
     path = resolve(model_name)
     if not Path(path).is_dir():
         from lowmem_grpo.models.hub import (

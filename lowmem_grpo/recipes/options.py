@@ -36,7 +36,7 @@ class RecipeOptions:
     """The engine that samples: "vllm", "transformers", or "auto" for vLLM where it is installed and there is a card."""
     kv_cache_dtype: str = "auto"
     """The dtype of vLLM's keys and values: "auto" for the model's, or an 8-bit float, "fp8" or "fp8_e5m2", of which
-    twice as many fit as of 16 bits."""
+    twice as many fit as in 16 bits."""
     card_share: float = 1.0
     """The part of the card's memory that this run may fill, where other programs need the rest."""
     max_seq_length: int | None = None

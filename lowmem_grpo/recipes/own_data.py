@@ -150,6 +150,6 @@ def flaw(row: dict[str, Any], reads: tuple[str, ...]) -> str:
 
 
 def place(prompt: list[dict[str, str]]) -> int:
-    """Return the hash of a prompt, below PARTS; its case, spacing and system message do not matter."""
+    """Return a hash of the prompt from 0 to PARTS - 1; case, spacing and the system message do not change it."""
     said = " ".join(message["content"] for message in prompt if message["role"] != "system")
     return zlib.crc32(" ".join(said.split()).casefold().encode()) % PARTS

@@ -55,7 +55,7 @@ class Reward(ABC):
         return self.pay(self.read(completions), columns, kwargs)
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return what `pay` takes for each completion: its text, which in a chat is the last assistant message's."""
+        """Return the text of each completion for `pay`; for a chat, the text of its last assistant message."""
         return completion_texts(completions)
 
     @abstractmethod

@@ -219,7 +219,7 @@ def with_models(functions: Sequence[Any], processing_classes: Any = None, init: 
                 template_kwargs: dict[str, Any] | None = None) -> list[Any]:
     """Return the reward functions, with a `RewardModel` in place of each model object or model name.
     `processing_classes` are the tokenizers: one, or a list with one for each function, in which entries for plain
-    functions are ignored. ValueError for a wrong number of them."""
+    functions are ignored. ValueError for a wrong number of tokenizers."""
     tokenizers = [None] * len(functions) if processing_classes is None else processing_classes
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
     if len(tokenizers) != len(functions):

@@ -117,7 +117,7 @@ def constant(name: str, line: Line, kept: list[float]) -> str | None:
 
 ALARMS = (
     Alarm(
-        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (for how long: nothing_to_learn_steps)", 10,
+        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (nothing_to_learn_steps sets the steps)", 10,
         no_signal, "so there is no gradient",
         "if the mean reward is low, use easier problems, a reward for partial success, a stronger model, or SFT on the "
         "format first; if it is high, use harder problems; otherwise raise num_generations or the temperature",
@@ -235,7 +235,7 @@ class Alarms:
         return {f"alarms/{alarm.name}": 1.0 for key, alarm in self.expanded(line) if self.fires(key, alarm, line)}
 
     def expanded(self, line: Line) -> Iterator[tuple[str, Alarm]]:
-        """Yield each alarm with the key of its memory; `constant_reward` comes once per reward function."""
+        """Yield each alarm with its key in the saved state; `constant_reward` comes once per reward function."""
         for alarm in self.alarms:
             if alarm.name != "constant_reward":
                 yield alarm.name, alarm

@@ -26,8 +26,8 @@ BACKLOG = 2048  # connections that wait to be accepted
 
 
 class Gate:
-    """The middleware that checks headers, host, key and body size. It answers in OpenAI's format, not in plain text as
-    Starlette's own, and refuses a body whose declared size is too large before it reads a byte of it."""
+    """The middleware that checks headers, host, key and body size. It answers in OpenAI's format (Starlette
+    would answer in plain text), and refuses a body with too large a declared size before it reads a byte of it."""
 
     def __init__(
         self, app: ASGIApp, holds: Callable[[str], object], limits: Limits, hosts: Sequence[str] | None = HOSTS,

@@ -79,7 +79,7 @@ class NotHereError(AttributeError, UnsupportedError):
 
 
 class NoLoader:
-    """What callbacks get as train_dataloader and eval_dataloader: each use of it is refused with advice."""
+    """The train_dataloader and eval_dataloader that callbacks get; any use of them is refused with advice."""
 
     def refuse(self, *_: Any) -> Any:
         raise NotHereError(ROWS)

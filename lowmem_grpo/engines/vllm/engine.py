@@ -250,7 +250,7 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Free dequantized weights, and on a card the KV cache (the other weights are the trainer's). vLLM cannot free
-        its cache on the CPU, nor on a card if it has no memory pool there."""
+        its cache on the CPU, or on a card without a memory pool."""
         if self.llm is not None:
             self.loan.drop_weights()
         if self.sleeps and self.llm is not None and not self.asleep:

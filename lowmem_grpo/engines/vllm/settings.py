@@ -239,8 +239,8 @@ def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes
 
 
 def device_options(capacity: Capacity) -> dict[str, Any]:
-    """Return the options for the card's share and the tokens per pass. On a card the share is that of the cache alone,
-    as vLLM's default would count the trainer's memory, and the tokens are those of the memory plan. On the CPU prompts
+    """Return the options for the card's share and the tokens per pass. On a card the share covers the cache alone, as
+    vLLM's default would count the trainer's memory, and the tokens come from the memory plan. On the CPU prompts
     must not be chunked: vLLM would rewind the random generator, which CPU generators cannot do."""
     device = capacity.policy.device
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The tensors that one engine shares with the trainer's model, from its start to its end."""
+"""The tensors that one engine shares with the trainer's model for as long as the engine exists."""
 
 import logging
 from collections.abc import Hashable

@@ -60,7 +60,7 @@ def text_of(result: Any) -> str:
 
 def plain(value: Any) -> Any:
     """Return data in JSON's types: arrays, sets (sorted) and ranges as lists, dataclasses and pydantic models as dicts,
-    bytes and what has a text of its own (Decimal, datetime, Path) as text. What is no data is returned unchanged."""
+    bytes and what has a text of its own (Decimal, datetime, Path) as text. Anything else is returned unchanged."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "tolist"):

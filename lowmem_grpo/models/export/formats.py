@@ -177,7 +177,7 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
 
 def matrix_elements(folder: Path) -> int:
     """Return the number of weights in all matrices and stacks of a folder's safetensors files, as `GGUFContent` counts
-    them: the converter drops the middle 1 of a convolution (C, 1, W), so that it is a matrix there."""
+    them: the converter drops the middle 1 of a convolution (C, 1, W), which is then a matrix."""
     total = 0
     for file in sorted(set(tensor_files(folder).values())):
         with safe_open(file, "pt") as opened:

@@ -81,7 +81,7 @@ def own_limit(func: RewardFunction) -> float | None:
 
 
 def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:
-    """Return the columns that are passed to functions. RewardError for a column with the name of an argument."""
+    """Return the columns that are passed to functions. RewardError for a column named like an argument."""
     clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
     if clashes:
         raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them")

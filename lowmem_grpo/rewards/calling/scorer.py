@@ -98,7 +98,7 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The functions whose None leaves the whole group out of the step; not those of weight 0, which are metrics."""
+        """The functions whose None leaves the whole group out of the step; functions of weight 0 never do."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 

@@ -183,7 +183,7 @@ def silent(trial: RewardTrial) -> Iterator[Finding]:
 
 def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
     """Find a function that pays the same for all completions, or within each group, and so teaches nothing. If other
-    rewards differ (`telling`), a reward that all completions earn is only a note: all may keep the format."""
+    rewards differ (`telling`), a reward that all completions earn is only a note, as all may keep a format."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
     if not trial.paid:
         yield from silent(trial)

@@ -222,8 +222,8 @@ def unreadable(tests: Any, function: str | None = None) -> str | None:
 
 
 def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
-    """Return the verdict on a completion: True if all tests passed; None if its code was not run, or if every test that
-    did not pass has no verdict; else False."""
+    """Return the verdict on a completion: True if all tests passed, False if one failed; None if its code was not run,
+    or if no test failed and some test has no verdict."""
     if tests is None or (untestable(tests) and all(test.passed or test.untestable for test in tests)):
         return None
     return all(test.passed for test in tests)

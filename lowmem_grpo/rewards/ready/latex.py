@@ -59,7 +59,7 @@ def digits(number: re.Match[str]) -> str:
 
 
 def small(token: str) -> str:
-    """Return a capitalised word, or a hexadecimal number, in lower case: Yes becomes yes; AB and X are unchanged."""
+    """Return a capitalised word or a 0x number in lower case (Yes becomes yes), any other token unchanged (AB, X)."""
     return token.lower() if len(token) > 1 and (token.istitle() or token[:1] == "0") else token
 
 

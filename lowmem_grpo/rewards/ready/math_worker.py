@@ -39,7 +39,7 @@ def read(answer: str) -> list[sympy.Basic]:
 
 def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
     """Return whether two expressions have the same digits at a point, since math-verify treats all tiny numbers as
-    equal; True if they have no numerical value there."""
+    equal; True if they have no numerical value at that point."""
     names = sorted(label.free_symbols | answer.free_symbols, key=str)
     point = {symbol: sympy.Rational(1000 + 37 * number, 613) for number, symbol in enumerate(names)}
     wanted, value = (side.subs(point).doit().evalf(DIGITS) for side in (label, answer))

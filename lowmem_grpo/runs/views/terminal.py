@@ -89,8 +89,8 @@ class CurrentStderr(logging.StreamHandler):
 
 
 def quiet() -> None:
-    """Log this package's messages to the terminal, and only errors of libraries. Of several ranks, only the first shows
-    notes; the others show only warnings, with their rank."""
+    """Log this package's messages to the terminal, and only errors of libraries. With several ranks, only the first
+    shows notes; the others show only warnings, with their rank."""
     place = this_place()
     form = "%(message)s" if place.leads else f"rank {place.rank}: %(message)s"
     handler = CurrentStderr()

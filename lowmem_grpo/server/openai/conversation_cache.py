@@ -177,7 +177,7 @@ class ConversationCache:
         taken: Collection[str] = (),
     ) -> list[str | None]:
         """Return, for each message in plain form, the name of the cached turn that it matches, or None. `models` are
-        the model names to search. Of several matches, it prefers turns that are not `taken`, then the newest."""
+        the model names to search. If several match, it prefers turns that are not `taken`, then the newest."""
         with self.lock:
             key = self.dialect_for(tools).key.decode()
             chains = [digests([model, key], messages) for model in models]

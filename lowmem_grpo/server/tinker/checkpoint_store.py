@@ -54,7 +54,7 @@ class CheckpointStore:
         self.sweep()
 
     def find(self, path: object, owner: str, kind: str | None = None) -> Saved:
-        """Return the weights at a path. UnknownError if this user has none there, ValueError if not of this kind."""
+        """Return the weights at a path. UnknownError if this user has none at it, ValueError if of another kind."""
         row = self.database.row("SELECT * FROM tinker_saved WHERE path = ? AND (expires IS NULL OR expires > ?)",
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
@@ -68,7 +68,7 @@ class CheckpointStore:
         return saved
 
     def all(self, owner: str, model: str | None = None) -> list[Saved]:
-        """Return this user's weights, the newest first, of one model or of all."""
+        """Return this user's weights, newest first, from one model or from all."""
         rows = self.database.rows("SELECT * FROM tinker_saved WHERE owner = ? AND (expires IS NULL OR expires > ?) "
                                   "ORDER BY made DESC, path", (owner, time.time()))
         return [saved for saved in (Saved(**with_settings(row)) for row in rows) if model in (None, saved.model)]

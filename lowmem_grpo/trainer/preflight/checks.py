@@ -39,7 +39,7 @@ ROWS = 8  # rows that the ranks compare, spread from the first to the last
 
 
 def reserved_columns(subject: Subject) -> Iterator[Finding]:
-    """Find a dataset column with the name of an argument of reward functions."""
+    """Find a dataset column named like an argument that reward functions always get."""
     for which, sample in subject.datasets:
         try:
             contract.passed_columns({name: [] for name in sample.columns})
