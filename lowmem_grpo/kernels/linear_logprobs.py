@@ -64,6 +64,7 @@ def linear_logprobs(
     `entropy_grad` is set, for a loss with an entropy bonus; that costs a third matrix product. `chunk_rows` rows of
     logits exist at a time, chosen from the device's memory by default.
     """
+    check_numbers(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
     check_arguments(hidden, weight, targets, bias, temperature, chunk_rows)
     ignored = NONE_IGNORED if ignore_index is None else ignore_index
     numbers = float(temperature), float(logit_scale), softcap, ignored
@@ -152,10 +153,20 @@ backward_op = custom_op("linear_logprobs_bwd", backward_tiles,
                         fake=lambda hidden, weight, bias, *others: new_gradients(hidden, weight, bias, others[-1]))
 
 
+def check_numbers(**numbers: Any) -> None:
+    """Raise ValueError for a tensor that holds more than a number, or whose gradient would be lost."""
+    for name, value in numbers.items():
+        if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
+            raise ValueError(f"{name} is a tensor {tuple(value.shape)}, requires_grad={value.requires_grad}; it must "
+                             "be one number, which gets no gradient: give a float, or divide the hidden states by it")
+
+
 def check_arguments(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, chunk_rows: int | None
 ) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
+    if isinstance(weight, torch.nn.Module):
+        raise ValueError(f"expected a head (V, D), a tensor; got a {type(weight).__name__}: give its weight, and bias")
     if not isinstance(weight, Tensor) or hasattr(weight, "quant_state"):
         raise ValueError(f"expected a head (V, D) of the dtype of hidden; got a {type(weight).__name__} in 4 bits. "
                          "Dequantize it once, with nf4_dequantize, and leave lm_head out of quantization")

@@ -96,4 +96,4 @@ class TokenReward(TextReward):
             raise TypeError(f"{self.__name__} counts tokens and got no completion_ids; a trainer passes them")
         if "environments" in call and "turns" in call:  # episodes: a dataset hardly has both columns
             ids = [[token for turn in turns for token in turn.completion_ids] for turns in call["turns"]]
-        return [self.rule(tokens) for tokens in ids]
+        return [self.rule(tokens.tolist() if hasattr(tokens, "tolist") else tokens) for tokens in ids]

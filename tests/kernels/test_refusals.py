@@ -71,7 +71,9 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         ({"bias": torch.zeros(V, device="meta")}, "meta"),
         ({"hidden": torch.zeros(3, D, dtype=torch.long), "weight": torch.zeros(V, D, dtype=torch.long)}, "int64"),
         ({"temperature": 0.0}, "temperature is 0.0"), ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"chunk_rows": -1}, "chunk_rows is -1"),
+        ({"chunk_rows": -1}, "chunk_rows is -1"), ({"weight": torch.nn.Linear(D, V)}, "got a Linear: give its weight"),
+        *(({name: torch.tensor(2.0, **GRADIENT)}, f"{name} is a tensor (), requires_grad=True; it must be")
+          for name in ("temperature", "logit_scale", "softcap")), ({"temperature": torch.ones(3)}, "a tensor (3,)"),
         ({"weight": quantized(V, 64, torch.float32)}, "got a Params4bit in 4 bits. Dequantize it once"),
     ]),
     (nf4_linear, nf4_problem(3, ONE, torch.float32), [

@@ -109,7 +109,8 @@ def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVer
     """
     try:
         compiled = re.compile(pattern)
-    except re.error as error:
+        compiled.match("")  # a TypeError for a pattern of bytes
+    except (re.error, TypeError) as error:
         raise ValueError(f"regex_match got {pattern!r}, which is no regular expression: {error}") from error
     return TextVerifier("regex_match", fits, pattern=compiled, where=where)
 
@@ -128,6 +129,9 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
     """
     if schema is None:
         return TextVerifier("json_match", holds)
+    if isinstance(schema, type):
+        raise ValueError(f"json_match got the class {schema.__name__}; give its schema, as a dict: "
+                         f"{schema.__name__}.model_json_schema() of pydantic")
     if find_spec("jsonschema") is None:
         raise ImportError("json_match with a schema needs the package jsonschema: pip install jsonschema")
     from jsonschema import SchemaError

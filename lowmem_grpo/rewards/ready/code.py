@@ -31,12 +31,14 @@ from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, run_tests
 from lowmem_grpo.rewards.sandbox.trial import Verdict as TestVerdict
 from lowmem_grpo.rewards.sandbox.worker import CannotStart
+from lowmem_grpo.rewards.texts import values_of
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
-from lowmem_grpo.utils import at_least, require
+from lowmem_grpo.utils import at_least, number, require
 
 BATCH_SECONDS = 45.0  # with the time of the last completion, this stays below the trainer's reward_timeout of 60
 FENCED = re.compile(  # with possessive quantifiers, so that a long first line is scanned only once
-    r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```[ \t]*+$|\Z)", re.DOTALL | re.MULTILINE
+    r"^([ \t]*+)(`{3,}+)[ \t]*+([\w+-]*+)[^\n`]*+\n(.*?)(?:^[ \t]*+\2`*+[ \t\r]*+$|\2\s*+\Z|\Z)",
+    re.DOTALL | re.MULTILINE,
 )
 PYTHON = ("python", "py", "python3")
 logger = logging.getLogger(__name__)
@@ -45,8 +47,9 @@ logger = logging.getLogger(__name__)
 def python_code(text: str) -> str | None:
     """Return the code of a completion: its last ```python block, else its last block without a language, else the
     content of <code>, else the whole text. A block without a closing fence counts, because the fence may have been a
-    stop string."""
-    blocks = [(match[1].lower(), match[2]) for match in FENCED.finditer(text)]
+    stop string. As in Markdown, lines lose as much indentation as the opening fence has."""
+    blocks = [(language.lower(), re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", code) if indent else code)
+              for indent, _, language, code in FENCED.findall(text)]
     for languages in (PYTHON, ("",)):
         if named := [block for language, block in blocks if language in languages]:
             return named[-1]
@@ -77,8 +80,7 @@ class CodeVerifier(Verifier):
                  batch_seconds: float, function: str | None = None) -> None:
         if workers is not None:
             require("workers", workers, at_least(1, int), ", or None for one per CPU")
-        if not batch_seconds > 0:
-            raise ValueError(f"batch_seconds is {batch_seconds!r}; it must be above 0")
+        require("batch_seconds", batch_seconds, number("above 0", lambda seconds: seconds > 0))
         self.name, self.columns = "code_passes_tests", (column,) if function is None else (column, function)
         self.sandbox = open_sandbox(isolation, limits)
         self.workers = workers or len(os.sched_getaffinity(0))
@@ -101,7 +103,7 @@ class CodeVerifier(Verifier):
         or if the code did not begin in time. Equal code with equal tests runs once. ValueError for tests that cannot be
         read; with `skip_faulty`, their rows get None instead. SandboxError if the sandbox stops working. No completion
         can make this raise an error."""
-        rows = [None if row is None else (row, function_in(name)) for row, name in
+        rows = [None if is_absent(row) else (row, function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}
         faulty = {name for name, row in known.items() if skip_faulty and unreadable(*row)}
@@ -155,7 +157,7 @@ class OfTests(Reward):
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
         """Return the reason why a row can never get a verdict; None if it can."""
         tests, *functions = (row.get(name) for name in self.columns)
-        if tests is None:
+        if is_absent(tests):
             return None
         function = function_in(functions[0]) if functions else None
         if fault := unreadable(tests, function):
@@ -212,6 +214,11 @@ class ShareReward(OfTests):
         return [self.amount * sum(passed) / len(passed) if passed else None for passed in told]
 
 
+def is_absent(tests: Any) -> bool:
+    """Return whether a row has no tests: None, or pandas' NaN."""
+    return not isinstance(tests, list | tuple | dict | str) and not values_of(tests)
+
+
 def unreadable(tests: Any, function: str | None = None) -> str | None:
     """Return the reason why a row's tests cannot be read; None if they can."""
     try:
@@ -237,7 +244,7 @@ def untestable(tests: list[TestVerdict] | None) -> str | None:
 def first_fault(tests: list[TestVerdict] | None) -> str:
     if tests is None:
         return "not run"
-    for number, test in enumerate(tests, 1):
+    for place, test in enumerate(tests, 1):
         if not test.passed:
-            return f"test {number} of {len(tests)}: {test.outcome}: {test.reason}"
+            return f"test {place} of {len(tests)}: {test.outcome}: {test.reason}"
     return f"passed {len(tests)}"

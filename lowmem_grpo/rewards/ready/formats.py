@@ -1,12 +1,13 @@
 """Rewards for the form of a completion: a verifier of its whole tag format and a reward for each tag; its length in
 tokens, words or characters; penalties near the run's own limit and on repetition."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowmem_grpo.rewards.reward import Reward, TextReward, TokenReward
 from lowmem_grpo.rewards.verifier import TextVerifier, VerifiedReward
-from lowmem_grpo.utils import at_least, require
+from lowmem_grpo.utils import at_least, number, require
 
 THOUGHT = ("<think>", "</think>")
 REASONING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</SOLUTION>")
@@ -133,8 +134,7 @@ def repetition_penalty(ngram: int = 4, worst: float = -1.0) -> TokenReward:
     It is 0 if no n-gram repeats, or with fewer than `ngram` tokens. ValueError for a positive `worst`.
     """
     require("ngram", ngram, at_least(1, int))
-    if not worst <= 0:
-        raise ValueError(f"worst is {worst!r}; a penalty is 0 or below")
+    require("worst", worst, number("finite, and 0 or below", lambda value: -math.inf < value <= 0))
     return TokenReward("repetition_penalty", pay_repetition, ngram=ngram, worst=worst)
 
 

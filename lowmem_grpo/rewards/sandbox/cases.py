@@ -59,7 +59,7 @@ def read_cases(tests: Any, function: str | None = None) -> list[Case]:
     """Return the cases of a row, in any layout of `data.code_tests`; ValueError for any other. `function` names the
     tested function if another column holds it: HumanEval's entry_point, LiveCodeBench's metadata."""
     listed = tests_in(tests, function)
-    if not listed or (not isinstance(tests, str | dict | list | tuple) and listed == [tests]):
+    if not listed or (not isinstance(tests, str | dict | list | tuple) and listed[0] is tests):
         raise ValueError(f"tests are {tests!r:.100}; {ALLOWED}, at least one of them in a list")
     wrapped = [test for test in listed if isinstance(test, dict) and test.get("wrapped")]
     each_alone = bool(wrapped) and all(len(test["expected"]) == 1 for test in wrapped)

@@ -50,6 +50,8 @@ def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> 
     SandboxError if the isolation does not work here."""
     if isolation is not None and isolation not in ISOLATIONS:
         raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for {BY_DEFAULT}")
+    if not isinstance(limits, Limits | None):
+        raise ValueError(f"limits is {limits!r}; it must be a Limits, as Limits(seconds=5), or None")
     name = isolation or BY_DEFAULT
     if (fault := why_not(name)) is not None:
         raise SandboxError(f"no sandbox for model-written code ({name}: {fault}). What to do: {FIX}")

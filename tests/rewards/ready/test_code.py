@@ -56,7 +56,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ("```bash\npip\n```", "```bash\npip\n```"), ("```python\ncut off", "cut off"), ("```python\n```", ""),
     ("<code>y = 2</code>", "y = 2"), ("<code>no</code>\n```python\nyes\n```", "yes\n"),
     ("print(1)", "print(1)"), ("", ""),
-    ("  ```python title='a.py'\n  x = '```'\n  ```", "  x = '```'\n"), ("~~~python\nx\n~~~", "~~~python\nx\n~~~"),
+    ("  ```python title='a.py'\n  x = '```'\n  ```", "x = '```'\n"), ("~~~python\nx\n~~~", "~~~python\nx\n~~~"),
+    ("```python\r\nx\r\n```\r\nend", "x\r\n"),
+    ("1. so:\n   ```python\n   if x:\n       y\n\n   ```", "if x:\n    y\n\n"),
+    ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"), ("```python\nx```\n", "x"),
+    ("```add(1)``` is 2:\n```python\nx\n```", "x\n"),
 ])
 def test_the_code_is_found_in_its_place(text: str, code: str) -> None:
     assert python_code(text) == code
@@ -80,7 +84,7 @@ def test_a_long_completion_is_searched_once() -> None:
 
 def test_a_completion_earns_what_its_tests_say_also_in_another_process(verifier: CodeVerifier) -> None:
     verifier = pickle.loads(pickle.dumps(verifier))  # noqa: S301, our own bytes
-    completions, tests = [RIGHT, WRONG, HALF, "I cannot.", RIGHT], [TESTS, TESTS, TESTS, TESTS, None]
+    completions, tests = [RIGHT, WRONG, HALF, "I cannot.", RIGHT], [TESTS, TESTS, TESTS, TESTS, float("nan")]
     assert verifier.verdicts(completions, tests=tests) == [True, False, False, False, None]
     assert verifier.reward()(completions=completions, tests=tests) == [1.0, 0.0, 0.0, 0.0, None]
     assert verifier.reward(2.0, -1.0)(completions=completions, tests=tests) == [2.0, -1.0, -1.0, -1.0, None]
@@ -198,8 +202,9 @@ def test_after_a_fault_no_other_code_begins(
 
 @every_row(("options", "message"), [
     ({"isolation": "docker"}, "isolation is 'docker'"), ({"workers": 0}, "workers is 0"),
-    ({"workers": True}, "workers is"),
-    ({"batch_seconds": 0}, "batch_seconds is 0"), ({"column": "completions"}, "cannot read a column named completions"),
+    ({"workers": True}, "workers is"), ({"limits": {"seconds": 3}}, "it must be a Limits"),
+    ({"batch_seconds": 0}, "batch_seconds is 0"), ({"batch_seconds": None}, "batch_seconds is None"),
+    ({"column": "completions"}, "cannot read a column named completions"),
 ])
 def test_a_setting_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     if why_not("process") and "isolation" not in options:

@@ -7,6 +7,7 @@ import pickle
 import zlib
 from typing import Any
 
+import numpy as np
 import pytest
 from sandboxed import working_verifier
 from tables import every_row
@@ -56,6 +57,8 @@ LAYOUTS: list[tuple[str, Any, str | None]] = [  # code, tests, what another colu
     (ADD, IN_TEST_CLASS, None), (ADD, ["import solution\nassert solution.add(1, 2) == 3"], None),
     (ADD, ["from solution import *\nassert add(1, 2) == 3"], None),
     (ADD, {"test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""}, None),
+    (ADD, {"test_list": ["assert add(1, b) == 3"], "test_setup_code": "b = 2"}, None),
+    (ADD, np.array(["assert add(1, 2) == 3"]), None),
 ]
 
 

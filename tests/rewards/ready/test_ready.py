@@ -229,6 +229,12 @@ def test_a_length_is_paid_in_its_unit() -> None:
     assert [pay(rewards.too_long(3), "", [1] * count) for count in (0, 3, 4)] == [0.0, 0.0, -1.0]
 
 
+def test_repeated_tokens_of_a_tensor_count_like_those_of_a_list() -> None:
+    ids = [1, 2, 1, 2]
+    paid = rewards.repetition_penalty(2)(completions=["x"] * 2, completion_ids=[torch.tensor(ids), ids])
+    assert paid == pytest.approx([-1 / 3] * 2)
+
+
 MAIL = "Dear Ms Bo,\n\nyour ReFund is due.\n\nBest regards,  \nAda Moss\n"
 
 
@@ -340,6 +346,11 @@ def test_every_reward_can_be_pickled() -> None:
     (lambda: rewards.proximity(exact=-2), "needed: exact > outlier, reach > 0"),
     (lambda: rewards.proximity(reach=0), "needed: exact > outlier, reach > 0"),
     (lambda: rewards.regex_match("(a"), "is no regular expression"),
+    (lambda: rewards.regex_match(None), "None, which is no regular"),  # type: ignore[arg-type]
+    (lambda: rewards.regex_match(b"a"), "b'a', which is no regular"),  # type: ignore[arg-type]
+    (lambda: rewards.json_match(dict), r"the class dict; give its schema"),  # type: ignore[arg-type]
+    (lambda: rewards.repetition_penalty(worst=None), "worst is None; it must be finite"),  # type: ignore[arg-type]
+    (lambda: rewards.repetition_penalty(worst=float("-inf")), "worst is -inf; it must be finite, and 0 or below"),
     (lambda: rewards.format_match(("<a>",)), "give an even number of strings"),
     (lambda: rewards.format_match(("<a>", "<a>")), "'<a>' is part of '<a>'"),
     (lambda: rewards.tags_counted(tags="<a></a>"), "give an even number"),  # type: ignore[arg-type]
