@@ -86,6 +86,7 @@ def test_a_completion_earns_what_its_tests_say_also_in_another_process(verifier:
     verifier = pickle.loads(pickle.dumps(verifier))  # noqa: S301, our own bytes
     completions, tests = [RIGHT, WRONG, HALF, "I cannot.", RIGHT], [TESTS, TESTS, TESTS, TESTS, float("nan")]
     assert verifier.verdicts(completions, tests=tests) == [True, False, False, False, None]
+    assert verifier.verdicts(completions, tests=[*tests[:4], None]) == [True, False, False, False, None]
     assert verifier.reward()(completions=completions, tests=tests) == [1.0, 0.0, 0.0, 0.0, None]
     assert verifier.reward(2.0, -1.0)(completions=completions, tests=tests) == [2.0, -1.0, -1.0, -1.0, None]
     assert verifier.share()(completions=completions, tests=tests) == [1.0, 0.0, 0.5, 0.0, None]
