@@ -178,7 +178,12 @@ class Trainer(TrlApi):
         return preflight(self)
 
     def check_before(self) -> None:
-        """Check that all ranks agree, then run preflight; raises PreflightError if that finds an error."""
+        """Check that all ranks agree, then run preflight; raises PreflightError if that finds an error, and ValueError
+        for settings that were changed after the trainer had read them."""
+        for name in self.args.READ_ONCE:
+            if (now := getattr(self.args, name)) != (then := self.saver.settings[name]):
+                raise ValueError(f"args.{name} is {now!r}, and was {then!r} when this trainer was made, which read it "
+                                 "then; make a new trainer with these settings")
         check_ranks_agree(self)
         self.ranks.first("preflight", partial(before_training, self))
 

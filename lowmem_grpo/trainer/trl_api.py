@@ -27,6 +27,7 @@ SAMPLE = ("sample with model.fast_generate(prompts, lora_request=model.current_l
 ONE = "every process has the whole model on one device"
 PLAY = "the engine samples: say otherwise with rollout_func=, tools= or environment_factory="
 INSIDE = "our loop has no such part; a callback (add_callback) is called at its events, and " + LOOP
+LOGGED = "a reward function that names log_metric or log_extra as a parameter gets it"
 NEVER_CALLED = {
     **dict.fromkeys(("_build_accelerator_args", "_clip_grad_norm", "_determine_best_metric", "_evaluate",
                      "_finalize_training", "_finish_current_push", "_get_grad_norm", "_get_learning_rate",
@@ -54,13 +55,13 @@ NEVER_CALLED = {
     **dict.fromkeys(("predict", "prediction_step"), SAMPLE),
     **dict.fromkeys(("_generate", "_generate_and_score_completions", "_generate_single_turn", "_get_tool_suffix_ids",
                      "_tokenize_prompts", "_tool_call_loop"), PLAY),
-    **dict.fromkeys(("_log_metric", "_log_completion_extra"), "a reward function that names log_metric or log_extra as "
-                    "a parameter gets it"),
+    **dict.fromkeys(("_log_metric", "_log_completion_extra"), LOGGED),
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), ONE),
     "init_hf_repo": "push_to_hub makes the repository",
 }
 NOT_HERE = NEVER_CALLED | {
     "data_collator": ROWS, **dict.fromkeys(("is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
+    **dict.fromkeys(("_metrics", "_logs", "_textual_logs"), LOGGED),
     **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "loss_is_scaled_for_ga"),
                     LOSS),
     "ref_model": "the reference is the same model with another adapter, or none: with trainer.policy.reference(): ...",

@@ -199,6 +199,14 @@ def test_no_step_goes_beyond_max_steps(tmp_path: Path) -> None:
     assert trainer.train().global_step == 3
 
 
+@pytest.mark.parametrize(("name", "value"), [("learning_rate", 0.5), ("max_steps", 5), ("output_dir", "elsewhere")])
+def test_settings_changed_after_a_trainer_has_read_them_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    trainer = make(tmp_path)
+    setattr(trainer.args, name, value)
+    with pytest.raises(ValueError, match=rf"args\.{name} is {value!r}, and was .* when this trainer was made"):
+        trainer.train()
+
+
 def test_rounding_to_whole_groups_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=1)
     assert "3) x gradient_accumulation_steps (2) = 6 completions" in caplog.text
