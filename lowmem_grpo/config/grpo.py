@@ -27,6 +27,10 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     """
 
     evaluated: ClassVar[str] = "reward"
+    READ_ONCE: ClassVar[tuple[str, ...]] = (
+        *TrainSettings.READ_ONCE, "num_generations", "steps_per_generation", "max_prompt_length", "truncate_prompts",
+        "max_completion_length", "temperature", "top_p", "top_k", "min_p", "vllm_sampling_params", "reward_weights",
+        "entropy_coef")
 
     # Inherited fields: TrainSettings; StrategySettings, how groups are chosen, and training while sampling;
     # EpisodeSettings, episodes of several turns; LossSettings and AdvantageSettings, the loss.

@@ -91,9 +91,10 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
 
     evaluated: ClassVar[str] = "loss"  # the evaluation metric that ranks checkpoints by default
     READ_ONCE: ClassVar[tuple[str, ...]] = (
-        "output_dir", "max_steps", "num_train_epochs", "shuffle_dataset", "data_seed", "learning_rate", "weight_decay",
-        "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
-        "warmup_ratio", "report_to")  # by a trainer, when it is made
+        "output_dir", "seed", "data_seed", "shuffle_dataset", "max_steps", "num_train_epochs", "report_to", "optim",
+        "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay", "adam_beta1",
+        "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+    """Not a field: settings that a trainer reads when it is made, and never again."""
 
     output_dir: str = "outputs"
     overwrite_output_dir: bool = False

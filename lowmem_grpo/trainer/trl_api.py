@@ -62,16 +62,19 @@ NEVER_CALLED = {
 NOT_HERE = NEVER_CALLED | {
     "data_collator": ROWS, **dict.fromkeys(("is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
     **dict.fromkeys(("_metrics", "_logs", "_textual_logs"), LOGGED),
-    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "loss_is_scaled_for_ga"),
-                    LOSS),
+    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics"), "SFTTrainer takes it when it is made"),
+    **dict.fromkeys(("compute_loss_func", "loss_is_scaled_for_ga"), LOSS),
     "ref_model": "the reference is the same model with another adapter, or none: with trainer.policy.reference(): ...",
     **dict.fromkeys(("llm", "vllm_generation", "vllm_client"), "the engine that samples is trainer.engine; a "
                     "rollout_func samples with lowmem_grpo.generate_rollout_completions(trainer, prompts)"),
 }
+GIVEN_ONCE = ("data_collator", "compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
 SETTINGS = (  # attributes of TRL's trainers, which a `rollout_func` reads
     "num_generations", "num_generations_eval", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
     "chat_template_kwargs", "use_vllm", "beta", "num_iterations", "loss_type", "scale_rewards",
-    "max_tool_calling_iterations", "mask_truncated_completions",
+    "max_tool_calling_iterations", "mask_truncated_completions", "importance_sampling_level", "top_entropy_quantile",
+    "delta", "off_policy_mask_threshold", "multi_objective_aggregation", "steps_per_generation", "log_completions",
+    "num_completions_to_print", "log_unique_prompts",
 )
 
 
@@ -139,8 +142,10 @@ class TrlApi:
                                       for name in useless))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in NEVER_CALLED:
+        if name in NEVER_CALLED or name in GIVEN_ONCE:
             raise NotHereError(f"{type(self).__name__}.{name} is never called here: {NOT_HERE[name]}")
+        if name in SETTINGS and hasattr(getattr(self, "args", None), name):
+            return setattr(self.args, name, value)  # TRL's loss reads it here at each step, and ours there
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
