@@ -27,6 +27,10 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     """
 
     evaluated: ClassVar[str] = "reward"
+    READ_ONCE: ClassVar[tuple[str, ...]] = (
+        *TrainSettings.READ_ONCE, "num_generations", "steps_per_generation", "max_prompt_length", "truncate_prompts",
+        "max_completion_length", "temperature", "top_p", "top_k", "min_p", "vllm_sampling_params", "reward_weights",
+        "entropy_coef")
 
     # Inherited fields: TrainSettings; StrategySettings, how groups are chosen, and training while sampling;
     # EpisodeSettings, episodes of several turns; LossSettings and AdvantageSettings, the loss.
@@ -270,8 +274,9 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
         """Return the sampling parameters of a prompt's completions, with this seed."""
         own = SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
+        chosen = {name: getattr(own, name) for name, usual in GRPO_DEFAULTS.items() if getattr(self, name) != usual}
         return replace(self.vllm_sampling_params or own, n=n or self.num_generations, seed=seed,
-                       max_tokens=self.max_completion_length, temperature=self.temperature)
+                       max_tokens=self.max_completion_length, temperature=self.temperature, **chosen)
 
     @property
     def draws(self) -> Draws:

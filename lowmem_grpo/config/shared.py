@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -89,6 +90,11 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
     """The fields that every trainer has. Each means what it means in TRL; fields that TRL does not have say so."""
 
     evaluated: ClassVar[str] = "loss"  # the evaluation metric that ranks checkpoints by default
+    READ_ONCE: ClassVar[tuple[str, ...]] = (
+        "output_dir", "seed", "data_seed", "shuffle_dataset", "max_steps", "num_train_epochs", "report_to", "optim",
+        "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay", "adam_beta1",
+        "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+    """Not a field: settings that a trainer reads when it is made, and never again."""
 
     output_dir: str = "outputs"
     overwrite_output_dir: bool = False
@@ -200,6 +206,8 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
 
     def __post_init__(self) -> None:
         require("report_to", self.report_to, NAMES)
+        if isinstance(self.output_dir, str | os.PathLike):
+            self.output_dir = os.path.expanduser(self.output_dir)
         self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ["none"])
         self.lr_scheduler_type = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
         for name in ("lr_scheduler_kwargs", "chat_template_kwargs", "model_init_kwargs"):

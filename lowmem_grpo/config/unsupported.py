@@ -100,7 +100,8 @@ def refuse(options: Mapping[str, Any], table: Mapping[str, Fixed], known: Collec
             raise TypeError(f"{owner} has no option {name!r}{suggestion(name, {*table, *known})}")
         if not table[name].accepts(name, value):
             allowed = " or ".join(map(repr, table[name].allowed(name)))
-            raise ValueError(f"{owner}: {name}={value!r} is not supported (allowed: {allowed}). {table[name].advice}")
+            shown = "'hf_...'" if str(value).startswith("hf_") else repr(value)  # a token is a secret
+            raise ValueError(f"{owner}: {name}={shown} is not supported (allowed: {allowed}). {table[name].advice}")
 
 
 LEAVE_OUT = "There is no such choice here; leave it out."

@@ -34,6 +34,7 @@ from lowmem_grpo.runs.saved_adapter import (
     ADAPTER_FILE,
     CheckpointError,
     MismatchError,
+    adapter_settings,
     check_adapter_folder,
     fingerprint,
     last_good,
@@ -95,6 +96,7 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
         adapter, held = load_file(folder / ADAPTER_FILE), adapter_tensors(model)
         check_fits(folder, content, optimizer)
         check_adapter(folder, adapter, held)
+        check_scaling(adapter_settings(folder), model.peft_config[checkpoint_state.ADAPTER], folder)
         tensors, random = load_tensors(folder / "optimizer.safetensors"), load_tensors(folder / "rng.safetensors")
         steps, schedule = decode(content["optimizer"]["content"], tensors), decode(content["scheduler"], tensors)
         state: dict[str, Any] = content["state"]
@@ -155,6 +157,14 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
         there, here = (f"{list(t[name].shape)} {t[name].dtype}" if name in t else "absent" for t in (saved, held))
         if there != here:
             raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model")
+
+
+def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
+    """Raise MismatchError if the checkpoint's LoRA settings scale the same tensors otherwise than the model's do."""
+    for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
+        if (there := saved.get(name) or None) != ((here := getattr(config, name)) or None):
+            raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model, which scales the "
+                                "adapter; add LoRA as the saved run did")
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:

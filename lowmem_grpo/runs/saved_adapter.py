@@ -54,13 +54,20 @@ def verify(folder: Path) -> None:
 def check_adapter_folder(folder: Path) -> None:
     """Raise CheckpointError unless the folder holds an adapter in safetensors; pickled weights are never read."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder")
+        raise CheckpointError(f"{folder} is not a folder; give the folder of a checkpoint or of a saved adapter")
     if not (folder / ADAPTER_FILE).is_file() and (folder / "adapter_model.bin").exists():
         raise CheckpointError(f"{folder} holds its weights only as adapter_model.bin, a pickle file that can run code "
                               f"when read; save the adapter again as {ADAPTER_FILE} (peft's save_pretrained does so)")
     for name in (ADAPTER_FILE, "adapter_config.json"):
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter")
+            raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter"
+                                  f"{inner_adapters(folder)}")
+
+
+def inner_adapters(folder: Path) -> str:
+    """Return "; take A or B, which it holds" with the adapters in a run's folder or in PEFT's for names, or ""."""
+    inner = sorted(path.parent.name for path in folder.glob(f"[!.]*/{ADAPTER_FILE}"))
+    return f"; take {' or '.join(inner)}, which it holds" if inner else ""
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

@@ -42,7 +42,10 @@ def evaluation_sets(dataset: Any, args: TrainSettings, read: Callable[[Any, str]
 
 
 def evaluate_sets(trainer: Any, dataset: Any, prefix: str) -> dict[str, float]:
-    """Evaluate these datasets, by default the trainer's own; return all their metrics. ValueError if it has none."""
+    """Evaluate these datasets, by default the trainer's own, one of which may be given by its name; return all their
+    metrics. ValueError if it has none."""
+    if isinstance(dataset, str) and isinstance(trainer.eval_sets, dict) and dataset in trainer.eval_sets:
+        return evaluate_rows(trainer, trainer.eval_sets[dataset], prefix)
     rows = trainer.eval_sets if dataset is None else evaluation_sets(dataset, trainer.args, trainer.evaluation_rows)
     if rows is None:
         raise ValueError("there is no eval_dataset; pass one to the trainer, or to evaluate(eval_dataset=...)")

@@ -179,8 +179,16 @@ class Trainer(TrlApi):
 
     def check_before(self) -> None:
         """Check that all ranks agree, then run preflight; raises PreflightError if that finds an error."""
+        self.check_unchanged()
         check_ranks_agree(self)
         self.ranks.first("preflight", partial(before_training, self))
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError for a setting that was changed after the trainer had read it for good."""
+        now, then = self.args.to_dict(), self.saver.settings
+        if changed := [name for name in self.args.READ_ONCE if now[name] != then[name]]:
+            told = "; ".join(f"args.{name} is {now[name]!r}, and was {then[name]!r}" for name in changed)
+            raise ValueError(f"{told} when this trainer was made, which read it then; make a new trainer")
 
     # The visible loop.
 
@@ -202,6 +210,7 @@ class Trainer(TrlApi):
                 while not self.finished and not self.should_stop():
                     self.start_step()
                     with self.saver.saved_before(self.save_state, Exception):
+                        self.check_unchanged()
                         groups = self.next_groups()
                     self.train_step(groups)
         self.interrupt.pass_on()

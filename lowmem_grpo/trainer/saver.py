@@ -19,6 +19,7 @@ from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.step_accumulator import RandomStates
 
 logger = logging.getLogger(__name__)
+OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class Saver:
@@ -174,9 +175,12 @@ class Saver:
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore what `snapshot` saved, and warn of settings that differ from those of the saved run."""
         now = self.settings
-        changed = [f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)]
+        changed = {k: f"{k}: {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and str(now[k]) != str(v)}
         if changed:
-            logger.warning("resuming with other settings than the run had: %s", "; ".join(changed))
+            logger.warning("resuming with other settings than the run had: %s", "; ".join(changed.values()))
+        if kept := [name for name in OF_OPTIMIZER if name in changed]:
+            logger.warning("%s of the run go on, as the optimizer's state holds them (as in transformers); for others "
+                           "begin a new run with its adapter", ", ".join(kept))
         threads, before = torch.get_num_threads(), saved.get("threads")  # older checkpoints do not say
         if before not in (None, threads) and self.learner.policy.device.type == "cpu":
             logger.warning("the run computed with OMP_NUM_THREADS=%s and goes on with %d: samples may be rounded "

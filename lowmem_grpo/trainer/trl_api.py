@@ -27,6 +27,7 @@ SAMPLE = ("sample with model.fast_generate(prompts, lora_request=model.current_l
 ONE = "every process has the whole model on one device"
 PLAY = "the engine samples: say otherwise with rollout_func=, tools= or environment_factory="
 INSIDE = "our loop has no such part; a callback (add_callback) is called at its events, and " + LOOP
+LOGGED = "a reward function that names log_metric or log_extra as a parameter gets it"
 NEVER_CALLED = {
     **dict.fromkeys(("_build_accelerator_args", "_clip_grad_norm", "_determine_best_metric", "_evaluate",
                      "_finalize_training", "_finish_current_push", "_get_grad_norm", "_get_learning_rate",
@@ -54,23 +55,26 @@ NEVER_CALLED = {
     **dict.fromkeys(("predict", "prediction_step"), SAMPLE),
     **dict.fromkeys(("_generate", "_generate_and_score_completions", "_generate_single_turn", "_get_tool_suffix_ids",
                      "_tokenize_prompts", "_tool_call_loop"), PLAY),
-    **dict.fromkeys(("_log_metric", "_log_completion_extra"), "a reward function that names log_metric or log_extra as "
-                    "a parameter gets it"),
+    **dict.fromkeys(("_log_metric", "_log_completion_extra"), LOGGED),
     **dict.fromkeys(("get_cp_size", "get_sp_size", "get_tp_size"), ONE),
     "init_hf_repo": "push_to_hub makes the repository",
 }
 NOT_HERE = NEVER_CALLED | {
     "data_collator": ROWS, **dict.fromkeys(("is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
-    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "loss_is_scaled_for_ga"),
-                    LOSS),
+    **dict.fromkeys(("_metrics", "_logs", "_textual_logs"), LOGGED),
+    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics"), "SFTTrainer takes it when it is made"),
+    **dict.fromkeys(("compute_loss_func", "loss_is_scaled_for_ga"), LOSS),
     "ref_model": "the reference is the same model with another adapter, or none: with trainer.policy.reference(): ...",
     **dict.fromkeys(("llm", "vllm_generation", "vllm_client"), "the engine that samples is trainer.engine; a "
                     "rollout_func samples with lowmem_grpo.generate_rollout_completions(trainer, prompts)"),
 }
+GIVEN_ONCE = ("data_collator", "compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
 SETTINGS = (  # attributes of TRL's trainers, which a `rollout_func` reads
     "num_generations", "num_generations_eval", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
     "chat_template_kwargs", "use_vllm", "beta", "num_iterations", "loss_type", "scale_rewards",
-    "max_tool_calling_iterations", "mask_truncated_completions",
+    "max_tool_calling_iterations", "mask_truncated_completions", "importance_sampling_level", "top_entropy_quantile",
+    "delta", "off_policy_mask_threshold", "multi_objective_aggregation", "steps_per_generation", "log_completions",
+    "num_completions_to_print", "log_unique_prompts",
 )
 
 
@@ -138,8 +142,10 @@ class TrlApi:
                                       for name in useless))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in NEVER_CALLED:
+        if name in NEVER_CALLED or name in GIVEN_ONCE:
             raise NotHereError(f"{type(self).__name__}.{name} is never called here: {NOT_HERE[name]}")
+        if name in SETTINGS and hasattr(getattr(self, "args", None), name):
+            return setattr(self.args, name, value)  # TRL's loss reads it here at each step, and ours there
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:

@@ -56,6 +56,7 @@ def test_every_public_name_of_trls_trainer_is_ours_too_or_refused_with_advice(
 ) -> None:
     names = [name for name in dir(theirs) if not name.startswith("_")]
     assert [name for name in names if not hasattr(ours, name) and name not in NOT_HERE] == []
+    assert {"_metrics", "_logs"} <= NOT_HERE.keys()  # which rewards and callbacks for TRL write to
     for name, advice in NOT_HERE.items():
         assert not hasattr(grpo, name)
         with pytest.raises(UnsupportedError) as refusal:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,7 @@ def test_the_completions_of_a_generation_say_its_steps() -> None:
     ({"evaluation_strategy": "steps", "logging_steps": 7}, {"eval_strategy": "steps", "logging_steps": 7}),
     ({"eval_strategy": "steps", "logging_steps": 7}, {"eval_strategy": "steps", "logging_steps": 7, "eval_steps": 7}),
     ({"scale_rewards": False}, {"scale_rewards": "none"}), ({"scale_rewards": True}, {"scale_rewards": "group"}),
+    *[({"output_dir": folder}, {"output_dir": str(Path.home() / "run")}) for folder in ("~/run", Path("~/run"))],
     *[({name: '{"a": 1}'}, {name: {"a": 1}}) for name in ("chat_template_kwargs", "model_init_kwargs")],  # as parsers
 ])
 def test_settings_in_other_words_mean_the_same(written: dict[str, Any], meant: dict[str, Any]) -> None:
@@ -150,6 +152,8 @@ def test_sampling_params_give_stop_strings_and_truncation() -> None:
     params = GRPOConfig(vllm_sampling_params=given, num_generations=4).sampling(seed=None, n=2)
     assert (params.min_p, params.stop, params.stop_token_ids, params.n) == (0.1, ["</s>"], [3], 2)
     assert params.include_stop_str_in_output and params.max_tokens == 512
+    beside = GRPOConfig(vllm_sampling_params=SamplingParams(stop=["x"]), top_p=0.9, top_k=5, min_p=0.1).sampling(None)
+    assert (beside.stop, beside.top_p, beside.top_k, beside.min_p) == (["x"], 0.9, 5, 0.1)
 
 
 def test_records_hold_every_field_and_make_the_same_settings() -> None:

@@ -61,6 +61,8 @@ def test_the_defaults_in_our_file_are_those_of_the_class() -> None:
 def test_an_option_of_transformers_that_no_table_names_may_have_its_default_or_be_off(settings: type) -> None:
     assert settings(ddp_timeout=1800, torch_compile=False, fsdp="", skip_memory_metrics=False) == settings()
     assert settings().ddp_timeout == 1800
+    with pytest.raises(ValueError, match=r"hub_token='hf_\.\.\.' is not supported"):
+        settings(hub_token="hf_secret")
     with pytest.raises(ValueError, match=r"ddp_timeout=5 is not supported \(allowed: 1800\)\. .*leave it out"):
         settings(ddp_timeout=5)
 

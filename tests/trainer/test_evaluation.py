@@ -98,6 +98,7 @@ def test_several_datasets_are_evaluated_each_under_its_name(kind: int, tmp_path:
     for name, rows in (("a", ROWS[:1]), ("b", ROWS[1:3])):
         wanted = untimed(alone.evaluate(rows))
         assert {key.replace("eval_", f"eval_{name}_"): value for key, value in wanted.items()}.items() <= found.items()
+        assert untimed(trainer.evaluate(name)) == wanted  # by its name, as in transformers
     assert untimed(alone.evaluate(given)) == untimed(found)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import resource
 import signal
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from small_models import shallow
 from trainer_runs import QUESTIONS, ROWS, SMALL, Gradients, adapter, adapter_of, digit_sum, load, make, moved, same
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from lowmem_grpo import GRPOTrainer
+from lowmem_grpo import GRPOTrainer, SamplingParams
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import listeners
 from lowmem_grpo.runs.records import RecordError, read_lines
@@ -197,6 +198,35 @@ def test_a_callback_can_stop_the_run_and_the_same_trainer_can_go_on(tmp_path: Pa
 def test_no_step_goes_beyond_max_steps(tmp_path: Path) -> None:
     trainer = make(tmp_path, num_iterations=2, max_steps=3)
     assert trainer.train().global_step == 3
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("learning_rate", 0.5), ("max_steps", 5), ("output_dir", "elsewhere"), ("temperature", 0.5), ("top_k", 3),
+    ("num_generations", 2), ("reward_weights", [2.0]), ("vllm_sampling_params", None),
+])
+def test_settings_changed_after_a_trainer_has_read_them_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    trainer = make(tmp_path, vllm_sampling_params=SamplingParams())
+    setattr(trainer if name == "temperature" else trainer.args, name, value)
+    with pytest.raises(ValueError, match=rf"args\.{name} is {re.escape(repr(value))}, and was .* when this"):
+        trainer.train()
+
+
+def test_a_setting_of_the_sampler_that_a_callback_changes_stops_the_run_after_a_checkpoint(tmp_path: Path) -> None:
+    class Cooler(TrainerCallback):
+        def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
+            args.temperature = 0.5
+
+    with pytest.raises(ValueError, match=r"args\.temperature is 0\.5, and was 1\.0 when"):
+        make(tmp_path, callbacks=[Cooler()]).train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
+def test_a_trainers_attribute_of_trl_is_the_setting_that_the_loss_reads(tmp_path: Path) -> None:
+    made, changed = make(tmp_path / "made", beta=0.5), make(tmp_path / "changed")
+    changed.beta = 0.5
+    _ = made.train(), changed.train()
+    assert changed.args.beta == 0.5 == changed.beta and changed.delta is None
+    assert same(adapter_of(made.model), adapter_of(changed.model))
 
 
 def test_rounding_to_whole_groups_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

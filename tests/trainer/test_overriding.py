@@ -38,6 +38,9 @@ def test_a_method_put_on_a_trainer_that_is_never_called_is_refused(tmp_path: Pat
     trainer = GRPOTrainer(load(), digit_sum, GRPOConfig(output_dir=str(tmp_path), **SMALL), ROWS)
     with pytest.raises(UnsupportedError, match=r"GRPOTrainer\.compute_loss is never called here: the loss is"):
         trainer.compute_loss = method
+    for name in ("compute_metrics", "data_collator", "compute_loss_func"):
+        with pytest.raises(UnsupportedError, match=rf"GRPOTrainer\.{name} is never called here: "):
+            setattr(trainer, name, method)
 
 
 def test_trls_methods_that_our_trainers_lack_are_all_refused() -> None:

@@ -23,8 +23,9 @@ from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.runs.saved_adapter import CheckpointError
+from lowmem_grpo.runs.saved_adapter import CheckpointError, MismatchError
 from lowmem_grpo.runs.state import Interrupt
+from tests.attacks import small_run
 from tests.attacks.small_run import ROWS, StopAt, differences, digit_sum, make_sft, records
 
 
@@ -88,6 +89,10 @@ def test_other_settings_are_named_on_resume_and_other_data_refused(
     make(folder, max_steps=7, learning_rate=3e-3).train(resume_from_checkpoint=True)
     assert "learning_rate: 0.01 -> 0.003" in caplog.text
     assert "max_steps: 6 -> 7" in caplog.text
+    assert "learning_rate of the run go on, as the optimizer's state holds them" in caplog.text
+    for name, value in (("lora_alpha", 32), ("use_rslora", True)):
+        with pytest.raises(MismatchError, match=f"{name} is .* in the checkpoint, {value} in the model, which scales"):
+            small_run.make(folder, model=load(**{name: value})).train(resume_from_checkpoint=True)
     with pytest.raises(DataError, match="dataset of 7 rows, this one has 6"):
         make(folder, rows=ROWS[:6]).train(resume_from_checkpoint=True)
 
@@ -198,6 +203,8 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_refused(tmp_path: Path, strai
         make(folder).train(resume_from_checkpoint=str(folder / "checkpoint-6"))
     with pytest.raises(CheckpointError, match="is not a folder"):
         make(folder).train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+    with pytest.raises(CheckpointError, match="take adapter or checkpoint-6, which it holds"):
+        make(folder).train(resume_from_checkpoint=str(folder))
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
