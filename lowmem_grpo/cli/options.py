@@ -17,9 +17,7 @@ from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.models.hub import REPO, find_dataset
 from lowmem_grpo.models.stored_model import find
 from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceback, recipe_path, unknown_recipe
-from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.listeners import refuse_absent_sinks
-from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.saved_adapter import adapter_settings, find_adapter
 from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import check_value
@@ -86,16 +84,6 @@ def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -
     mode, late = settings.get("train_while_sampling"), [name for name in names if name in plain]
     if mode and late and settings.get("score_while_sampling") is not True:
         raise ValueError(f"train_while_sampling={mode!r}: {LATE.format(', '.join(late))}; {MEND}")
-
-
-def check_run_folder(settings: dict[str, Any]) -> None:
-    """Raise RecordError if the run's folder holds another run, OSError if it cannot be written to."""
-    if "output_dir" not in settings:
-        return
-    folder = Path(settings["output_dir"])
-    check_place(folder, "output_dir")
-    if not settings["resume"] and not settings.get("overwrite_output_dir"):
-        RunRecords(folder).refuse_another_run()
 
 
 def check_model(name: str | None) -> None:

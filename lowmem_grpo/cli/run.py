@@ -3,12 +3,15 @@
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import click
 
 from lowmem_grpo.config.launcher import leave_busy_cores, take_card, this_place, used_by_others
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
+from lowmem_grpo.runs.files import check_place
+from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.views.terminal import columns, fitting, plain_errors, quiet
 
 WIDTH, WIDEST = 120, max(map(len, RECIPES))
@@ -48,7 +51,7 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
         return
     with plain_errors():
         before = used_by_others()
-        from lowmem_grpo.cli.options import check_recipe, check_run_folder
+        from lowmem_grpo.cli.options import check_recipe
 
         take_card()
         settings = check_recipe(recipe, options)
@@ -61,6 +64,16 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
         module = find_recipe(recipe)
         leave_busy_cores(before)  # `before` was measured seconds ago, before the imports
         run_module(module, list(options), recipe)
+
+
+def check_run_folder(settings: dict[str, Any]) -> None:
+    """Raise RecordError if the run's folder holds another run, OSError if it cannot be written to."""
+    if "output_dir" not in settings:
+        return
+    folder = Path(settings["output_dir"])
+    check_place(folder, "output_dir")
+    if not settings["resume"] and not settings.get("overwrite_output_dir"):
+        RunRecords(folder).refuse_another_run()
 
 
 @click.command(short_help="Write the report page of a run again.")

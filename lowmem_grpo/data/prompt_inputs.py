@@ -15,6 +15,7 @@ from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
 CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # render without a generation prompt
+TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns converted to lists
 OF_VLLM = {"prompt", "prompt_token_ids"}  # keys of its TextPrompt and TokensPrompt
 IMAGES = "only text is generated here: leave images, video and sound out of the prompt"
 
@@ -239,3 +240,18 @@ def joined_text(message: Any) -> Any:
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
              for part in parts]
     return {**message, "content": "".join(texts)} if all(isinstance(text, str) for text in texts) else message
+
+
+def plain_row(row: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
+    """Return a row in plain values. Arrays become lists if `arrays` is True, or if they hold objects or token ids."""
+    return {name: without_none(plain_value(value, True)) if name == "tools" else
+            plain_value(value, arrays or name in TOKENS) for name, value in row.items()}
+
+
+def plain_value(value: Any, arrays: bool) -> Any:
+    if arrays or str(getattr(value, "dtype", "")) == "object":
+        value = plain(value)
+    if isinstance(value, list):
+        parts = (plain_value(part, arrays) for part in value)
+        return [joined_text(plain_message(part)) if isinstance(part, dict) else part for part in parts]
+    return {key: plain_value(part, arrays) for key, part in value.items()} if isinstance(value, dict) else value

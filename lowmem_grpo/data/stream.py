@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from lowmem_grpo.data.prompt_inputs import joined_text, plain_message, without_none
+from lowmem_grpo.data.prompt_inputs import plain_row
 from lowmem_grpo.data.prompts import DataError, DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")
 IMAGES = ("image", "images", "pixel_values")  # columns that TRL trains on
 SPLITS = {"train", "test", "validation", "val", "dev", "eval"}
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of message parts
-TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns converted to lists
 Row = dict[str, Any]
 
 
@@ -211,21 +210,6 @@ class PlainRows:
         if isinstance(self.rows, (list, tuple)):
             return list(dict.fromkeys(name for row in self.rows if isinstance(row, Mapping) for name in row))
         return getattr(self.rows, "column_names", None)
-
-
-def plain_row(row: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
-    """Return a row in plain values. Arrays become lists if `arrays` is True, or if they hold objects or token ids."""
-    return {name: without_none(plain(value, True)) if name == "tools" else plain(value, arrays or name in TOKENS)
-            for name, value in row.items()}
-
-
-def plain(value: Any, arrays: bool) -> Any:
-    if hasattr(value, "tolist") and (arrays or str(getattr(value, "dtype", "")) == "object"):
-        value = value.tolist()
-    if isinstance(value, list):
-        parts = (plain(part, arrays) for part in value)
-        return [joined_text(plain_message(part)) if isinstance(part, dict) else part for part in parts]
-    return {key: plain(part, arrays) for key, part in value.items()} if isinstance(value, dict) else value
 
 
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:

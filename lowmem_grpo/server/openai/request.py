@@ -1,6 +1,5 @@
 """`ChatRequest` and `TextRequest`: the checked bodies of completion requests, with messages in a plain form."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -11,7 +10,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from lowmem_grpo.config.sampling import FORMAT, PENALTY
 from lowmem_grpo.config.shared import NOT_THE_TEMPLATES
 from lowmem_grpo.config.unsupported import Table, only
-from lowmem_grpo.data.prompt_inputs import plain_message
+from lowmem_grpo.data.prompt_inputs import plain_message, with_object
 from lowmem_grpo.server.requests import Body, ChatError, shown, words_of
 from lowmem_grpo.types import Message
 
@@ -113,13 +112,8 @@ def calls_of(tool_calls: Any, place: str) -> list[dict[str, Any]]:
 
 def read_arguments(arguments: Any) -> Any:
     """Parse arguments to an object; a string that is not a JSON object stays as it is."""
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+    value = with_object({"arguments": arguments})["arguments"]
+    return arguments if isinstance(arguments, str) and not isinstance(value, dict) else value
 
 
 def in_order(messages: list[Message]) -> Iterator[Message]:
