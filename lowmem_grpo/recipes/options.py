@@ -132,7 +132,7 @@ def typed(owner: type, name: str, text: str) -> Any:
     if bool in get_args(hint) and text.lower() in ("true", "false"):  # for bool | str, which would keep the text
         return text.lower() == "true"
     several = "list[" in str(hint) or (hint is Any and "," in text)
-    takes_json = dict in map(get_origin, get_args(hint))
+    takes_json = any(get_origin(kind) is dict for kind in get_args(hint))
     value: Any = text.split(",") if several else of_json(text) if takes_json else text
     try:
         return adapter.validate_python(value)
