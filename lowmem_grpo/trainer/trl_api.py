@@ -141,7 +141,8 @@ class TrlApi:
         if name in NEVER_CALLED:
             raise NotHereError(f"{type(self).__name__}.{name} is never called here: {NOT_HERE[name]}")
         if name == "train_dataset":
-            raise UnsupportedError(f"{name} cannot be changed; make a new {type(self).__name__} with the other rows")
+            raise UnsupportedError(f"{type(self).__name__}.{name} cannot be changed; make a new trainer with the other "
+                                   "rows")
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
