@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from lowmem_grpo.data.prompt_inputs import calls_of, encoded
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
-from lowmem_grpo.engines.request_output import OutputProcessor, RequestOutput
+from lowmem_grpo.engines.request_output import LoraRequest, OutputProcessor, RequestOutput, as_request
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
 from lowmem_grpo.models.export.saving import Saving
@@ -32,13 +32,6 @@ from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_ada
 logger = logging.getLogger(__name__)
 SAVED_ADAPTER = "fast_generate"  # PEFT's name of a saved adapter that is loaded for sampling
 NO_LORA = "{} needs a model with LoRA: put it on with FastLanguageModel.get_peft_model first"
-
-
-@dataclass(frozen=True)
-class LoraRequest:
-    """The adapter for `fast_generate`: a saved adapter by its folder, or the model's current adapter (path None)."""
-
-    path: Path | None
 
 
 @dataclass
@@ -230,17 +223,6 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
             if SAVED_ADAPTER in model.peft_config:
                 model.delete_adapter(SAVED_ADAPTER)
             model.train(training)
-
-
-def as_request(adapter: Any) -> LoraRequest | None:
-    """Convert our request, vLLM's, or an adapter's path to our request (None stays None); TypeError for other types."""
-    if adapter is None or isinstance(adapter, LoraRequest):
-        return adapter
-    path = getattr(adapter, "lora_path", adapter)
-    if not isinstance(path, str | Path):
-        raise TypeError(f"lora_request is a {type(adapter).__name__}; pass model.load_lora(FOLDER), "
-                        "model.current_lora(), or None for the base model")
-    return LoraRequest(Path(path))
 
 
 def check_bare(model: Any) -> None:

@@ -11,8 +11,8 @@ import logging
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from lowmem_grpo.config.shared import TrainSettings, field_names
-from lowmem_grpo.config.unsupported import suggestion
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.config.unsupported import field_names, suggestion
 
 logger = logging.getLogger(__name__)
 CLASSES = {  # (library, class) -> our class that it is read into

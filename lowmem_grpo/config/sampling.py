@@ -8,8 +8,7 @@ from importlib import import_module
 from numbers import Integral
 from typing import Any, ClassVar
 
-from lowmem_grpo.config.shared import CheckedCall
-from lowmem_grpo.config.unsupported import Table, only
+from lowmem_grpo.config.unsupported import CheckedCall, Table, only
 from lowmem_grpo.utils import COUNT, POSITIVE, TEXTS, TRUTH, ZERO_OR_MORE, Rule, at_least, check_ranges, number, one_of
 
 PARALLEL = "parallel"

@@ -1,16 +1,16 @@
-"""The settings that every trainer has, and how unknown options are refused."""
+"""The settings that every trainer has."""
 
 import json
 import math
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowmem_grpo import utils
 from lowmem_grpo.config.launcher import ProcessArguments
-from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, refuse, suggestion
+from lowmem_grpo.config.unsupported import ONE_MEANING, CheckedCall, field_names, refuse, suggestion
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.utils import (
     COUNT,
@@ -39,8 +39,6 @@ NOT_THE_TEMPLATES = ("tools", "messages", "tokenize", "add_generation_prompt", "
 TEMPLATE_VARIABLES: Rule = (f"a dict of the chat template's own variables, without {', '.join(NOT_THE_TEMPLATES)}",
                             lambda value: isinstance(value, dict) and value.keys().isdisjoint(NOT_THE_TEMPLATES))
 STRATEGIES = ("no", "steps", "epoch")
-ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields that exist for the
-# argument parsers of TRL's scripts; the table of unsupported options says which values are accepted
 BARE = {"nargs": "?", "const": True}  # metadata: to such a parser, the bare name of the field means True
 if TYPE_CHECKING:
     JsonDict = dict[str, Any]
@@ -49,40 +47,12 @@ else:
 LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
-def field_names(cls: Any) -> set[str]:
-    """Return the names of a dataclass's fields."""
-    return {field.name for field in fields(cls)}
-
-
-class CheckedCall(type):
-    """Makes `GRPOConfig(...)` refuse unknown options by name, with what to do instead, before the dataclass sees them.
-    A class may replace the tables `unsupported` and `renamed`."""
-
-    unsupported: Table = OF_GRPO
-    renamed: dict[str, str] = RENAMED
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        options, known = under_new_names(kwargs, cls.renamed, cls.__name__), field_names(cls)
-        if others := {name: value for name, value in options.items() if name not in known or name in ONE_MEANING}:
-            refuse(others, cls.unsupported, known, cls.__name__)
-        return super().__call__(*args, **{name: field_value(cls, name, value) for name, value in options.items()
-                                           if name in known})
-
-
 def of_json(value: Any) -> Any:
     """Return the content of a JSON text; any other value or text unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str) -> dict[str, Any]:
-    """Return the options with older names replaced. TypeError for an option that is given under both of its names."""
-    for old, new in renamed.items():
-        if old in options and new in options:
-            raise TypeError(f"{owner} got {old!r} and {new!r}, which are the same option; give one of them")
-    return {renamed.get(name, name): value for name, value in options.items()}
 
 
 @dataclass

@@ -4,11 +4,15 @@ copied settings work. Any other value is refused, with what to do instead; no va
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from lowmem_grpo.utils import field_value
+
+ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields that exist for the
+# argument parsers of TRL's scripts; the table of unsupported options says which values are accepted
 RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu"}  # older names of transformers
 
 
@@ -203,3 +207,31 @@ OF_GRPO: Table = EVERY_TRAINER | {
     **any_value("use_transformers_continuous_batching", "use_transformers_paged", usual=False),
     **any_value("transformers_continuous_batching_config"),
 }
+
+
+def field_names(cls: Any) -> set[str]:
+    """Return the names of a dataclass's fields."""
+    return {field.name for field in fields(cls)}
+
+
+class CheckedCall(type):
+    """Makes `GRPOConfig(...)` refuse unknown options by name, with what to do instead, before the dataclass sees them.
+    A class may replace the tables `unsupported` and `renamed`."""
+
+    unsupported: Table = OF_GRPO
+    renamed: dict[str, str] = RENAMED
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        options, known = under_new_names(kwargs, cls.renamed, cls.__name__), field_names(cls)
+        if others := {name: value for name, value in options.items() if name not in known or name in ONE_MEANING}:
+            refuse(others, cls.unsupported, known, cls.__name__)
+        return super().__call__(*args, **{name: field_value(cls, name, value) for name, value in options.items()
+                                           if name in known})
+
+
+def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str) -> dict[str, Any]:
+    """Return the options with older names replaced. TypeError for an option that is given under both of its names."""
+    for old, new in renamed.items():
+        if old in options and new in options:
+            raise TypeError(f"{owner} got {old!r} and {new!r}, which are the same option; give one of them")
+    return {renamed.get(name, name): value for name, value in options.items()}

@@ -1,6 +1,7 @@
 """Rollouts in the shape of vLLM's RequestOutput. `logprobs=k` recomputes log-probabilities at temperature 1."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,24 @@ from lowmem_grpo.models.policy import Policy, evaluating
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 ROWS = 256  # tokens whose logits are in memory at a time
+
+
+@dataclass(frozen=True)
+class LoraRequest:
+    """The adapter for `fast_generate`: a saved adapter by its folder, or the model's current adapter (path None)."""
+
+    path: Path | None
+
+
+def as_request(adapter: Any) -> LoraRequest | None:
+    """Convert our request, vLLM's, or an adapter's path to our request (None stays None); TypeError for other types."""
+    if adapter is None or isinstance(adapter, LoraRequest):
+        return adapter
+    path = getattr(adapter, "lora_path", adapter)
+    if not isinstance(path, str | Path):
+        raise TypeError(f"lora_request is a {type(adapter).__name__}; pass model.load_lora(FOLDER), "
+                        "model.current_lora(), or None for the base model")
+    return LoraRequest(Path(path))
 
 
 @dataclass(frozen=True)

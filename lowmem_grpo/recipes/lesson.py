@@ -12,7 +12,8 @@ from datasets import Dataset
 from rich.console import Console
 
 from lowmem_grpo import FastLanguageModel, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
-from lowmem_grpo.fast_model import FastPeftModel, LoraRequest
+from lowmem_grpo.engines.request_output import LoraRequest
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.rewards import RewardCheck, check

@@ -126,17 +126,22 @@ def named(logs: dict[str, Any] | None) -> dict[str, float]:
 
 
 class Sink:
-    """The base of sinks, which writes every log line, including evaluations."""
+    """The base of sinks, which writes every log line, including evaluations, to a `run` of wandb or trackio."""
+
+    run: Any
 
     def write(self, values: dict[str, float], step: int) -> None:
         """Write the metrics of a step."""
-        raise NotImplementedError
+        self.run.log(values, step=step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         if "train_runtime" in logs:  # its other metrics were written with the last step
             logs = {name: value for name, value in logs.items() if name.startswith("train_") or name == "total_flos"}
         self.write(named(logs), state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.run.finish()
 
 
 class WandbSink(Sink):
@@ -146,12 +151,6 @@ class WandbSink(Sink):
         import wandb
 
         self.run = wandb.init(name=args.run_name, config=args.to_dict())
-
-    def write(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.run.finish()
 
 
 class TensorboardSink(Sink):
@@ -176,17 +175,11 @@ class TrackioSink(Sink):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         import trackio
 
-        self.trackio = trackio
+        self.run = trackio
         trackio.init(
             args.project, name=args.run_name, space_id=args.trackio_space_id, resume="allow", embed=False,
             config={name: value for name, value in args.to_dict().items() if value is not None},
         )
-
-    def write(self, values: dict[str, float], step: int) -> None:
-        self.trackio.log(values, step=step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trackio.finish()
 
 
 SINKS = {"wandb": WandbSink, "tensorboard": TensorboardSink, "trackio": TrackioSink}

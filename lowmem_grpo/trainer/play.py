@@ -10,11 +10,12 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import EpisodeSettings, SamplingParams
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
 from lowmem_grpo.data.stream import Stream, rows_of
+from lowmem_grpo.engines.request_output import as_request
 from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder, Factories, WithPrompts, seeded_rows
 from lowmem_grpo.environments.episode import EpisodeBounds
 from lowmem_grpo.environments.protocol import short, tools_of
 from lowmem_grpo.environments.tools.bodies import python_calls
-from lowmem_grpo.fast_model import adapter_for, as_request
+from lowmem_grpo.fast_model import adapter_for
 from lowmem_grpo.rewards.reward_model import with_models
 from lowmem_grpo.rollout.assessment import TOGETHER, Right, in_rows, judge, parts, seeded
 from lowmem_grpo.rollout.episodes import Episodes

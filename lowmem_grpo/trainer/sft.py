@@ -34,7 +34,6 @@ from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.parts import bring_model, make_parts
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
-from lowmem_grpo.utils import UnsupportedError
 
 MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_norm", "optimizer/skipped",
             "nonfinite/steps", "micro_batches")  # what the learner measures in a step
@@ -131,10 +130,6 @@ class SFTTrainer(Trainer):
     def train_dataset(self) -> Any:
         """The tokenised training rows, with `input_ids` and `labels`, as a `datasets.Dataset`."""
         return self.tokenised("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
-
-    @train_dataset.setter
-    def train_dataset(self, _: Any) -> None:
-        raise UnsupportedError("train_dataset cannot be changed; make a new SFTTrainer with the other rows")
 
     @property
     def eval_dataset(self) -> Any:

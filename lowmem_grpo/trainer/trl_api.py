@@ -146,6 +146,9 @@ class TrlApi:
             raise NotHereError(f"{type(self).__name__}.{name} is never called here: {NOT_HERE[name]}")
         if name in SETTINGS and hasattr(getattr(self, "args", None), name):
             return setattr(self.args, name, value)  # TRL's loss reads it here at each step, and ours there
+        if name == "train_dataset":
+            raise UnsupportedError(f"{type(self).__name__}.{name} cannot be changed; make a new trainer with the other "
+                                   "rows")
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -160,15 +163,8 @@ class TrlApi:
     optimizer = property(attrgetter("learner.optimizer"))
     lr_scheduler = property(attrgetter("learner.scheduler"))
     callback_handler = property(attrgetter("callbacks"))
+    train_dataset = property(attrgetter("given_rows"))
     eval_dataset = property(attrgetter("given_eval_rows"))  # evaluate(eval_dataset=...) takes others
-
-    @property
-    def train_dataset(self) -> Any:
-        return self.given_rows
-
-    @train_dataset.setter
-    def train_dataset(self, _: Any) -> None:
-        raise UnsupportedError("train_dataset cannot be changed; make a new trainer with the other rows")
 
     @property
     def accelerator(self) -> Processes:

@@ -9,8 +9,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lowmem_grpo import GRPOConfig, SFTConfig
-from lowmem_grpo.config.shared import ONE_MEANING
-from lowmem_grpo.config.unsupported import OTHER, Fixed, transformers_defaults
+from lowmem_grpo.config.unsupported import ONE_MEANING, OTHER, Fixed, transformers_defaults
 
 both = pytest.mark.parametrize("settings", [GRPOConfig, SFTConfig])
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.decoding import budget_of, converse
-from lowmem_grpo.engines.request_output import Logprob, OutputProcessor
-from lowmem_grpo.fast_model import adapter_for, as_request
+from lowmem_grpo.engines.request_output import Logprob, OutputProcessor, as_request
+from lowmem_grpo.fast_model import adapter_for
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.server.openai.request_queue import (
