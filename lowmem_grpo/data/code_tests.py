@@ -56,8 +56,8 @@ def tests_of(present: dict[str, Any], entry: dict[str, Any], function: str | Non
         extra = set(present) - {"input", "output", "type", "testtype", "metadata", *FUNCTIONS}
         return [entry if extra else one_of(present["input"], present["output"], present, function)]
     held, setup = [key for key in HOLDERS if key in present], present.get("test_setup_code")  # MBPP's
-    found = [test for key in held for test in tests_in(present[key], function)] if held else [entry]
-    return [f"{setup}\n{test}" if setup and isinstance(test, str) else test for test in found]
+    tests = [test for key in held for test in tests_in(present[key], function)] if held else [entry]
+    return [f"{setup}\n{test}" if setup and isinstance(test, str) else test for test in tests]
 
 
 def in_pairs(inputs: Any, outputs: Any, entry: dict[str, Any], function: str | None) -> list[Any]:
