@@ -28,7 +28,8 @@ class AnyText:
 
     def find_stream(self) -> Any:
         """Return sys.stdout, or the stream behind rich's proxy of it, which would call this object again."""
-        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        stream = sys.stdout or io.StringIO()  # None where a program was started with its output closed
+        return getattr(stream, "rich_proxied_file", stream)
 
     def write(self, text: str) -> Any:
         """Write a text, with "?" for characters that the encoding lacks."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.files import flush
 from lowmem_grpo.runs.saved_adapter import fingerprint
-from lowmem_grpo.runs.views.console import print_line
+from lowmem_grpo.runs.views.console import any_console, print_line
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.runs.views.terminal import BetweenWords, CurrentStderr, plain_errors
 from lowmem_grpo.utils import check_value
@@ -90,6 +90,11 @@ def test_a_view_shows_what_an_encoding_has_of_a_text_and_ends_no_run(
     assert "of the user" in terminal.shown and view.draws is tty
     with nullcontext() if encoding == "utf-8" else pytest.raises(UnicodeEncodeError):
         terminal.write(TEXT)  # what others print is theirs
+
+
+def test_a_view_of_a_program_whose_output_is_closed_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    print_line(any_console(), "nobody reads this")
 
 
 def test_a_file_that_the_system_refuses_is_one_line_also_where_pythons_library_asked_for_it(tmp_path: Path) -> None:
