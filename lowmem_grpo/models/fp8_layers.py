@@ -102,7 +102,7 @@ def form_in_fp8(model: nn.Module) -> bool | str:
 @register_quantization_config(NAME)
 @dataclass
 class FP8Config(QuantizationConfigMixin):
-    """How FP8 weights are stored and used: which block shares a scale (None: each row), and the dtype of matmuls."""
+    """The stored form of FP8 weights and their use: the block that shares a scale (None: a row), and matmuls' dtype."""
 
     quant_method: Any = NAME
     block: Any = None
