@@ -73,7 +73,7 @@ def origin_of(settings: Any) -> Any:
 
 
 def known_as(cls: type) -> tuple[str, str]:
-    """Return the library and the name of a class."""
+    """Return the top-level package of a class and its name, as in ("trl", "GRPOConfig")."""
     return cls.__module__.partition(".")[0], cls.__name__
 
 

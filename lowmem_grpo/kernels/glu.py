@@ -21,13 +21,13 @@ APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # by activation
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Compute `swiglu` in plain torch, of (..., F) each or of one gate_up (..., 2 F)."""
+    """Compute `swiglu` in plain torch, from `gate` and `up` (..., F) each, or from both side by side (..., 2 F)."""
     gate, up = halves(gate, up)
     return activate_ref(gate, "silu") * up
 
 
 def geglu_ref(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """Compute `geglu` in plain torch, of (..., F) each or of one gate_up (..., 2 F)."""
+    """Compute `geglu` in plain torch, from `gate` and `up` (..., F) each, or from both side by side (..., 2 F)."""
     gate, up = halves(gate, up)
     return activate_ref(gate, gelu_name(approximate)) * up
 

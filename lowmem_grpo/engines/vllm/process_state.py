@@ -127,7 +127,7 @@ def end(llm: Any, loan: WeightSharing) -> None:
 
 
 def explain(error: BaseException, policy: Policy) -> None:
-    """Add a note with the model and advice to the error of a failed start of vLLM; our own errors have both."""
+    """Add a note with the model and advice to the error of a failed start of vLLM; a BorrowError has both already."""
     if isinstance(error, Exception) and not isinstance(error, BorrowError):
         error.add_note(f"{NOT_STARTED} with {type(policy.base).__name__} and these settings. Change them, or "
                        'sample with fast_inference="transformers"')

@@ -14,8 +14,8 @@ REASON = 2000  # characters of a reason that are kept
 
 
 class BadReplyError(ValueError):
-    """A reply without the required scores. The message shows how it begins; `fault` describes the problem without a
-    quote, and only that is sent to the judge, since words of the reply may come from an answer."""
+    """A reply without the required scores. The message quotes the reply's beginning. `fault` describes the problem
+    without a quote: only `fault` is sent to the judge, since words of the reply may come from an answer."""
 
     def __init__(self, fault: str, reply: str) -> None:
         text = " ".join(reply[: 4 * SHOWN].split())

@@ -35,7 +35,7 @@ class Undecided(BaseException):
 
 
 class Link:
-    """One end of the connection: `perform` executes requests, `stand_in` is the class of stand-ins."""
+    """One end of the connection. `perform` executes requests; `stand_in` represents an object of the other process."""
 
     def __init__(self, channel: Any, perform: Callable[..., Any], stand_in: type) -> None:
         self.channel, self.perform, self.stand_in = channel, perform, stand_in

@@ -141,7 +141,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, engine_session: int) -> int:
-        """Return the number of a call's conversation; for a saved adapter, whose file may change, one per session."""
+        """Return the number of a call's conversation. Sessions number a saved adapter anew: its file may change."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)

@@ -114,8 +114,8 @@ def is_run(folder: Path) -> bool:
 
 
 def listed_run(path: Path, folder: Path) -> Listed:
-    """Return the run in `path`, named by its path relative to `folder`. Its log is in its folder, or beside the folder
-    `run` of a server's job."""
+    """Return the run in `path`, named by its path relative to `folder`. The log lies in `path`; a server's job keeps it
+    beside its folder `run`."""
     name, state, owner = path.relative_to(folder).as_posix(), state_of(path), owner_of(path / FILE)
     host = "" if owner.get("host") == socket.gethostname() else f" on {owner.get('host')}"
     where = f"process {owner.get('pid')}{host}" if state in ("running", "silent") else ""
