@@ -56,12 +56,8 @@ def section(title: str, facts: dict[str, Any]) -> list[str]:
     lines = [title]
     for name, value in facts.items():
         start = f"  {UNITS.get(name, name):<{LABEL}}"
-        lines += textwrap.wrap(shown(name, value), columns(WIDTH) - len(start), initial_indent=start,
+        value = ("yes" if value else "no") if isinstance(value, bool) else value
+        text = size_text(value) if name.endswith("_bytes") else str(value)
+        lines += textwrap.wrap(text, columns(WIDTH) - len(start), initial_indent=start,
                                subsequent_indent=" " * len(start), break_on_hyphens=False) or [start.rstrip()]
     return [*lines, ""]
-
-
-def shown(name: str, value: Any) -> str:
-    if name.endswith("_bytes"):
-        return size_text(value)
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

@@ -74,7 +74,8 @@ def play(
         click.echo(ended("you", *mine) + "\n\nnow the model, with the same task")
     rollout, right = played.episode(loaded, row, exam.right, params, tell, request, None, patient() if you else {})
     if as_json:
-        click.echo(json.dumps(record(rollout, right, seed)))
+        click.echo(json.dumps({"right": right, "ending": rollout.ending, "seed": seed,
+                               "turns": turn_records(rollout)}))
     else:
         last = [reply for turn in rollout.turns[-1:] for reply in turn.replies]
         for reply in last:
@@ -129,7 +130,3 @@ def ended(who: str, rollout: Rollout, right: bool | None) -> str:
     verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"
     return f"{who} {verdict}: {turns}, reward {paid:g}; the end: {ENDINGS.get(rollout.ending, rollout.ending)}"
-
-
-def record(rollout: Rollout, right: bool | None, seed: int) -> dict[str, Any]:
-    return {"right": right, "ending": rollout.ending, "seed": seed, "turns": turn_records(rollout)}

@@ -205,7 +205,8 @@ def messages_of(observation: Any, method: str) -> list[Message]:
     if not isinstance(messages, list) or not all(is_message(message) for message in messages):
         raise EnvironmentFailedError(f"{method} gave {short(observation)} as its observation; expected is a text, or "
                                 "messages with `role` and `content`")
-    return [text_only(message) for message in messages]
+    return [(message if "role" in message else {"role": "user"}) | {"content": text_in(message)}  # a block: the user's
+            for message in messages]
 
 
 def is_message(message: Any) -> bool:
@@ -220,11 +221,6 @@ def text_in(message: Message) -> str | None:
                                          and isinstance(part.get("text"), str) for part in content):
         return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else None
-
-
-def text_only(message: Message) -> Message:
-    """Return a message that `is_message` accepts, with a string as content; a content block becomes a user message."""
-    return (message if "role" in message else {"role": "user"}) | {"content": text_in(message)}
 
 
 def plain(value: Any) -> Any:
