@@ -95,7 +95,10 @@ class EnvHandle:
 
     def reset(self, row: Mapping[str, Any]) -> Answer:
         """Return the first observation; the environment's `reset` gets the row's columns that its signature accepts."""
-        return self.begun(self.call("reset", **taken(self.made.reset, row)))
+        accepted = inspect.signature(self.made.reset).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        columns = {name: value for name, value in row.items() if takes_all or name in accepted}
+        return self.begun(self.call("reset", **columns))
 
     def begun(self, returned: Any) -> Answer:
         """Convert the value that `reset`, or `AskBase.then` after `reset`, returned to an Answer."""
@@ -181,14 +184,6 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
         return list(tools() if callable(tools) else tools)
     names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
     return [getattr(made, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
-
-
-def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that the function's parameters accept."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(row)
-    return {name: value for name, value in row.items() if name in parameters}
 
 
 def messages_of(observation: Any, method: str) -> list[Message]:

@@ -132,18 +132,16 @@ def comparison(runs: dict[str, list[Chart]]) -> list[Chart]:
     """Return the charts that compare runs: one per title that any run has, with each run's main line under the run's
     name. Evaluations, bands and stacked charts are left out."""
     titles = dict.fromkeys(chart.title for charts in runs.values() for chart in charts if not chart.stacked)
-    compared = [side_by_side(title, runs) for title in titles]
-    return [chart for chart in compared if chart.lines]
-
-
-def side_by_side(title: str, runs: dict[str, list[Chart]]) -> Chart:
-    """Return one chart of several runs, with one line per run, even if empty, so that each run keeps its colour."""
-    of_runs = {name: next((chart for chart in charts if chart.title == title), None) for name, charts in runs.items()}
-    lines = [Line(name, main_line(chart).points if chart else []) for name, chart in of_runs.items()]
-    first = next(chart for chart in of_runs.values() if chart is not None)
-    compared = main_line(first).name
-    note = first.note if compared in ("", "train") else ", ".join(filter(None, (compared, first.note)))
-    return replace(first, note=note, metrics={}, lines=lines)
+    compared = []
+    for title in titles:
+        charts = {name: next((chart for chart in each if chart.title == title), None) for name, each in runs.items()}
+        # one line per run, even if empty, so that each run keeps its colour
+        lines = [Line(name, main_line(chart).points if chart else []) for name, chart in charts.items()]
+        first = next(chart for chart in charts.values() if chart is not None)
+        main = main_line(first).name
+        note = first.note if main in ("", "train") else ", ".join(filter(None, (main, first.note)))
+        compared.append(replace(first, note=note, metrics={}, lines=lines))
+    return compared
 
 
 def main_line(chart: Chart) -> Line:

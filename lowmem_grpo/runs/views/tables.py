@@ -176,16 +176,11 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         recipe = " ".join([job["recipe"], *job["options"]])
         state = Text(job["state"], style=STYLES.get(job["state"], ""))
+        began = job["began"] if job["began"] and job["state"] != "waiting" else job["came"]
+        seconds = max(0.0, float((job["ended"] or time.time()) - began))  # it has run or, while it waits, has waited
         # Text, so that other users' strings are not parsed as markup
-        table.add_row(str(job["id"]), state, Text(recipe), time_text(lasted(job)), needs(job), Text(job["why"]))
+        table.add_row(str(job["id"]), state, Text(recipe), time_text(seconds), needs(job), Text(job["why"]))
     any_console().print(table)
-
-
-def lasted(job: dict[str, Any]) -> float:
-    """Return the seconds that a job has run, or, while it waits, has waited."""
-    until = job["ended"] or time.time()
-    began = job["began"] if job["began"] and job["state"] != "waiting" else job["came"]
-    return max(0.0, float(until - began))
 
 
 def needs(job: dict[str, Any]) -> str:
