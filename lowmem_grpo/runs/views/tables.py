@@ -110,9 +110,8 @@ def rows_table(plan: MemoryPlan) -> Table:
     cards = f"each of {settings.ranks} x {plan.device.name}" if settings.ranks > 1 else plan.device.name
     title = f"{plan.model}: {settings.context:,} tokens x {settings.num_generations} on {cards}, GiB"
     table = Table(title=title, title_justify="left", show_footer=True)
+    table.add_column("component", footer="together")
     for name, total in (("rollout", plan.rollout), ("train", plan.train), ("host", plan.host)):
-        if name == "rollout":
-            table.add_column("component", footer="together")
         table.add_column(name, footer=f"{total / GIB:.2f}", justify="right")
     table.add_column("what", footer=f"training holds most in: {plan.moment}", overflow="fold")
     for row in plan.rows:
@@ -122,8 +121,7 @@ def rows_table(plan: MemoryPlan) -> Table:
 
 def time_table(time: TimePlan) -> Table:
     """Return a table of each part's seconds and work."""
-    title = "A step's time (estimated, not measured)"
-    table = Table(title=title, title_justify="left", show_footer=True)
+    table = Table(title="A step's time (estimated, not measured)", title_justify="left", show_footer=True)
     table.add_column("part", footer="together")
     table.add_column("seconds", footer=f"{time.step_seconds or 0.0:.2f}", justify="right")
     table.add_column("what", overflow="fold", footer="from data sheet, counted FLOP, bytes and launches")

@@ -97,9 +97,9 @@ class ChatHandler:
                             "model_not_found")
         if isinstance(asked, TextRequest):
             return PendingCompletions(self, asked, names[asked.model])
-        # the last assistant message may name its turn
-        last = next((message for message in reversed(body["messages"]) if message["role"] == "assistant"), {})
-        return PendingChat(self, asked, names[asked.model], session, str(last.get("turn") or ""))
+        answers = [message for message in body["messages"] if message["role"] == "assistant"]
+        turn = str(answers[-1].get("turn") or "") if answers else ""  # the last answer may name its turn
+        return PendingChat(self, asked, names[asked.model], session, turn)
 
 
 class PendingCompletions:
