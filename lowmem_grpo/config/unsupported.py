@@ -36,7 +36,7 @@ class Fixed:
 
     def accepts(self, name: str, value: Any) -> bool:
         """Return whether a value asks for what happens anyway."""
-        named = getattr(value, "__name__", getattr(value, "value", value))  # of a class or an enumeration
+        named = getattr(value, "__name__", getattr(value, "value", value))  # a class, an enumeration or a plain value
         return self.any_value or (self.may_be_off and is_off(value)) or named in self.allowed(name)
 
     def allowed(self, name: str) -> tuple[Any, ...]:
