@@ -106,8 +106,7 @@ class LocalBackend:
         if wrong := [group for group in groups if not isinstance(group, TrajectoryGroup)]:
             raise TypeError(f"train takes groups, and {type(wrong[0]).__name__} is among them: pass "
                             "[TrajectoryGroup(trajectories)]")
-        config = TrainConfig.model_validate(config or {})  # a dict too
-        settings: Mapping[str, Any] = config.model_dump(exclude_none=True)
+        settings = TrainConfig.model_validate(config or {}).model_dump(exclude_none=True)  # a dict serves too
         metrics = await run.train(groups, {**settings, **options})
         saved = run.saved.get(run.step)
         return LocalTrainResult(run.step, metrics, None if saved is None else str(saved))

@@ -57,7 +57,9 @@ class LocalRun:
         self.ranks = await asyncio.to_thread(ranks)
         with self.ranks.together():
             adapted = await asyncio.to_thread(self.loaded, model)
-            self.worker = EngineWorker(adapted, seed=self.own_seed())
+            seed = self.options.settings(self.folder).seed
+            own = seed if self.ranks.leads else Random(f"{seed}-{self.ranks.rank}").getrandbits(31)
+            self.worker = EngineWorker(adapted, seed=own)  # ranks that play the same task draw different completions
             try:
                 await self.in_worker(partial(self.start_run, adapted), sleep=False)
             except BaseException:
@@ -73,11 +75,6 @@ class LocalRun:
             with owned(self.folder):
                 pass  # fail before a model is loaded
         return self.options.load(self.base_model) if model is None else self.options.adapt(model)
-
-    def own_seed(self) -> int:
-        """Return this rank's sampling seed, so that ranks that play the same task draw different completions."""
-        seed = self.options.settings(self.folder).seed
-        return seed if self.ranks.leads else Random(f"{seed}-{self.ranks.rank}").getrandbits(31)
 
     def start_run(self, model: Any) -> None:
         self.trainer = TrajectoryTrainer(model, self.options.settings(self.folder), model.loaded.tokenizer)

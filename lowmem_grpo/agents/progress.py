@@ -110,11 +110,6 @@ class Progress:
             return error
 
 
-def current(total: int) -> Progress:
-    """Return the current gathering's progress, or without a gathering a silent Progress that allows no failure."""
-    return CURRENT.get(None) or Progress(total=total)
-
-
 async def together(coroutines: Iterable[Awaitable[Result]]) -> list[Result]:
     """Return the results of all coroutines, in order. After an error or a cancellation, cancel the others, and wait up
     to CLOSING seconds for their end."""

@@ -88,7 +88,8 @@ async def ruler_score_group(
         raise TypeError(f"ruler_score_group takes one TrajectoryGroup, and got a {type(group).__name__}; it fits "
                         "gather_trajectory_groups(..., after_each=lambda group: ruler_score_group(group, ...))")
     judge = judge_of(judge_model, extra_litellm_params)
-    common = tools_of(group.trajectories)
+    each = {tools_text(trajectory.tools) for trajectory in group.trajectories}
+    common = each.pop() if len(each) == 1 else ""
     try:
         scores = await scored([trajectory.histories for trajectory in group.trajectories], judge, rubric, common, debug)
     except JudgeError as error:
@@ -149,11 +150,6 @@ def lines_of(histories: Sequence[History], tools: str) -> Transcript:
             lines.append(tools_text(history.tools))
         lines += transcript_of(history.messages())
     return tuple(lines)
-
-
-def tools_of(trajectories: Sequence[Trajectory]) -> str:
-    each = {tools_text(trajectory.tools) for trajectory in trajectories}
-    return each.pop() if len(each) == 1 else ""
 
 
 def tools_text(tools: list[dict[str, Any]] | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel, ConfigDict, Field
 
-from lowmem_grpo.agents.progress import current, described, together
+from lowmem_grpo.agents.progress import CURRENT, Progress, described, together
 
 Copied = TypeVar("Copied", bound=BaseModel)
 Metadata = float | int | str | bool | None
@@ -170,7 +170,7 @@ class PendingGroup(Awaitable[TrajectoryGroup]):
 
     async def settle(self) -> TrajectoryGroup:
         """Return the group once all rollouts have ended. Raises a rollout's error if more fail than is allowed."""
-        progress = current(len(self))
+        progress = CURRENT.get(None) or Progress(total=len(self))  # outside of a gathering no rollout may fail
 
         async def finish(member: Any) -> Any:
             if is_awaitable(member):

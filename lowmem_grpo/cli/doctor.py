@@ -39,8 +39,7 @@ def report(checkup: Any) -> list[str]:
     """Return the checkup as lines of plain text, since the library that draws tables may be broken."""
     card = checkup.card if checkup.card.get("name") else {"name": "none", "driver": checkup.card.get("driver") or None}
     lines = section("Versions", checkup.versions) + section("Card", known(card))
-    lines += section("Host", known(checkup.host))
-    lines += section("A run will use", checkup.used)
+    lines += section("Host", known(checkup.host)) + section("A run will use", checkup.used)
     lines.append("Missing, or worth a change")
     for line in checkup.advice or ["nothing"]:
         lines += textwrap.wrap(line, columns(WIDTH), initial_indent="  - ", subsequent_indent="    ")
@@ -56,12 +55,8 @@ def section(title: str, facts: dict[str, Any]) -> list[str]:
     lines = [title]
     for name, value in facts.items():
         start = f"  {UNITS.get(name, name):<{LABEL}}"
-        lines += textwrap.wrap(shown(name, value), columns(WIDTH) - len(start), initial_indent=start,
+        words = ("yes" if value else "no") if isinstance(value, bool) else str(value)
+        text = size_text(value) if name.endswith("_bytes") else words
+        lines += textwrap.wrap(text, columns(WIDTH) - len(start), initial_indent=start,
                                subsequent_indent=" " * len(start), break_on_hyphens=False) or [start.rstrip()]
     return [*lines, ""]
-
-
-def shown(name: str, value: Any) -> str:
-    if name.endswith("_bytes"):
-        return size_text(value)
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)

@@ -51,7 +51,13 @@ def new(name: str, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> No
     --agent, the recipe has an environment in place of data, which you change into your own."""
     with plain_errors():
         check_name(name, out)
-        check_place(out / f"{name}.py", overwrite)
+        recipe = out / f"{name}.py"
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out} is no folder")
+        if free_bytes(out) == 0:
+            raise ValueError(UNWRITABLE.format(out, os.strerror(errno.ENOSPC)))
+        if recipe.exists() and (not overwrite or not recipe.is_file()):
+            raise ValueError(f"{recipe} is there already; choose another name, or replace it with --overwrite")
         write = write_agent if agent else write_example if chosen["data"] is None else write_for_data
         click.echo("\n".join(write(name, out, **chosen)))
 
@@ -80,16 +86,6 @@ def is_installed(name: str, out: Path) -> bool:
     spec = None if keyword.iskeyword(name) else find_spec(name)
     places = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or []) if spec else []
     return any(not Path(place).resolve().is_relative_to(out.resolve()) for place in places)
-
-
-def check_place(recipe: Path, overwrite: bool) -> None:
-    """Raise ValueError if the recipe cannot be written."""
-    if recipe.parent.exists() and not recipe.parent.is_dir():
-        raise ValueError(f"--out {recipe.parent} is no folder")
-    if free_bytes(recipe.parent) == 0:
-        raise ValueError(UNWRITABLE.format(recipe.parent, os.strerror(errno.ENOSPC)))
-    if recipe.exists() and (not overwrite or not recipe.is_file()):
-        raise ValueError(f"{recipe} is there already; choose another name, or replace it with --overwrite")
 
 
 def write_agent(name: str, out: Path, **chosen: Any) -> list[str]:

@@ -25,7 +25,7 @@ from lowmem_grpo.trainer.play import Play
 from lowmem_grpo.types import Rollout
 
 CONTEXT = 2048  # tokens of prompt and answer
-PATIENCE = 24 * 3600.0  # seconds that a person may think
+PATIENT = {"environment_timeout": 24 * 3600.0, "episode_timeout": 24 * 3600.0}  # seconds; leave time to think
 COLOURS = {"model": "cyan", "you": "green"}
 
 
@@ -70,21 +70,16 @@ def play(
     tell = (lambda who, text: None) if as_json else say
     if you == "beside":
         click.echo("you play first; a call of a tool is written as name(key=value)")
-        mine = played.episode(loaded, row, exam.right, params, tell, None, ask, patient())
+        mine = played.episode(loaded, row, exam.right, params, tell, None, ask, PATIENT)
         click.echo(ended("you", *mine) + "\n\nnow the model, with the same task")
-    rollout, right = played.episode(loaded, row, exam.right, params, tell, request, None, patient() if you else {})
+    rollout, right = played.episode(loaded, row, exam.right, params, tell, request, None, PATIENT if you else {})
     if as_json:
-        click.echo(json.dumps(record(rollout, right, seed)))
+        click.echo(json.dumps({"right": right, "ending": rollout.ending, "seed": seed,
+                               "turns": turn_records(rollout)}))
     else:
-        last = [reply for turn in rollout.turns[-1:] for reply in turn.replies]
-        for reply in last:
+        for reply in rollout.turns[-1].replies if rollout.turns else ():
             say(str(reply.get("role")), str(reply.get("content", "")))
         click.echo(ended("the model", rollout, right) + f" (--seed {seed} plays the same task again)")
-
-
-def patient() -> dict[str, float]:
-    """Return time limits that leave a person time to think."""
-    return {"environment_timeout": PATIENCE, "episode_timeout": PATIENCE}
 
 
 def against(played: Play, recipe: str) -> Play:
@@ -129,7 +124,3 @@ def ended(who: str, rollout: Rollout, right: bool | None) -> str:
     verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"
     return f"{who} {verdict}: {turns}, reward {paid:g}; the end: {ENDINGS.get(rollout.ending, rollout.ending)}"
-
-
-def record(rollout: Rollout, right: bool | None, seed: int) -> dict[str, Any]:
-    return {"right": right, "ending": rollout.ending, "seed": seed, "turns": turn_records(rollout)}

@@ -131,7 +131,9 @@ def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
 
     if recipe.endswith(".py"):
         if recipes is None or not (recipes / recipe).is_file():
-            where = "has none (--recipes FOLDER gives it some)" if recipes is None else f"has {listed(recipes)}"
+            names = sorted(path.name for path in recipes.glob("*.py")) if recipes is not None else []
+            where = ("has none (--recipes FOLDER gives it some)" if recipes is None
+                     else f"has {', '.join(names) or 'no files'}")
             raise ValueError(f"there is no recipe file {recipe!r} on the server, which {where}")
         recipe = str(recipes / recipe)
     elif problem := unknown_recipe(recipe):
@@ -140,10 +142,6 @@ def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
         check_recipe(recipe, options)
     except click.ClickException as error:
         raise ValueError(error.format_message()) from error
-
-
-def listed(recipes: Path) -> str:
-    return ", ".join(sorted(path.name for path in recipes.glob("*.py"))) or "no files"
 
 
 def visible_name(host: str) -> str:

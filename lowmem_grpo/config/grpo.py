@@ -150,7 +150,12 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.check_loss_options()
         self.check_advantage_options()
         self.check_credit()
-        self.check_reference()
+        if self.sync_ref_model and not self.beta:
+            raise ValueError("sync_ref_model=True, and beta is 0.0: nothing is compared with the reference. Set beta, "
+                             "or leave sync_ref_model out")
+        if self.sync_ref_model and self.kl_reference == "base":
+            raise ValueError("sync_ref_model=True, and kl_reference is 'base', which stays as it is; leave one of them "
+                             "out")
         if self.pass_at_k is not None and not 1 <= self.pass_at_k < self.num_generations:
             raise ValueError(f"pass_at_k is {self.pass_at_k}; it must be at least 1 and below num_generations "
                              f"({self.num_generations})")
@@ -165,15 +170,6 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
             raise ValueError(f"generation_batch_size is {size}; it must be a multiple of per_device_train_batch_size "
                              f"({batch}), and stand without steps_per_generation, which says the same")
         self.steps_per_generation, self.generation_batch_size = size // batch, None
-
-    def check_reference(self) -> None:
-        """Raise ValueError for `sync_ref_model` if there is no reference that could move toward the policy."""
-        if self.sync_ref_model and not self.beta:
-            raise ValueError("sync_ref_model=True, and beta is 0.0: nothing is compared with the reference. Set beta, "
-                             "or leave sync_ref_model out")
-        if self.sync_ref_model and self.kl_reference == "base":
-            raise ValueError("sync_ref_model=True, and kl_reference is 'base', which stays as it is; leave one of them "
-                             "out")
 
     def check_credit(self) -> None:
         """Raise ValueError if `turn_discount` is set and the advantages do not compare turns with a group's mean."""

@@ -28,7 +28,8 @@ FROM_PRETRAINED: Table = BOTH | {
     **off("Set it in the model's config.json and raise max_seq_length.", "rope_scaling", "rope_parameters"),
     **off("vLLM reads as many tokens of prompts in a pass as the memory plan has room for; leave it out.",
           "max_num_batched_tokens"),
-    **off("There is one device, and the whole model lies on it; leave it out.", "device_map_planner_kwargs"),
+    **off("There is one device, and the whole model lies on it; leave it out.", "device_map_planner_kwargs",
+          "max_memory"),
     **off("The model is resolved by its name alone; look at model.loaded.name afterwards.", "on_model_resolved"),
     **off('Use kv_cache_dtype="fp8", its name in vLLM.', "float8_kv_cache"),
     **off("LoRA's weights are float32 anyway, and the base stays frozen; use dtype for the base.",
@@ -40,7 +41,6 @@ FROM_PRETRAINED: Table = BOTH | {
            auto_model=(None, "AutoModelForCausalLM")),
     **off("The tokenizer is the model's own: for another one pass processing_class to the trainer.", "tokenizer_name",
           "tokenizer_revision"),
-    **off("There is one device, and the whole model lies on it; leave it out.", "max_memory"),
     **off("Layers and vocabulary stay as they are stored; leave it out.", "model_patcher", "resize_model_vocab"),
     **any_value("max_lora_rank", "random_state"),  # get_peft_model takes any rank, and the seed
     **any_value("use_exact_model_name", "fix_tokenizer", "text_only", "return_logits"),  # always done

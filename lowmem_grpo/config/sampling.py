@@ -133,7 +133,11 @@ def as_sampling_params(params: Any, longest: int) -> SamplingParams:
     names = public_fields(params)
     if not {"n", "temperature", "max_tokens"} <= set(names):
         raise TypeError(f"sampling_params is a {type(params)}; pass a lowmem_grpo.SamplingParams, or vLLM's own")
-    check_others(params, [name for name in names if name not in (*OURS, *DERIVED)])
+    usual = type(params)()  # compared by repr: arrays have no single ==
+    others = {name: repr(getattr(params, name)) for name in names if name not in (*OURS, *DERIVED)}
+    if different := [f"{name}={value}" for name, value in others.items() if value != repr(getattr(usual, name))]:
+        raise ValueError(f"sampling_params sets {', '.join(different)}, which is not supported; leave it out. "
+                         f"Supported are {', '.join(OURS)}")
     values = {name: getattr(params, name) for name in names if name in OURS}
     return SamplingParams(**values | {"max_tokens": longest if params.max_tokens is None else params.max_tokens})
 
@@ -143,16 +147,6 @@ def public_fields(params: Any) -> list[str]:
     kind = type(params)
     names = getattr(kind, "__struct_fields__", None) or getattr(kind, "__dataclass_fields__", None)
     return [name for name in names or getattr(params, "__dict__", {}) if not name.startswith("_")]
-
-
-def check_others(params: Any, names: list[str]) -> None:
-    """Raise ValueError if one of these fields differs from its default."""
-    default = type(params)()  # compared by repr: arrays have no single ==
-    shown = {name: (repr(getattr(params, name)), repr(getattr(default, name))) for name in names}
-    different = [f"{name}={value}" for name, (value, usual) in shown.items() if value != usual]
-    if different:
-        raise ValueError(f"sampling_params sets {', '.join(different)}, which is not supported; leave it out. "
-                         f"Supported are {', '.join(OURS)}")
 
 
 @dataclass(kw_only=True)

@@ -26,7 +26,6 @@ from lowmem_grpo.utils import (
     require,
 )
 
-OPTIMIZERS = tuple(OPTIMIZER_BYTES)
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",
               "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 SINKS = ("none", "all", "wandb", "tensorboard", "trackio")
@@ -162,7 +161,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
         "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
         "lr_scheduler_kwargs": utils.OF_KINDS[dict], "model_init_kwargs": utils.OF_KINDS[dict],
-        "chat_template_kwargs": TEMPLATE_VARIABLES, "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZERS),
+        "chat_template_kwargs": TEMPLATE_VARIABLES, "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZER_BYTES),
         "adam_beta1": utils.DECAY, "adam_beta2": utils.DECAY, "adam_epsilon": ZERO_OR_MORE,
         "weight_decay": ZERO_OR_MORE, "max_grad_norm": (f"{POSITIVE[0]} (1e9 clips nothing)", POSITIVE[1]),
         "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": utils.SHARE,

@@ -36,7 +36,8 @@ class Fixed:
 
     def accepts(self, name: str, value: Any) -> bool:
         """Return whether a value asks for what happens anyway."""
-        return self.any_value or (self.may_be_off and is_off(value)) or named(value) in self.allowed(name)
+        named = getattr(value, "__name__", getattr(value, "value", value))  # a class, an enumeration or a plain value
+        return self.any_value or (self.may_be_off and is_off(value)) or named in self.allowed(name)
 
     def allowed(self, name: str) -> tuple[Any, ...]:
         """Return the accepted values of the option `name`, its default first."""
@@ -84,11 +85,6 @@ def any_value(*names: str, usual: Any = None) -> Table:
 def is_off(value: Any) -> bool:
     """Return whether a value asks for nothing: None, False, or an empty text or collection."""
     return value is None or value is False or (isinstance(value, (dict, list, tuple, set, str)) and not value)
-
-
-def named(value: Any) -> Any:
-    """Return the name of a class, an enumeration's value, or the value itself."""
-    return getattr(value, "__name__", getattr(value, "value", value))
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
@@ -222,16 +218,11 @@ class CheckedCall(type):
     renamed: dict[str, str] = RENAMED
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        options, known = under_new_names(kwargs, cls.renamed, cls.__name__), field_names(cls)
+        for old, new in cls.renamed.items():
+            if old in kwargs and new in kwargs:
+                raise TypeError(f"{cls.__name__} got {old!r} and {new!r}, which are the same option; give one of them")
+        options, known = {cls.renamed.get(name, name): value for name, value in kwargs.items()}, field_names(cls)
         if others := {name: value for name, value in options.items() if name not in known or name in ONE_MEANING}:
             refuse(others, cls.unsupported, known, cls.__name__)
         return super().__call__(*args, **{name: field_value(cls, name, value) for name, value in options.items()
                                            if name in known})
-
-
-def under_new_names(options: dict[str, Any], renamed: dict[str, str], owner: str) -> dict[str, Any]:
-    """Return the options with older names replaced. TypeError for an option that is given under both of its names."""
-    for old, new in renamed.items():
-        if old in options and new in options:
-            raise TypeError(f"{owner} got {old!r} and {new!r}, which are the same option; give one of them")
-    return {renamed.get(name, name): value for name, value in options.items()}

@@ -1,13 +1,13 @@
 """Unsloth's chat helpers: `get_chat_template` sets the chat format of a model family by its name in Unsloth, and
 `standardize_sharegpt` converts ShareGPT messages ("from", "value", "human", "gpt") to role and content."""
 
-import difflib
 import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.config.unsupported import suggestion
 from lowmem_grpo.data.files import DataError
 
 logger = logging.getLogger(__name__)
@@ -129,10 +129,9 @@ def has_format(tokenizer: Any, form: ChatFormat, end: str) -> bool:
 def format_of(name: str) -> ChatFormat:
     """Return the format of this name; ValueError, with the known names, for an unknown one."""
     if name.lower() not in FORMATS:
-        close = difflib.get_close_matches(name.lower(), FORMATS, n=2)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise ValueError(f"chat_template is {name!r}{hint} Known are {', '.join(FORMATS)}; for another one pass "
-                         "(template, end token), or set tokenizer.chat_template yourself")
+        raise ValueError(f"chat_template is {name!r}{suggestion(name.lower(), FORMATS)} Known are "
+                         f"{', '.join(FORMATS)}; for another one pass (template, end token), or set "
+                         "tokenizer.chat_template yourself")
     return FORMATS[name.lower()]
 
 

@@ -39,19 +39,15 @@ def refuse_unreadable(path: Path) -> None:
             why = "" if file.read(len(PARQUET)) == PARQUET else "it is not a parquet file"
     else:
         check_encoding(path)
-        why = rows_fault(path, kind)
+        lines = first_lines(path)
+        is_empty = len(lines) < (2 if kind == ".csv" else 1) or (
+            kind == ".json" and "".join(lines).split() in (["[]"], ["{}"]))
+        why = "it has no rows; each prompt needs one" if is_empty else (
+            broken_line(path, LOOKED) if kind == ".jsonl" else "")
     if why:
         raise OSError(f"no rows from {str(path)!r}: {why}")
     if kind == ".json":
         check_rows(path)
-
-
-def rows_fault(path: Path, kind: str) -> str:
-    """Return the reason why a text file has no rows, or its first broken line; empty if there is no fault."""
-    lines = first_lines(path)
-    if len(lines) < (2 if kind == ".csv" else 1) or (kind == ".json" and "".join(lines).split() in (["[]"], ["{}"])):
-        return "it has no rows; each prompt needs one"
-    return broken_line(path, LOOKED) if kind == ".jsonl" else ""
 
 
 def has_one_row(path: Path) -> bool:

@@ -95,7 +95,10 @@ class EnvHandle:
 
     def reset(self, row: Mapping[str, Any]) -> Answer:
         """Return the first observation; the environment's `reset` gets the row's columns that its signature accepts."""
-        return self.begun(self.call("reset", **taken(self.made.reset, row)))
+        accepted = inspect.signature(self.made.reset).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        columns = {name: value for name, value in row.items() if takes_all or name in accepted}
+        return self.begun(self.call("reset", **columns))
 
     def begun(self, returned: Any) -> Answer:
         """Convert the value that `reset`, or `AskBase.then` after `reset`, returned to an Answer."""
@@ -183,14 +186,6 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
     return [getattr(made, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
 
 
-def taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that the function's parameters accept."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(row)
-    return {name: value for name, value in row.items() if name in parameters}
-
-
 def messages_of(observation: Any, method: str) -> list[Message]:
     """Return an observation as messages: a text becomes a user message, None no message. EnvironmentFailedError for
     anything else than texts and messages."""
@@ -205,7 +200,8 @@ def messages_of(observation: Any, method: str) -> list[Message]:
     if not isinstance(messages, list) or not all(is_message(message) for message in messages):
         raise EnvironmentFailedError(f"{method} gave {short(observation)} as its observation; expected is a text, or "
                                 "messages with `role` and `content`")
-    return [text_only(message) for message in messages]
+    return [(message if "role" in message else {"role": "user"}) | {"content": text_in(message)}  # a block: the user's
+            for message in messages]
 
 
 def is_message(message: Any) -> bool:
@@ -220,11 +216,6 @@ def text_in(message: Message) -> str | None:
                                          and isinstance(part.get("text"), str) for part in content):
         return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else None
-
-
-def text_only(message: Message) -> Message:
-    """Return a message that `is_message` accepts, with a string as content; a content block becomes a user message."""
-    return (message if "role" in message else {"role": "user"}) | {"content": text_in(message)}
 
 
 def plain(value: Any) -> Any:

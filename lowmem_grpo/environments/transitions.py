@@ -81,7 +81,7 @@ def appends(renderer: Renderer, transition: Transition) -> bool:
     later = template.text_of_calls([*before, *transition.replies])
     if not alone.startswith(prompt):
         return False
-    written = written_by_policy(renderer, transition, alone[len(prompt):], later)
+    written = written_by_policy(renderer, transition, alone[len(prompt):])
     return any(later.startswith(prompt + words) for words in (written, NO_THOUGHT.sub("", written)))
 
 
@@ -91,7 +91,7 @@ def answer(transition: Transition) -> Message:
     return {"role": "assistant", "content": transition.said, **called}
 
 
-def written_by_policy(renderer: Renderer, transition: Transition, written: str, later: str) -> str:
+def written_by_policy(renderer: Renderer, transition: Transition, written: str) -> str:
     """Return the part of a rendered last answer that the policy samples: up to and including the token that ends its
     turn, or excluding it for a cut turn."""
     seam = renderer.seam(transition.replies)

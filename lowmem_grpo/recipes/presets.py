@@ -89,7 +89,7 @@ class Setup:
 def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> Setup:
     """Return the settings of a run: options override the preset, which overrides the recipe's `defaults`. Raises
     ValueError for a card size without a preset, and for settings that GRPOConfig refuses."""
-    preset = preset_for(options, presets, fitting_size(presets) if options.gpu == "auto" else options.gpu)
+    preset = preset_for(options, presets, options.gpu)
     name = either(options.model, preset.model)
     rank = either(options.lora_rank, preset.lora_rank)
     form_of_weights(options.load_in_4bit, False, options.load_in_fp8)  # raises ValueError for both

@@ -90,7 +90,9 @@ class TwentyQuestions:
 
     def step(self, reply: str) -> AskBase | tuple[str, float, bool]:
         """End the game at a guess; pass a question to the base model or `opponent`. The last turn must be a guess."""
-        guess = guess_in(reply)
+        match = re.search(r"\bguess:\s*(.+)", reply, re.IGNORECASE)
+        # in lower case, without an article
+        guess = None if match is None else re.sub(r"^(?:an?|the) ", "", match[1].strip(" .!*\"'").lower())
         self.left -= 1
         if guess is not None:
             self.won = guess == self.thing
@@ -115,12 +117,6 @@ class TwentyQuestions:
 
 def about(thing: str, question: str) -> str:
     return f"You think of: {thing}. Answer with yes or no.\n{question}"
-
-
-def guess_in(reply: str) -> str | None:
-    """Return the name after `Guess:` in lower case, without an article; None if nothing is guessed."""
-    match = re.search(r"\bguess:\s*(.+)", reply, re.IGNORECASE)
-    return None if match is None else re.sub(r"^(?:an?|the) ", "", match[1].strip(" .!*\"'").lower())
 
 
 def yes_or_no(reply: str) -> str | None:

@@ -36,11 +36,9 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return the PEFT config and the tensors of an adapter. AdapterError unless it has only LoRA on linear layers, and
     only finite values."""
     check_adapter_folder(folder)
+    config = lora_config(adapter_settings(folder), folder)
     try:
-        config = lora_config(adapter_settings(folder), folder)
         tensors = load_file(folder / ADAPTER_FILE)
-    except AdapterError:
-        raise
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
     for name, tensor in sorted(tensors.items()):

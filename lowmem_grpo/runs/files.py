@@ -51,17 +51,10 @@ def free_bytes(path: Path) -> int | None:
         return None
 
 
-def number_of(error: Exception) -> int | None:
-    """Return an error's errno, which a safetensors error has only in its text."""
-    if isinstance(error, OSError):
-        return error.errno
-    match = re.search(r"os error (\d+)", str(error))
-    return int(match[1]) if match else None
-
-
 def refused(path: Path, error: Exception, needed: int, free: int | None) -> str:
     """Return the message for a disk that refused `needed` bytes at `path`; `free` bytes were free before."""
-    number = number_of(error)
+    match = re.search(r"os error (\d+)", str(error))  # a safetensors error has its errno only in its text
+    number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
     words = str(error) if number is None else os.strerror(number)
     return f"{path} was not written: {words}; {advice(number, needed, free)}"
 

@@ -119,12 +119,6 @@ def reward_name(key: str) -> str | None:
     return name if key == f"rewards/{name}/mean" and name else None
 
 
-def named(logs: dict[str, Any] | None) -> dict[str, float]:
-    """Return the metrics under transformers' names: eval/ for evaluations such as eval/loss, train/ for all others."""
-    return {f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
-            for name, value in numbers(logs).items()}
-
-
 class Sink:
     """The base of sinks, which writes every log line, including evaluations, to a `run` of wandb or trackio."""
 
@@ -138,7 +132,10 @@ class Sink:
         logs = logs or {}
         if "train_runtime" in logs:  # its other metrics were written with the last step
             logs = {name: value for name, value in logs.items() if name.startswith("train_") or name == "total_flos"}
-        self.write(named(logs), state.global_step)
+        # under transformers' names: eval/ for evaluations such as eval/loss, train/ for all others
+        named = {f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+                 for name, value in numbers(logs).items()}
+        self.write(named, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.run.finish()

@@ -172,8 +172,7 @@ def mistral_calls(body: str, schemas: Schemas) -> list[ToolCall]:
     if not mark:
         return json_calls(body, schemas)
     try:
-        return [call_of({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": loads(arguments)})]
-    except CallError:
-        raise
+        value = loads(arguments)
     except ValueError as error:
         raise CallError(f"its arguments are not valid JSON: {error}") from error
+    return [call_of({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": value})]

@@ -89,7 +89,10 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
         own = {chart.title for chart in OF_TAUGHT}
         charts = [*OF_TAUGHT, *(chart for chart in CHARTS if chart.title not in own)]
     drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows), endings_chart(rows)]
-    drawn += [replace(chart, lines=lines_of(chart, rows)) for chart in charts]
+    for chart in charts:
+        lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))
+                 for key, name in chart.metrics.items()]
+        drawn.append(replace(chart, lines=[line for line in lines if line.points]))
     return [chart for chart in drawn if chart.lines and (len(chart.lines[0].points) > 1 or not chart.stacked)]
 
 
@@ -99,12 +102,6 @@ def split_flat(charts: list[Chart]) -> tuple[list[Chart], str]:
             and not any(value for line in chart.lines for _, value in line.points)]
     words = f"At 0 in every step: {', '.join(chart.title.lower() for chart in flat)}." if flat else ""
     return [chart for chart in charts if chart not in flat], words
-
-
-def lines_of(chart: Chart, rows: list[Record]) -> list[Line]:
-    lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))
-             for key, name in chart.metrics.items()]
-    return [line for line in lines if line.points]
 
 
 def endings_chart(rows: list[Record]) -> Chart:
@@ -135,18 +132,16 @@ def comparison(runs: dict[str, list[Chart]]) -> list[Chart]:
     """Return the charts that compare runs: one per title that any run has, with each run's main line under the run's
     name. Evaluations, bands and stacked charts are left out."""
     titles = dict.fromkeys(chart.title for charts in runs.values() for chart in charts if not chart.stacked)
-    compared = [side_by_side(title, runs) for title in titles]
-    return [chart for chart in compared if chart.lines]
-
-
-def side_by_side(title: str, runs: dict[str, list[Chart]]) -> Chart:
-    """Return one chart of several runs, with one line per run, even if empty, so that each run keeps its colour."""
-    of_runs = {name: next((chart for chart in charts if chart.title == title), None) for name, charts in runs.items()}
-    lines = [Line(name, main_line(chart).points if chart else []) for name, chart in of_runs.items()]
-    first = next(chart for chart in of_runs.values() if chart is not None)
-    compared = main_line(first).name
-    note = first.note if compared in ("", "train") else ", ".join(filter(None, (compared, first.note)))
-    return replace(first, note=note, metrics={}, lines=lines)
+    compared = []
+    for title in titles:
+        charts = {name: next((chart for chart in each if chart.title == title), None) for name, each in runs.items()}
+        # one line per run, even if empty, so that each run keeps its colour
+        lines = [Line(name, main_line(chart).points if chart else []) for name, chart in charts.items()]
+        first = next(chart for chart in charts.values() if chart is not None)
+        main = main_line(first).name
+        note = first.note if main in ("", "train") else ", ".join(filter(None, (main, first.note)))
+        compared.append(replace(first, note=note, metrics={}, lines=lines))
+    return compared
 
 
 def main_line(chart: Chart) -> Line:
@@ -167,21 +162,15 @@ def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
     right if the reward function that the summary names pays more than 0. If the summary names none, each function that
     pays only 0 and 1 has a line."""
     sampled = [line for line in completions if "replayed_from" not in line]
-    lines = [Line(f"sampled in training ({name})", shares(sampled, name))
-             for name in deciding(sampled, summary)]
+    lines = [Line(f"sampled in training ({name})", shares(sampled, name)) for name in deciding(sampled, summary)]
     tests = measured(summary).values()
     dots = Line("held-out problems, with 95% interval", [(step, share) for step, share, _ in tests],
                 [interval for *_, interval in tests if interval is not None], dots=True)
     drawn = [line for line in (*lines, dots) if line.points]
-    return Chart("Accuracy", "answers that are right", "share of answers", share=True,
-                 lines=[*drawn, *levels(summary, drawn)])
-
-
-def levels(summary: Record, lines: list[Line]) -> list[Line]:
-    """Return the baselines, such as random and perfect play, as constant lines over the steps of `lines`."""
-    steps = sorted({step for line in lines for step, _ in line.points})
-    return [Line(f"baseline {name}, {share:.1%}", [(step, share) for step in steps], level=True)
-            for name, share in baselines(summary).items() if steps]
+    steps = sorted({step for line in drawn for step, _ in line.points})
+    levels = [Line(f"baseline {name}, {share:.1%}", [(step, share) for step in steps], level=True)
+              for name, share in baselines(summary).items() if steps]  # such as random and perfect play
+    return Chart("Accuracy", "answers that are right", "share of answers", share=True, lines=[*drawn, *levels])
 
 
 def baselines(summary: Record) -> dict[str, float]:

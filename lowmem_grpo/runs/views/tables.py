@@ -110,9 +110,8 @@ def rows_table(plan: MemoryPlan) -> Table:
     cards = f"each of {settings.ranks} x {plan.device.name}" if settings.ranks > 1 else plan.device.name
     title = f"{plan.model}: {settings.context:,} tokens x {settings.num_generations} on {cards}, GiB"
     table = Table(title=title, title_justify="left", show_footer=True)
+    table.add_column("component", footer="together")
     for name, total in (("rollout", plan.rollout), ("train", plan.train), ("host", plan.host)):
-        if name == "rollout":
-            table.add_column("component", footer="together")
         table.add_column(name, footer=f"{total / GIB:.2f}", justify="right")
     table.add_column("what", footer=f"training holds most in: {plan.moment}", overflow="fold")
     for row in plan.rows:
@@ -122,8 +121,7 @@ def rows_table(plan: MemoryPlan) -> Table:
 
 def time_table(time: TimePlan) -> Table:
     """Return a table of each part's seconds and work."""
-    title = "A step's time (estimated, not measured)"
-    table = Table(title=title, title_justify="left", show_footer=True)
+    table = Table(title="A step's time (estimated, not measured)", title_justify="left", show_footer=True)
     table.add_column("part", footer="together")
     table.add_column("seconds", footer=f"{time.step_seconds or 0.0:.2f}", justify="right")
     table.add_column("what", overflow="fold", footer="from data sheet, counted FLOP, bytes and launches")
@@ -176,16 +174,11 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
     for job in jobs:
         recipe = " ".join([job["recipe"], *job["options"]])
         state = Text(job["state"], style=STYLES.get(job["state"], ""))
+        began = job["began"] if job["began"] and job["state"] != "waiting" else job["came"]
+        seconds = max(0.0, float((job["ended"] or time.time()) - began))  # it has run or, while it waits, has waited
         # Text, so that other users' strings are not parsed as markup
-        table.add_row(str(job["id"]), state, Text(recipe), time_text(lasted(job)), needs(job), Text(job["why"]))
+        table.add_row(str(job["id"]), state, Text(recipe), time_text(seconds), needs(job), Text(job["why"]))
     any_console().print(table)
-
-
-def lasted(job: dict[str, Any]) -> float:
-    """Return the seconds that a job has run, or, while it waits, has waited."""
-    until = job["ended"] or time.time()
-    began = job["began"] if job["began"] and job["state"] != "waiting" else job["came"]
-    return max(0.0, float(until - began))
 
 
 def needs(job: dict[str, Any]) -> str:

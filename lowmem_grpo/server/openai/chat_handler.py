@@ -97,7 +97,9 @@ class ChatHandler:
                             "model_not_found")
         if isinstance(asked, TextRequest):
             return PendingCompletions(self, asked, names[asked.model])
-        return PendingChat(self, asked, names[asked.model], session, turn_named(body["messages"]))
+        answers = [message for message in body["messages"] if message["role"] == "assistant"]
+        turn = str(answers[-1].get("turn") or "") if answers else ""  # the last answer may name its turn
+        return PendingChat(self, asked, names[asked.model], session, turn)
 
 
 class PendingCompletions:
@@ -244,12 +246,6 @@ class PendingChat(PendingCompletions):
     def finish_request(self) -> None:
         super().finish_request()
         self.histories.close_prompt(self.opening, self.kept)
-
-
-def turn_named(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the turn name in the key `turn` of the last assistant message; empty if it has none."""
-    last: Mapping[str, Any] = next((message for message in reversed(messages) if message["role"] == "assistant"), {})
-    return str(last.get("turn") or "")
 
 
 def reply_message(reading: Reading) -> dict[str, Any]:

@@ -75,8 +75,11 @@ class EngineWorker:
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         own, number = call.params.seed, next(self.numbers)
         call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
-        try:
-            self.check(call)
+        try:  # what would make the engine session fail
+            budget_of(call.ids, call.params.max_tokens, self.context)
+            vocabulary = self.policy.head.weight.shape[0]
+            if unknown := [token for token in call.ids if not 0 <= token < vocabulary]:
+                raise ValueError(f"the prompt has the token {unknown[0]}; the model's tokens are 0 to {vocabulary - 1}")
         except ValueError as error:
             call.future.set_exception(error)
         else:
@@ -185,10 +188,3 @@ class EngineWorker:
         """Raise RuntimeError if called in the worker's thread, which runs one item at a time."""
         if threading.current_thread() is self.thread:
             raise RuntimeError(f"this runs at the worker already, which does one thing at a time; {advice}")
-
-    def check(self, call: Call) -> None:
-        """Raise ValueError for a call that would make the engine session fail: too long, or an unknown token."""
-        budget_of(call.ids, call.params.max_tokens, self.context)
-        vocabulary = self.policy.head.weight.shape[0]
-        if unknown := [token for token in call.ids if not 0 <= token < vocabulary]:
-            raise ValueError(f"the prompt has the token {unknown[0]}; the model's tokens are 0 to {vocabulary - 1}")

@@ -105,15 +105,13 @@ def calls_of(tool_calls: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ChatError(400, f"{place}[{at}] is {shown(call)}; it must be {{'id': ..., 'type': 'function', "
                             "'function': {'name': ..., 'arguments': '{...}'}}", f"{place}[{at}]")
+        arguments = function.get("arguments")
+        value = with_object({"arguments": arguments})["arguments"]
+        if isinstance(arguments, str) and not isinstance(value, dict):
+            value = arguments  # a text that is no JSON object stays as it is
         calls.append({"id": str(call.get("id") or ""), "type": "function", "function": {
-            "name": function["name"], "arguments": read_arguments(function.get("arguments"))}})
+            "name": function["name"], "arguments": value}})
     return calls
-
-
-def read_arguments(arguments: Any) -> Any:
-    """Parse arguments to an object; a string that is not a JSON object stays as it is."""
-    value = with_object({"arguments": arguments})["arguments"]
-    return arguments if isinstance(arguments, str) and not isinstance(value, dict) else value
 
 
 def in_order(messages: list[Message]) -> Iterator[Message]:

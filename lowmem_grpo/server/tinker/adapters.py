@@ -93,8 +93,7 @@ class Adapters:
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
         self.held: dict[str, ClientModel] = {}
         self.numbers = itertools.count()
-        for parameter in policy.trainable:
-            parameter.requires_grad_(False)
+        self.rest()
 
     def create(self, model_id: str, settings: LoraSettings) -> None:
         """Create a model, in place of any of the same id: A is drawn from the seed, B is zero."""
@@ -205,17 +204,16 @@ class Adapters:
         """Run a step of AdamW on the gradients since the last step, and clear them. ValueError if there are none,
         DroppedError if their norm is not finite."""
         held = self.held[model_id]
-        with_gradient = [parameter for parameter in held.parameters.values() if parameter.grad is not None]
-        if not with_gradient:
+        gradients = [parameter.grad for parameter in held.parameters.values() if parameter.grad is not None]
+        if not gradients:
             raise ValueError(f"there is no gradient of {model_id}: call forward_backward before optim_step")
-        gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not bool(norm.isfinite()):
             held.optimizer.zero_grad(set_to_none=True)
             raise DroppedError("the norm of the gradient is not finite, and the gradient was dropped: advantages or "
                              "weights are too large; call forward_backward with smaller ones")
         if adam.grad_clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(with_gradient, adam.grad_clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(held.parameters.values(), adam.grad_clip_norm, norm)
         held.optimizer.param_groups[0].update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps,
                                               weight_decay=adam.weight_decay)
         held.optimizer.step()

@@ -203,16 +203,11 @@ def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:
     """Return a ForwardBackwardOutput: `logprobs` (T,) or (T, K) float32 of each datum, in the request's order."""
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics.update(metrics)
-    for shape, alike in groupby(logprobs, lambda part: part.shape[1:]):
-        add_record(message, list(shape), list(alike))
+    for shape, group in groupby(logprobs, lambda part: part.shape[1:]):
+        alike = list(group)  # datums whose tokens have the same number of targets share a record
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(alike))
+        field = record.fields["logprobs"]
+        field.dtype, field.data = wire.FLOAT32, as_bytes(torch.cat(alike).float())
+        field.trailing_shape.extend(shape)
+        field.offsets = as_bytes(torch.tensor([0, *(part.numel() * 4 for part in alike)]).cumsum(0))
     return bytes(message.SerializeToString())
-
-
-def add_record(message: Any, shape: list[int], logprobs: list[Tensor]) -> None:
-    """Add one record for datums whose tokens all have the same number of targets."""
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
-    field = record.fields["logprobs"]
-    field.dtype, field.data = wire.FLOAT32, as_bytes(torch.cat(logprobs).float())
-    field.trailing_shape.extend(shape)
-    ends = torch.tensor([0, *(part.numel() * 4 for part in logprobs)]).cumsum(0)
-    field.offsets = as_bytes(ends)

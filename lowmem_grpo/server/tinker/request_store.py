@@ -250,8 +250,7 @@ class RequestStore:
             raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
                                "of a model's snapshots without a name the newest are kept; save_weights_for_sampler "
                                "with a name keeps one")
-        snapshot: str | None = row["snapshot"]
-        return snapshot
+        return None if row["snapshot"] is None else str(row["snapshot"])
 
     def answer(self, promise: str, owner: str) -> ModelReply | None:
         """Return the answer that fulfils a promise; None if there is none yet. UnknownError if not this user's."""

@@ -5,7 +5,7 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -155,11 +155,6 @@ class Promise:
     def parts(self) -> "list[Future[Any]]":
         return [*self.turns, *([] if self.prompt is None else [self.prompt])]
 
-    def when_done(self, told: Callable[[], None]) -> None:
-        left = itertools.count(1 - len(self.parts))
-        for part in self.parts:
-            part.add_done_callback(lambda _: told() if next(left) == 0 else None)
-
     def answer(self) -> ModelReply:
         for part in self.parts:
             if (error := part.exception()) is not None:
@@ -171,17 +166,14 @@ class Promise:
                                    tokens=as_bytes(torch.tensor(turn.completion_ids, dtype=torch.int32)),
                                    logprobs=as_bytes(torch.tensor(turn.logprobs, dtype=torch.float32)))
         if self.prompt is not None:
-            add_scores(response, self.prompt.result(), self.asked)
+            scored = self.prompt.result()
+            if self.asked.scored:
+                response.prompt_logprobs = as_bytes(scored.logprobs)
+            if self.asked.topk_prompt_logprobs:
+                top = response.topk_prompt_logprobs
+                top.token_ids, top.logprobs = as_bytes(scored.ids), as_bytes(scored.values)
+                top.length, top.k = scored.ids.shape
         return ModelReply(response.SerializeToString(), wire.PROTOBUF)
-
-
-def add_scores(response: Any, scored: Scored, asked: SampleRequest) -> None:
-    if asked.scored:
-        response.prompt_logprobs = as_bytes(scored.logprobs)
-    if asked.topk_prompt_logprobs:
-        top = response.topk_prompt_logprobs
-        top.token_ids, top.logprobs = as_bytes(scored.ids), as_bytes(scored.values)
-        top.length, top.k = scored.ids.shape
 
 
 def failed(error: BaseException, adapter: Path | None) -> ModelReply:
@@ -223,7 +215,9 @@ class SampleService:
         prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n)
                   if asked.scored or top else None)
         promise = Promise(owner, turns, prompt, asked, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])
-        promise.when_done(lambda: self.usage.end_sample(owner))
+        left = itertools.count(1 - len(promise.parts))
+        for part in promise.parts:  # the last one to be done ends the sample
+            part.add_done_callback(lambda _: self.usage.end_sample(owner) if next(left) == 0 else None)
         return promise
 
     def tidy(self) -> None:

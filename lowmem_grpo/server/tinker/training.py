@@ -80,14 +80,8 @@ class Training:
         return asked.id
 
     def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
-        """Add a model with its first request; return the promise's id. ValueError if the user is at the limit."""
-        self.make_room(model, owner)
-        self.store.add_model(model, owner, settings, kind, body)
-        self.pump(model)
-        return f"{model}:0"
-
-    def make_room(self, model: str, owner: str) -> None:
-        """If a user is at the limit of models, unload one whose client left. ValueError if there is no such model."""
+        """Add a model with its first request; return the promise's id. If the user is at the limit of models, unload
+        one whose client left; ValueError if there is none."""
         try:
             self.usage.check_model(model, owner)
         except ValueError:
@@ -95,6 +89,9 @@ class Training:
             if not left:
                 raise
             self.unload(left[0])
+        self.store.add_model(model, owner, settings, kind, body)
+        self.pump(model)
+        return f"{model}:0"
 
     def unload(self, model: StoredModel) -> None:
         """Delete a model: at once from the database, from memory and disk as soon as the worker is free."""
