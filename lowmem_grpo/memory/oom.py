@@ -83,16 +83,12 @@ def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
     first = words.splitlines()[0] if words else type(error).__name__
-    return OutOfMemory(first, wanted, peak_memory(device)["memory/peak_bytes"], held_by_others(device))
-
-
-def held_by_others(device: torch.device) -> str:
-    """Return a message on the card's memory that is neither free nor this process's torch; empty if it is little."""
-    if device.type != "cuda":
-        return ""
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return OTHERS.format(size_text(others)) if others > UNNOTICED else ""
+    others = 0  # bytes of the card that are neither unused nor this process's torch
+    if device.type == "cuda":
+        unused, total = torch.cuda.mem_get_info(device)
+        others = total - unused - torch.cuda.memory_reserved(device)
+    advice = OTHERS.format(size_text(others)) if others > UNNOTICED else ""
+    return OutOfMemory(first, wanted, peak_memory(device)["memory/peak_bytes"], advice)
 
 
 def free(device: torch.device) -> None:

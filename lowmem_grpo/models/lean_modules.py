@@ -189,22 +189,15 @@ def make_lean(model: Any, tile_rows: int | None) -> None:
     config = model.config.get_text_config()
     activation = NAMES.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", None))))
     for path, module in list(model.named_modules()):
-        if (new := lean_of(module, activation, tile_rows)) is not None:
-            model.set_submodule(path, new)
-
-
-def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Module | None:
-    """Return our replacement for a module of transformers; None if there is none."""
-    kind = type(module).__name__
-    if not type(module).__module__.startswith("transformers."):
-        return None
-    if kind in NORMS and hasattr(module, "weight"):  # Gemma 4 has some without
-        return LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind])
-    if kind in ATTENTIONS:
-        return LeanAttention(module, ATTENTIONS[kind])
-    if kind in MLPS and activation is not None:
-        return LeanMLP(module, MLPS[kind].inner, activation, tile_rows)
-    return None
+        kind = type(module).__name__
+        if not type(module).__module__.startswith("transformers."):
+            continue
+        if kind in NORMS and hasattr(module, "weight"):  # Gemma 4 has some without
+            model.set_submodule(path, LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind]))
+        elif kind in ATTENTIONS:
+            model.set_submodule(path, LeanAttention(module, ATTENTIONS[kind]))
+        elif kind in MLPS and activation is not None:
+            model.set_submodule(path, LeanMLP(module, MLPS[kind].inner, activation, tile_rows))
 
 
 def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:

@@ -60,7 +60,10 @@ class Brought:
             self.check_settings()
         own = self.model if isinstance(self.model, FastPeftModel) else self.of_earlier_trainer()
         if own is not None:
-            return switched_on(own)
+            _, factors = plain_lora(own)
+            put_factors(own.get_base_model(), factors)
+            own.enable_adapter_layers()
+            return own
         return self.moved(self.model) if has_lora else self.with_new_lora(self.loaded())
 
     def with_new_lora(self, model: BareModel) -> FastPeftModel:
@@ -105,7 +108,10 @@ class Brought:
         base: Any = model.get_base_model()
         check_base(base)
         model.unload()
-        return with_factors(self.wrapped(base), config, factors, self.checkpointing)
+        # The parameters stay the same objects, unless they have 16 bits, so the caller's model and optimizer use them.
+        adapted = with_values_to_come(self.wrapped(base), copy.deepcopy(config), self.checkpointing)
+        put_factors(base, factors)
+        return adapted
 
     def loaded(self) -> BareModel:
         """Return the model without LoRA, as our loader returns it."""
@@ -269,22 +275,6 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
                              f"{wanted}; unmerge it (model.unmerge_adapter()), or save it and load it again")
     return config, {path: (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
                     for path, layer in layers.items()}
-
-
-def with_factors(model: BareModel, config: LoraConfig, factors: Factors, checkpointing: bool | str) -> FastPeftModel:
-    """Put an adapter that PEFT made into our layers on its base. The parameters stay the same objects, unless they have
-    16 bits, so that the caller's model and optimizer keep using them."""
-    adapted = with_values_to_come(model, copy.deepcopy(config), checkpointing)
-    put_factors(model.inner, factors)
-    return adapted
-
-
-def switched_on(model: FastPeftModel) -> FastPeftModel:
-    """Return our model with its LoRA switched on and trainable; ValueError if it is merged, removed, or not active."""
-    _, factors = plain_lora(model)
-    put_factors(model.get_base_model(), factors)
-    model.enable_adapter_layers()
-    return model
 
 
 def put_factors(base: nn.Module, factors: Factors) -> None:

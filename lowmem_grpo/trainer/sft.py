@@ -50,14 +50,10 @@ class SFTObjective(Objective):
         self.loss_type = loss_type
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        loss = token_losses(logprobs, self.loss_type).sum() / totals.tokens
+        # -log p, or p (-log p) for "dft", whose weight p has no gradient (Wu et al. 2025, arXiv 2508.05629)
+        losses = -logprobs * logprobs.detach().exp() if self.loss_type == "dft" else -logprobs
+        loss = losses.sum() / totals.tokens
         return LossOutput(loss, {"entropy": entropy.detach().mean()})
-
-
-def token_losses(logprobs: Tensor, loss_type: str) -> Tensor:
-    """Return the loss (N,) of tokens with these log-probabilities (N,): -log p, or p (-log p) for "dft", whose weight p
-    has no gradient (Wu et al. 2025, arXiv 2508.05629)."""
-    return -logprobs * logprobs.detach().exp() if loss_type == "dft" else -logprobs
 
 
 def set_chat(tokenizer: Any, settings: SFTConfig) -> None:

@@ -199,7 +199,9 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
     config = policy.base.config
     values = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     values["architectures"] = [type(policy.base).__name__]
-    rope = rope_settings(config)
+    parameters = getattr(config, "rope_parameters", None) or {}  # one entry, or one per layer type if these differ
+    rope = [parameters] if "rope_type" in parameters else [
+        part for part in parameters.values() if isinstance(part, dict)]
     resizable = {str(settings.get("rope_type")) for settings in rope} <= RESIZABLE_ROPE
     if resizable and values.get("max_position_embeddings"):
         original = [settings.get("original_max_position_embeddings") or 0 for settings in rope]
@@ -212,12 +214,6 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
                                      "original_max_position_embeddings": scaling["original_max_position_embeddings"]}
     type(config).from_dict(values).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Return the rope parameters: one entry, or one per layer type if these differ."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    return [settings] if "rope_type" in settings else [part for part in settings.values() if isinstance(part, dict)]
 
 
 def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes: bool = False) -> dict[str, Any]:
