@@ -137,20 +137,16 @@ class MemoryAdvice:
     plan: MemoryPlan | None = None
 
     def text(self, phase: str) -> str:
-        """Return the plan of a phase as a table, and the settings that would help most."""
+        """Return the plan's rows of a phase as a table, largest first, and the settings that would help most."""
         settings = self.settings.get(phase, [])[:SHOWN]
         helpful = "What would help: " + "; ".join(settings or ["a shorter context", "a smaller model"])
-        table = self.table(phase)
-        return f"Planned:\n{table}\n{helpful}" if table else helpful
-
-    def table(self, phase: str) -> str:
-        """Return the plan's rows of a phase, largest first; empty without a plan."""
         if self.plan is None:
-            return ""
+            return helpful
         rows = sorted(((row.name, getattr(row, phase)) for row in self.plan.rows), key=lambda row: -row[1])
         rows.append(("together", sum(size for _, size in rows)))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
+        table = "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
+        return f"Planned:\n{table}\n{helpful}" if table else helpful
 
     def wrong_row(self, phase: str, what: str, peak: int) -> str:
         """Return a message with planned and measured bytes and the plan row to blame: one whose name is in `what`, or

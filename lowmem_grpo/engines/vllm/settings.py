@@ -12,7 +12,7 @@ from lowmem_grpo.config.loading import FOUR, SIXTEEN, EngineSettings
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.process_state import why_no_pool
 from lowmem_grpo.engines.vllm.sampling_weights import aligned, known_of
-from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE, cache_itemsize, in_8_bits, prefill_tokens, sequences_at_once
+from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE, MOST_SEQUENCES, cache_itemsize, in_8_bits, prefill_tokens
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
@@ -54,8 +54,10 @@ class Capacity:
 
     @property
     def wanted_seqs(self) -> int:
-        """Sequences to decode together if memory has room: the user's number, else a run's completions per call."""
-        return self.settings.max_num_seqs or sequences_at_once(self.sampled, self.kv_budget // self.least_cache)
+        """Sequences to decode together if memory has room: the user's number, else a run's completions per call, but at
+        most MOST_SEQUENCES and twice as many as the longest that the cache holds, as if they were half as long."""
+        most = min(self.sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * (self.kv_budget // self.least_cache))
+        return self.settings.max_num_seqs or max(1, most)
 
     @property
     def seqs(self) -> int:
