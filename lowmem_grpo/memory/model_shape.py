@@ -182,7 +182,10 @@ class ModelShape:
     def layer_bytes(self, form: str) -> int:
         """Return the bytes of one layer with its norms."""
         linears = sum(linear.bytes_in(form) + 2 * linear.bias * linear.rows for linear in self.linears())
-        linears += self.offset_bytes() if form == layer_forms.NF4 else 0
+        if form == layer_forms.NF4:  # adjacent weights' offsets are stored per nested block, not per weight
+            side_by_side = (group for group in self.groups() if len(group) > 1)
+            blocks = [-(-linear.weights // NESTED_WEIGHTS) for group in side_by_side for linear in group]
+            linears += 4 * (sum(blocks) - len(blocks))
         return linears + self.norm_bytes() + 2 * len(self.family.buffers)
 
     def norm_bytes(self) -> int:
@@ -205,12 +208,6 @@ class ModelShape:
             whole = len(group) == len(names) and not any(linear.weights % NESTED_WEIGHTS for linear in group[:-1])
             groups += [group] if whole else [[linear] for linear in group]
         return groups
-
-    def offset_bytes(self) -> int:
-        """Return the extra bytes of adjacent weights' offsets, which are stored per nested block, not per weight."""
-        side_by_side = (group for group in self.groups() if len(group) > 1)
-        blocks = [-(-linear.weights // NESTED_WEIGHTS) for group in side_by_side for linear in group]
-        return 4 * (sum(blocks) - len(blocks))
 
     @property
     def table_bytes(self) -> int:

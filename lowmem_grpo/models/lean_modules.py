@@ -153,21 +153,17 @@ class LeanMLP(nn.Module):
         layers: list[Any] = [self.get_submodule(name) for name in self.inner]
         down: Any = self.down_proj
         loras = None if self.biased else loras_of(x, [*layers, down], self.weights)
-        if loras is None:
-            return self.plain(x, layers)
+        if loras is None:  # the kernel does not cover this case
+            outputs = [layer(x) for layer in layers]
+            gate, up = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=-1)
+            result: Tensor = down(activate_ref(gate, self.activation) * up)
+            return result
         gate, up = (*self.weights.join(layers), None)[:2]
         (down_weight,) = self.down_weight.join([down])
         return lora_mlp(
             x, gate, up, down_weight, gate_lora=loras[0], up_lora=loras[1] if len(layers) > 1 else None,
             down_lora=loras[-1], activation=self.activation, tile_rows=self.tile_rows,
         )
-
-    def plain(self, x: Tensor, layers: list[Any]) -> Tensor:
-        """Compute the MLP with the layers' own forward passes, for cases that the kernel does not cover."""
-        outputs = [layer(x) for layer in layers]
-        gate, up = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=-1)
-        result: Tensor = self.get_submodule("down_proj")(activate_ref(gate, self.activation) * up)
-        return result
 
 
 class LeanRMSNorm(nn.Module):

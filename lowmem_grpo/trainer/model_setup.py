@@ -56,8 +56,9 @@ class Brought:
             raise ValueError("peft_config is given, and the model has LoRA already; leave one of them out")
         if self.peft_config is not None:
             check_plain(self.peft_config)  # before anything is loaded or changed
-        if not isinstance(self.model, str):
-            self.check_settings()
+        for name in () if isinstance(self.model, str) else ("model_init_kwargs", "quantization_config"):
+            if getattr(self.settings, name, None) or getattr(self, name, None):
+                raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
         own = self.model if isinstance(self.model, FastPeftModel) else self.of_earlier_trainer()
         if own is not None:
             _, factors = plain_lora(own)
@@ -95,12 +96,6 @@ class Brought:
     def checkpointing(self) -> bool | str:
         """The `use_gradient_checkpointing` of the model: "auto", unless the settings turn it off."""
         return False if self.settings.gradient_checkpointing is False else "auto"
-
-    def check_settings(self) -> None:
-        """Raise ValueError if loading options are given, because the model is loaded already."""
-        for name in ("model_init_kwargs", "quantization_config"):
-            if getattr(self.settings, name, None) or getattr(self, name, None):
-                raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
 
     def moved(self, model: PeftModel) -> FastPeftModel:
         """Return a PEFT model with its LoRA in our layers. The caller's model shares the base, so it gets them too."""

@@ -207,8 +207,10 @@ class StepSettings:
                              f"What can change: {', '.join(PER_STEP)}")
         check_ranges(GRPOConfig, changes)
         usual = dict(vars(self.config))
+        of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
+        unset = [name for name in OF_TYPES if of_step is not None and name not in of_step.options]  # the run's values
         try:
-            self.set_all({**options_of_another_loss(changes), **changes})
+            self.set_all({**dict.fromkeys(unset), **changes})
             self.config.check_step()
             check_given(self.config)
             yield
@@ -224,13 +226,6 @@ class StepSettings:
         scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
         for group, factor in zip(scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
             group["initial_lr"], group["lr"] = rate, rate * float(factor(scheduler.last_epoch))
-
-
-def options_of_another_loss(changes: Mapping[str, Any]) -> dict[str, None]:
-    """Return {option: None} for each option that the step's loss type lacks, which unsets the run's value."""
-    of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
-    return {} if of_step is None else {
-        name: None for name in OF_TYPES if name not in of_step.options and name not in changes}
 
 
 def check_given(config: GRPOConfig) -> None:
