@@ -19,7 +19,7 @@ from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded, with_lora, 
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.memory.families import check_images, has_experts
 from lowmem_grpo.models.card_check import use_card
-from lowmem_grpo.models.experts import use_brought_blocks
+from lowmem_grpo.models.experts import BROUGHT, routed_blocks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lora_targets import Scope, check_plain, check_targets, lora_targets
 from lowmem_grpo.models.pretrained import is_quantized, keep_layout
@@ -145,7 +145,9 @@ class Brought:
         keep_layout(model)
         if is_quantized(model):
             fuse_weights(model)
-        use_brought_blocks(model, is_quantized(model))
+            if has_experts(model.config) and not any(routed_blocks(model)):
+                raise ValueError(BROUGHT)
+        use_routed_blocks(model)
         model.requires_grad_(False)
         context = self.context(model.config)
         keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)
@@ -195,25 +197,22 @@ def check_vocabulary(model: Any) -> None:
 
 
 def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
-    """Return a copy of the LoRA settings with this model's module names; ValueError for names that it lacks."""
+    """Return a copy of the LoRA settings with this model's module names, or PEFT's for the model type if it has none;
+    ValueError for names that the model lacks, and if there are none."""
     config: Any = copy.deepcopy(settings)
-    scope = Scope(layers_to_transform=settings.layers_to_transform)
-    chosen = lora_targets(model.inner, targets(config.target_modules, model), scope, config.exclude_modules)
-    config.target_modules = chosen if isinstance(chosen, str) else set(chosen)
-    config.rank_pattern, config.alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
-    config.task_type, config.inference_mode = "CAUSAL_LM", False
-    return config
-
-
-def targets(modules: Any, model: BareModel) -> list[str] | str:
-    """Return the modules that a LoraConfig names, or PEFT's for the model type; ValueError if there are none."""
+    scope, modules = Scope(layers_to_transform=settings.layers_to_transform), config.target_modules
     if modules is None:
         kind = str(model.inner.config.model_type)
         if kind not in PEFT_TARGETS:
             raise ValueError(f"peft_config names no target_modules, and PEFT has none for {kind!r}; name them, or take "
                              'target_modules="all-linear"')
         modules = PEFT_TARGETS[kind]
-    return modules if isinstance(modules, str) else sorted(modules)
+    targets = modules if isinstance(modules, str) else sorted(modules)
+    chosen = lora_targets(model.inner, targets, scope, config.exclude_modules)
+    config.target_modules = chosen if isinstance(chosen, str) else set(chosen)
+    config.rank_pattern, config.alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
+    config.task_type, config.inference_mode = "CAUSAL_LM", False
+    return config
 
 
 def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:

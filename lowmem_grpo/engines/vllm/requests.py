@@ -198,17 +198,13 @@ class OpenTurns(Calls):
         cached = output.num_cached_tokens or 0
         with self.outside_the_engine():
             rollout = self.sampling.rollout(output.outputs[0], request.ids, version, cached)
-            self.share_routes(request, rollout)
+            if rollout.routes is not None:  # tokens that the episode's last turn has too keep their routes
+                ids, known = self.routes.get(key, ([], Routes(())))
+                if request.ids[: len(ids)] == ids:
+                    rollout.routes = known.then(rollout.routes)
+                self.routes[key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes
             self.conversation.add_rollout(key, rollout)
         return len(request.ids) - cached
-
-    def share_routes(self, request: Request, rollout: Rollout) -> None:
-        """Reuse the routes of the episode's last turn for the tokens that this turn's prompt shares with it."""
-        if rollout.routes is not None:
-            ids, known = self.routes.get(request.key, ([], Routes(())))
-            if request.ids[: len(ids)] == ids:
-                rollout.routes = known.then(rollout.routes)
-            self.routes[request.key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes
 
 
 def number_of(name: str) -> str:
