@@ -45,7 +45,7 @@ def assign_credit(
         places = [(episode, turn) for turn in range(len(rollout.turns))]
         advantages = [of_turns.get(place, rollout.advantage) + state_weight * of_states.get(place, 0.0)
                       for place in places]
-        lengths = [len(turn.completion_ids) for turn in rollout.turns]  # of the tokens that were sampled in each
+        lengths = [len(turn.completion_ids) for turn in rollout.turns]  # tokens that were sampled in each
         assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)
         each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
         rollout.token_advantages = rollout.with_context(each.float())
