@@ -118,7 +118,11 @@ class Batch:
         """Draw the next tokens from logits (B, V). This synchronizes with the device only to match stop strings and to
         make new random numbers."""
         state, generation, drew = self.state, self.generation, self.state.alive
-        state.tokens, logprobs = draw(logits, generation.params, self.next_uniforms())
+        if not self.uniforms.shape[1]:
+            ahead = state.counts[:, None] + torch.arange(AHEAD, device=state.counts.device)
+            self.uniforms = generation.numbers(state.rows, ahead.clamp(max=generation.ids.shape[1] - 1))
+        now, self.uniforms = self.uniforms[:, :1], self.uniforms[:, 1:]
+        state.tokens, logprobs = draw(logits, generation.params, now)
         rows, places = state.rows, state.counts
         generation.ids[rows, places], generation.logprobs[rows, places] = state.tokens, logprobs.float()
         ended, lengths = drew & self.stops.ends(state.tokens, self.last_tokens), generation.lengths[rows]
@@ -127,15 +131,6 @@ class Batch:
         generation.lengths[rows] = lengths.where(~ended, state.counts)
         generation.stopped[rows] = generation.stopped[rows] | ended
         self.since += 1
-
-    def next_uniforms(self) -> Tensor:
-        """Return the random numbers of the rows' next tokens, (B, 1) fp64."""
-        if not self.uniforms.shape[1]:
-            places = self.state.counts[:, None] + torch.arange(AHEAD, device=self.state.counts.device)
-            last = self.generation.ids.shape[1] - 1
-            self.uniforms = self.generation.numbers(self.state.rows, places.clamp(max=last))
-        now, self.uniforms = self.uniforms[:, :1], self.uniforms[:, 1:]
-        return now
 
     def last_tokens(self, count: int) -> list[list[int]]:
         """Return up to `count` last tokens of each row, including those just drawn."""

@@ -53,7 +53,16 @@ def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
 def why_not_here(device: str) -> str | None:
     """Return why vLLM cannot sample with a model on `device`; None if it can, judged by its package metadata."""
     package = installed()
-    return why_unusable(package) or why_other_device(*package or ("", ""), device)
+    if why := why_unusable(package):
+        return why
+    name, number = package or ("", "")
+    for_cpus = name.endswith("-cpu") or "cpu" in number.partition("+")[2]
+    if not for_cpus and device.startswith("cuda:") and device != "cuda:0":
+        return (f"vLLM takes the first card that its process sees, and the model is on {device}: start with "
+                f"lowmem-grpo run, or set CUDA_VISIBLE_DEVICES={device.partition(':')[2]} before torch is imported")
+    if for_cpus == device.startswith("cpu"):
+        return None
+    return f"{name} {number} is built for {'CPUs' if for_cpus else 'cards'} and the model is on {device}"
 
 
 def faster_engine(device: str) -> str | None:
@@ -71,17 +80,6 @@ def old_card(device: str) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else (f"vLLM was not tested on compute capability {major}.{minor}, where the "
                                     "transformers engine is the checked one")
-
-
-def why_other_device(name: str, number: str, device: str) -> str | None:
-    """Return why this build of vLLM cannot compute on that device; None if it can."""
-    for_cpus = name.endswith("-cpu") or "cpu" in number.partition("+")[2]
-    if not for_cpus and device.startswith("cuda:") and device != "cuda:0":
-        return (f"vLLM takes the first card that its process sees, and the model is on {device}: start with "
-                f"lowmem-grpo run, or set CUDA_VISIBLE_DEVICES={device.partition(':')[2]} before torch is imported")
-    if for_cpus == device.startswith("cpu"):
-        return None
-    return f"{name} {number} is built for {'CPUs' if for_cpus else 'cards'} and the model is on {device}"
 
 
 def check_cache_dtype(settings: EngineSettings, choice: EngineChoice, device: str) -> None:

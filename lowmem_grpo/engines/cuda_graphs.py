@@ -93,11 +93,6 @@ def refuse_graphs(why: str, fix: str = FIX) -> None:
                                      f"{fix}")
 
 
-def card_text(device: torch.device) -> str:
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}, CUDA {torch.version.cuda})"
-
-
 @cache
 def say_plain(why: str) -> None:
     logger.warning("token steps run without CUDA graphs, several times slower where rows are few: %s. "

@@ -22,7 +22,6 @@ from lowmem_grpo.engines.cuda_graphs import (
     CudaGraph,
     Record,
     Run,
-    card_text,
     differs,
     not_recorded,
     refuse_graphs,
@@ -222,11 +221,12 @@ class TokenStep:
 
     def give_up(self, why: str) -> None:
         """Stop recording graphs; EngineUnavailableError if the user required them and none has worked yet."""
-        device = self.passes.policy.device
-        named = f"{why}, on {card_text(device)}" if device.type == "cuda" else why
+        if (device := self.passes.policy.device).type == "cuda":
+            name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+            why += f", on {name} (compute capability {major}.{minor}, CUDA {torch.version.cuda})"
         if self.must:
-            refuse_graphs(f"a token step of this model cannot be one: {named}")
-        logger.warning("token steps go on without a CUDA graph, several times slower where rows are few: %s", named)
+            refuse_graphs(f"a token step of this model cannot be one: {why}")
+        logger.warning("token steps go on without a CUDA graph, several times slower where rows are few: %s", why)
         self.record = None
 
 

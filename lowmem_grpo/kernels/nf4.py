@@ -77,7 +77,11 @@ class NF4Weight:
         joined: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in parts.items()}
         views = {name: joined[name].split([len(part) for part in parts[name]]) for name in names}
         for number, param in enumerate(params):
-            repoint(param, {name: views[name][number] for name in names})
+            state, own = param.quant_state, {name: views[name][number] for name in names}
+            param.data = own["packed"].view(param.data.dtype).view(param.data.shape)
+            state.absmax = own["absmax"].view(state.absmax.shape)
+            if "offset" in own:
+                state.state2.absmax, state.offset = own["nested_absmax"], own["offset"][0]
         features = tuple(weight.shape[0] for weight in weights)
         return replace(first, **joined, shape=(sum(features), first.shape[1]), out_features=features)
 
@@ -165,15 +169,6 @@ def check_adjacent(weights: Sequence[NF4Weight]) -> None:
         unit = weight.blocksize * (1 if weight.nested_code is None else weight.nested_blocksize)
         if number < len(weights) - 1 and weight.shape[0] * weight.shape[1] % unit:
             raise ValueError(f"weight {number}, {weight.shape}, does not end at a multiple of {unit} elements")
-
-
-def repoint(param: Any, views: dict[str, Tensor]) -> None:
-    """Make a Params4bit use `views` as its storage, in the shape and dtype that it had."""
-    state = param.quant_state
-    param.data = views["packed"].view(param.data.dtype).view(param.data.shape)
-    state.absmax = views["absmax"].view(state.absmax.shape)
-    if "offset" in views:
-        state.state2.absmax, state.offset = views["nested_absmax"], views["offset"][0]
 
 
 def nf4_dequantize_ref(weight: NF4Weight) -> Tensor:

@@ -114,21 +114,6 @@ def tokens_first(x: Tensor, heads_first: bool) -> Tensor:
     return x.transpose(1, 2) if heads_first else x
 
 
-def launch(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, heads_first: bool, backward: bool
-) -> None:
-    """Rotate q and k into q_out and k_out."""
-    views = [tokens_first(x, heads_first) for x in (q, k, q_out, k_out)]
-    batch, tokens, q_heads, width = views[0].shape
-    turning = cos.shape[-1]
-    strides = [stride for view in views for stride in view.stride()[:3]]
-    rope_kernel[(batch * tokens,)](
-        q, k, q_out, k_out, cos, sin, tokens, q_heads, views[1].shape[2], turning // 2,
-        width, width, *strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BACKWARD=backward,
-        **launch_rule(turning // 2).options,
-    )
-
-
 def new_like(x: Tensor) -> Tensor:
     """Return an uninitialised tensor in the layout of x, or contiguous if the columns of x are not adjacent."""
     return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
@@ -139,7 +124,15 @@ def rope_new_triton(
 ) -> tuple[Tensor, Tensor]:
     q_out, k_out = new_like(q), new_like(k)
     q, k = (x if x.stride(-1) == 1 else out.copy_(x) for x, out in ((q, q_out), (k, k_out)))
-    launch(q, k, q_out, k_out, cos, sin, heads_first, backward)
+    views = [tokens_first(x, heads_first) for x in (q, k, q_out, k_out)]
+    batch, tokens, q_heads, width = views[0].shape
+    turning = cos.shape[-1]
+    strides = [stride for view in views for stride in view.stride()[:3]]
+    rope_kernel[(batch * tokens,)](
+        q, k, q_out, k_out, cos, sin, tokens, q_heads, views[1].shape[2], turning // 2,
+        width, width, *strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BACKWARD=backward,
+        **launch_rule(turning // 2).options,
+    )
     return q_out, k_out
 
 

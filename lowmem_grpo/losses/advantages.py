@@ -244,8 +244,10 @@ class AdvantageSettings:
 def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tensor | None = None) -> Tensor:
     """Return advantages (P, G) of rewards (P, G, R); completions without a reward are left out and get 0."""
     weights = torch.tensor(settings.reward_weights or [1.0] * rewards.shape[-1], dtype=rewards.dtype)
-    if settings.multi_objective_aggregation == "normalize_then_sum":
-        return normalized_then_summed(rewards, weights).nan_to_num(nan=0.0)
+    if settings.multi_objective_aggregation == "normalize_then_sum":  # GDPO: each reward's z-scores in the groups
+        each = [of_group(rewards[..., r], "group", None, 0) for r in range(rewards.shape[-1])]
+        summed = combine_rewards(torch.stack(each, -1), weights)  # the batch's mean is 0, as each group's is
+        return (summed / (batch_std(summed) + STD_EPSILON)).nan_to_num(nan=0.0)
     estimator, k = ESTIMATORS[settings.advantage_estimator], settings.pass_at_k or max(rewards.shape[1] // 2, 1)
     advantages = estimator.function(summed_rewards(rewards, weights, settings), settings.scale, baselines, k)
     return (normalized(advantages) if settings.normalize_advantages else advantages).nan_to_num(nan=0.0)
@@ -260,13 +262,6 @@ def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings
 def normalized(advantages: Tensor) -> Tensor:
     """Return advantages (P, G) minus their mean, divided by their std, both over those that are not NaN."""
     return (advantages - advantages.nanmean()) / (batch_std(advantages) + STD_EPSILON)
-
-
-def normalized_then_summed(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Return GDPO's (P, G): each reward's z-score in its group, summed with weights, as a z-score in the batch."""
-    each = [of_group(rewards[..., r], "group", None, 0) for r in range(rewards.shape[-1])]
-    summed = combine_rewards(torch.stack(each, -1), weights)
-    return summed / (batch_std(summed) + STD_EPSILON)  # the batch's mean is 0, as each group's is
 
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:

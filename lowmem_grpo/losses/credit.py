@@ -43,8 +43,13 @@ def assign_credit(
         return
     for episode, (_, rollout) in enumerate(episodes):
         places = [(episode, turn) for turn in range(len(rollout.turns))]
-        set_turn_advantages(rollout, [of_turns.get(place, rollout.advantage) + state_weight * of_states.get(place, 0.0)
-                       for place in places])
+        advantages = [of_turns.get(place, rollout.advantage) + state_weight * of_states.get(place, 0.0)
+                      for place in places]
+        lengths = [len(turn.completion_ids) for turn in rollout.turns]  # tokens that were sampled in each
+        assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)
+        each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
+        rollout.token_advantages = rollout.with_context(each.float())
+        rollout.advantage = each.mean().item() if len(each) else 0.0
 
 
 def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compared, Compared]:
@@ -83,12 +88,3 @@ def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Pl
     advantages = function(torch.tensor(rows, dtype=torch.float64), settings.scale, None, 0).tolist()
     return {place: value for returns, row in zip(compared.values(), advantages, strict=True)
             for place, value in zip(returns, row, strict=False)}
-
-
-def set_turn_advantages(rollout: Rollout, advantages: list[float]) -> None:
-    """Give each turn's advantage to the tokens that were sampled in it, and their mean to the rollout."""
-    lengths = [len(turn.completion_ids) for turn in rollout.turns]
-    assert sum(lengths) == rollout.num_trained, (lengths, rollout.num_trained)
-    each = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
-    rollout.token_advantages = rollout.with_context(each.float())
-    rollout.advantage = each.mean().item() if len(each) else 0.0

@@ -109,16 +109,11 @@ def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
     if entropy.numel() == 0 or share >= 1:
         return torch.ones_like(entropy, dtype=torch.bool)
     values = entropy.float()
-    return values >= quantile(values, 1 - share)
-
-
-def quantile(values: Tensor, share: float) -> Tensor:
-    """Return the quantile of `values` (N,), linear between neighbours; torch.quantile takes only 16 million values."""
-    ordered = values.sort().values
-    place = share * (len(ordered) - 1)
+    ordered = values.sort().values  # torch.quantile takes only 16 million values
+    place = (1 - share) * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
-    return torch.lerp(ordered[below], ordered[above], place - below)
+    return values >= torch.lerp(ordered[below], ordered[above], place - below)
 
 
 @dataclass

@@ -86,7 +86,10 @@ def token_losses(
     if name == "dro":
         return -(advantages * logprobs - settings["beta"] / 2 * change.square())
     if name == "gspo":
-        change = sequence_change(change, values["sequence_ratio_mask"], sequence_ids, sequences)
+        mask = values["sequence_ratio_mask"]  # weighs the tokens in their sequence's mean, which is 0 if it is not set
+        weight = sequence_sums(mask, sequence_ids, sequences)
+        means = sequence_sums(change * mask, sequence_ids, sequences) / torch.where(weight == 0, 1.0, weight)
+        change = means[sequence_ids]
     if name == "importance_sampling":
         return -change.where(advantages != 0, 0.0).exp() * advantages  # an overflowing ratio times 0 would be NaN
     low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
@@ -103,10 +106,3 @@ def held_ratio(change: Tensor, low: float, high: float, advantages: Tensor) -> T
     inside = (change <= upper.log()) & (change >= lower.log())
     bound = torch.where(change > upper.log(), upper, lower)
     return torch.where(inside, change.where(inside, 0.0).exp(), bound)
-
-
-def sequence_change(change: Tensor, mask: Tensor, sequence_ids: Tensor, sequences: int) -> Tensor:
-    """Return, at each token, its sequence's mean of `change` (N,) weighted by `mask` (N,); 0 if no mask is set."""
-    weight = sequence_sums(mask, sequence_ids, sequences)
-    means = sequence_sums(change * mask, sequence_ids, sequences) / torch.where(weight == 0, 1.0, weight)
-    return means[sequence_ids]

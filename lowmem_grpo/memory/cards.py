@@ -106,12 +106,6 @@ def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
     return -(-width // step) * step
 
 
-def sequences_at_once(sampled: int | None, longest_in_cache: int) -> int:
-    """Return the number of sequences to decode together: `sampled` if given, but at most MOST_SEQUENCES and twice the
-    number of longest sequences that the KV cache holds, as if sequences were half as long."""
-    return max(1, min(sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * longest_in_cache))
-
-
 # The driver's names that `card_of` cannot derive. A card under another name (laptop, H100 PCIe) has no speed.
 DRIVER_NAMES = {
     "tesla p100-pcie-16gb": "p100", "tesla v100-sxm2-16gb": "v100-16", "tesla v100-sxm2-32gb": "v100-32",

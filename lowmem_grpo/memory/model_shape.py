@@ -175,12 +175,17 @@ class ModelShape:
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
         angles = sum({shape.turned_size: 2 * 4 * (shape.turned_size // 2) for _, shape in self.each()}.values())
-        return layers + 2 * self.hidden + angles + self.per_layer_bytes(form)
+        projection = Linear("per_layer_model_projection", self.layers * self.per_layer, self.hidden)
+        per_layer = projection.bytes_in(form) + 2 * self.per_layer + 2 * 2 if self.per_layer else 0  # norm, two scales
+        return layers + 2 * self.hidden + angles + per_layer
 
     def layer_bytes(self, form: str) -> int:
         """Return the bytes of one layer with its norms."""
         linears = sum(linear.bytes_in(form) + 2 * linear.bias * linear.rows for linear in self.linears())
-        linears += self.offset_bytes() if form == layer_forms.NF4 else 0
+        if form == layer_forms.NF4:  # adjacent weights' offsets are stored per nested block, not per weight
+            side_by_side = (group for group in self.groups() if len(group) > 1)
+            blocks = [-(-linear.weights // NESTED_WEIGHTS) for group in side_by_side for linear in group]
+            linears += 4 * (sum(blocks) - len(blocks))
         return linears + self.norm_bytes() + 2 * len(self.family.buffers)
 
     def norm_bytes(self) -> int:
@@ -191,12 +196,6 @@ class ModelShape:
             return hidden + self.delta.weight_bytes
         heads = {"": 0, "heads": (1 + self.own_keys) * self.head_size, "whole": self.queries + self.keys}
         return hidden + 2 * heads[self.family.attention.norm]
-
-    def per_layer_bytes(self, form: str) -> int:
-        """Return the bytes of the per-layer embeddings' projection, norm and two scales, without their table; 0 if the
-        model has none."""
-        projection = Linear("per_layer_model_projection", self.layers * self.per_layer, self.hidden)
-        return projection.bytes_in(form) + 2 * self.per_layer + 2 * 2 if self.per_layer else 0
 
     def groups(self) -> list[list[Linear]]:
         """Return the linears of a layer in groups, which the loader makes adjacent in NF4 to dequantize them in one
@@ -209,12 +208,6 @@ class ModelShape:
             whole = len(group) == len(names) and not any(linear.weights % NESTED_WEIGHTS for linear in group[:-1])
             groups += [group] if whole else [[linear] for linear in group]
         return groups
-
-    def offset_bytes(self) -> int:
-        """Return the extra bytes of adjacent weights' offsets, which are stored per nested block, not per weight."""
-        side_by_side = (group for group in self.groups() if len(group) > 1)
-        blocks = [-(-linear.weights // NESTED_WEIGHTS) for group in side_by_side for linear in group]
-        return 4 * (sum(blocks) - len(blocks))
 
     @property
     def table_bytes(self) -> int:

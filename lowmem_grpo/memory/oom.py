@@ -83,16 +83,12 @@ def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
     first = words.splitlines()[0] if words else type(error).__name__
-    return OutOfMemory(first, wanted, peak_memory(device)["memory/peak_bytes"], held_by_others(device))
-
-
-def held_by_others(device: torch.device) -> str:
-    """Return a message on the card's memory that is neither free nor this process's torch; empty if it is little."""
-    if device.type != "cuda":
-        return ""
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return OTHERS.format(size_text(others)) if others > UNNOTICED else ""
+    others = 0  # bytes of the card that are neither unused nor this process's torch
+    if device.type == "cuda":
+        unused, total = torch.cuda.mem_get_info(device)
+        others = total - unused - torch.cuda.memory_reserved(device)
+    advice = OTHERS.format(size_text(others)) if others > UNNOTICED else ""
+    return OutOfMemory(first, wanted, peak_memory(device)["memory/peak_bytes"], advice)
 
 
 def free(device: torch.device) -> None:
@@ -141,20 +137,16 @@ class MemoryAdvice:
     plan: MemoryPlan | None = None
 
     def text(self, phase: str) -> str:
-        """Return the plan of a phase as a table, and the settings that would help most."""
+        """Return the plan's rows of a phase as a table, largest first, and the settings that would help most."""
         settings = self.settings.get(phase, [])[:SHOWN]
         helpful = "What would help: " + "; ".join(settings or ["a shorter context", "a smaller model"])
-        table = self.table(phase)
-        return f"Planned:\n{table}\n{helpful}" if table else helpful
-
-    def table(self, phase: str) -> str:
-        """Return the plan's rows of a phase, largest first; empty without a plan."""
         if self.plan is None:
-            return ""
+            return helpful
         rows = sorted(((row.name, getattr(row, phase)) for row in self.plan.rows), key=lambda row: -row[1])
         rows.append(("together", sum(size for _, size in rows)))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
+        table = "\n".join(f"  {name:<{width}}  {size_text(size):>12}" for name, size in rows if size)
+        return f"Planned:\n{table}\n{helpful}" if table else helpful
 
     def wrong_row(self, phase: str, what: str, peak: int) -> str:
         """Return a message with planned and measured bytes and the plan row to blame: one whose name is in `what`, or

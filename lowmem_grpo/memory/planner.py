@@ -60,7 +60,12 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
     draft = lowered(shape, asked, device)
     if asked.spread is None:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # one sequence per micro-batch
-        draft = widened(shape, max(draft, lowered(shape, alone, device), key=worth), device)
+        draft = max(draft, lowered(shape, alone, device), key=worth)
+        wider = (build(shape, replace(draft.settings, spread=spread), device)
+                 for spread in SPREADS if spread > (draft.settings.spread or 0))
+        # the largest that costs no memory, because another moment of the step has the peak
+        free = next((wide for wide in wider if wide.train <= draft.train and wide.host <= draft.host), draft)
+        draft = replace(free, choices=draft.choices)
     kept = [choice for choice in draft.choices if choice.value == getattr(draft.settings, choice.name)]  # not replaced
     draft = replace(draft, choices=(*kept, *chosen_for_rollout(shape, draft, asked)))
     return lasting(shape, dequantized(shape, in_one_piece(shape, draft, asked)))
@@ -76,7 +81,11 @@ def worth(draft: MemoryPlan) -> tuple[Any, ...]:
 def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
     """Return a plan with the fastest settings, then with slower ones, one by one, as long as they lower a peak that is
     too high."""
-    draft = build(shape, generous(asked, device), device)
+    fastest: dict[str, Any] = {"max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked),
+                               "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0], "host_embedding": False,
+                               "optim": "adamw_torch_fused", "head_groups": 1}
+    opened = {name: value for name, value in fastest.items() if getattr(asked, name) is None}
+    draft = build(shape, replace(asked, **opened), device)
     choices: dict[str, Choice] = {}
     for steps, share in ((sizes(asked, device), EASE), (steps_down(asked, device), 1.0)):
         for name, value, why in (step for step in steps if getattr(asked, step[0]) is None):
@@ -171,22 +180,6 @@ def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> Memor
 def highest(most: int, fits: Callable[[int], bool]) -> int:
     """Return the highest number up to `most` that fits, by binary search; 0 if none does."""
     return most - bisect_left(range(most, 0, -1), True, key=fits)
-
-
-def widened(shape: ModelShape, draft: MemoryPlan, device: Device) -> MemoryPlan:
-    """Return the plan with the largest spread that costs no memory, because another moment of the step has the peak."""
-    wider = (build(shape, replace(draft.settings, spread=spread), device)
-             for spread in SPREADS if spread > (draft.settings.spread or 0))
-    free = next((wide for wide in wider if wide.train <= draft.train and wide.host <= draft.host), draft)
-    return replace(free, choices=draft.choices)
-
-
-def generous(asked: RunSettings, device: Device) -> RunSettings:
-    """Fill every open setting with its fastest value."""
-    defaults: dict[str, Any] = {"max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked),
-                                "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0], "host_embedding": False,
-                                "optim": "adamw_torch_fused", "head_groups": 1}
-    return replace(asked, **{name: value for name, value in defaults.items() if getattr(asked, name) is None})
 
 
 def together(asked: RunSettings, device: Device) -> int:

@@ -129,19 +129,15 @@ class StepShape:
         others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
         return self.hidden + self.queries + others  # normed input, output
 
-    def delta_saved(self) -> int:
-        """Return the bytes a gated delta net saves: normed input, three of the convolution, and the gated norm's."""
-        delta = self.model.delta
-        if delta is None:
-            return 0
-        return self.hidden + self.tokens * (3 * WORD * delta.mixed + (3 * 4 + 2 * WORD) * delta.values)
-
     def saved(self) -> int:
         """Return the bytes that a layer saves for its backward pass besides its input."""
         mlp = 0 if self.tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
         if self.model.experts is not None:  # probabilities, gate values, their sum, ids twice
             mlp = self.tokens * (4 * self.model.experts.count + (4 + 4 + 8 + 8) * self.model.experts.taken)
-        return max(self.attention_waits(), self.delta_saved()) + 2 * self.hidden + mlp
+        net, delta = 0, self.model.delta
+        if delta is not None:  # its normed input, three of the convolution, and the gated norm's
+            net = self.hidden + self.tokens * (3 * WORD * delta.mixed + (3 * 4 + 2 * WORD) * delta.values)
+        return max(self.attention_waits(), net) + 2 * self.hidden + mlp
 
     def layers_kept(self) -> int:
         """Return the bytes saved by all layers that keep everything, or else by the one that is being recomputed."""

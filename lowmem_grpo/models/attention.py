@@ -21,7 +21,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lowmem_grpo.memory.cutting import ALIGNED
-from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.models.packed_attention import PackedLayout, packed_attention, window_mask
 
 NAME = "lowmem_grpo"
@@ -124,12 +123,6 @@ def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, added: Tensor,
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=added,
                                                                               scale=scaling)
     return out, lse
-
-
-def uses_registry(model: Any) -> bool:
-    """Return whether a model takes its attention from transformers' registry. Every model sets this flag, despite the
-    underscore; a test fails if it goes away. Families in our table use the registry whatever the flag says."""
-    return family_of(model.config) is not None or bool(getattr(model, "_supports_attention_backend", False))
 
 
 AttentionInterface.register(NAME, attention)

@@ -90,7 +90,8 @@ class DeltaNet(nn.Module):
         """Map (B, T, D) to (B, T, D). `real`, or attention_mask, (B, T) is false for padding, which is on the left."""
         rows, count, _ = hidden_states.shape
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
-        a, b, log, bias = wide(a, b, self.A_log, self.dt_bias)
+        a, b, log, bias = (tensor.to(torch.promote_types(tensor.dtype, torch.float32))  # float64 stays in float64
+                           for tensor in (a, b, self.A_log, self.dt_bias))
         g = -log.exp() * F.softplus(a + bias)
         inputs = RuleInputs(mixed.flatten(0, 1), g.flatten(0, 1), b.sigmoid().flatten(0, 1))
         if packed is not None:
@@ -159,11 +160,6 @@ class DeltaNet(nn.Module):
         """The convolution's weight (C, W)."""
         weight: Tensor = self.get_submodule("conv1d").weight  # type: ignore[assignment]
         return weight[:, 0]
-
-
-def wide(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors in float32; float64 tensors stay in float64."""
-    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
 def repeated(states: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -44,7 +44,10 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
         use_routed_blocks(model)
         for stack in expert_stacks(model):
-            check_blocks(stack)
+            if stack.rows * stack.columns % BLOCK:
+                raise ValueError(f"an expert's matrix is {stack.rows} x {stack.columns}, which does not end with a "
+                                 f"block of {BLOCK} weights: in 4 bits two experts would share a scale. Load the model "
+                                 "with load_in_4bit=False")
         check_stored(model, kwargs.get("checkpoint_files"))
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
@@ -54,14 +57,6 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
         ours = [WeightConverter([f"mlp.experts.*.{part}.weight" for part in parts], f"mlp.experts.{name}.weight",
                                 operations=[QuantizeExperts()]) for name, parts in STACKS.items()]
         return [*kept, *ours, *self.get_weight_conversions()]
-
-
-def check_blocks(stack: ExpertStack) -> None:
-    """Raise ValueError if a block of weights that share a scale would span two experts."""
-    if stack.rows * stack.columns % BLOCK:
-        raise ValueError(f"an expert's matrix is {stack.rows} x {stack.columns}, which does not end with a block of "
-                         f"{BLOCK} weights: in 4 bits two experts would share a scale. Load the model with "
-                         "load_in_4bit=False")
 
 
 def check_stored(model: PreTrainedModel, files: Any) -> None:

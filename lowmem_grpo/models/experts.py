@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.routed_experts import routed_experts
-from lowmem_grpo.memory.families import family_of, has_experts
+from lowmem_grpo.memory.families import family_of
 
 Choice = Callable[[int, Tensor], Tensor]  # (index of the block, ids that its router chose) -> ids to use
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # matrices joined in each stack
@@ -111,11 +111,3 @@ def use_routed_blocks(model: Any) -> None:
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:
             model.set_submodule(path, RoutedBlock(module, count))
             count += 1
-
-
-def use_brought_blocks(model: Any, quantized: bool) -> None:
-    """Replace the blocks of a model that the caller loaded with transformers; ValueError if it is quantized except for
-    its experts."""
-    if quantized and has_experts(model.config) and not any(routed_blocks(model)):
-        raise ValueError(BROUGHT)
-    use_routed_blocks(model)

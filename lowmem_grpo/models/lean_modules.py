@@ -153,21 +153,17 @@ class LeanMLP(nn.Module):
         layers: list[Any] = [self.get_submodule(name) for name in self.inner]
         down: Any = self.down_proj
         loras = None if self.biased else loras_of(x, [*layers, down], self.weights)
-        if loras is None:
-            return self.plain(x, layers)
+        if loras is None:  # the kernel does not cover this case
+            outputs = [layer(x) for layer in layers]
+            gate, up = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=-1)
+            result: Tensor = down(activate_ref(gate, self.activation) * up)
+            return result
         gate, up = (*self.weights.join(layers), None)[:2]
         (down_weight,) = self.down_weight.join([down])
         return lora_mlp(
             x, gate, up, down_weight, gate_lora=loras[0], up_lora=loras[1] if len(layers) > 1 else None,
             down_lora=loras[-1], activation=self.activation, tile_rows=self.tile_rows,
         )
-
-    def plain(self, x: Tensor, layers: list[Any]) -> Tensor:
-        """Compute the MLP with the layers' own forward passes, for cases that the kernel does not cover."""
-        outputs = [layer(x) for layer in layers]
-        gate, up = outputs if len(outputs) > 1 else outputs[0].chunk(2, dim=-1)
-        result: Tensor = self.get_submodule("down_proj")(activate_ref(gate, self.activation) * up)
-        return result
 
 
 class LeanRMSNorm(nn.Module):
@@ -189,22 +185,15 @@ def make_lean(model: Any, tile_rows: int | None) -> None:
     config = model.config.get_text_config()
     activation = NAMES.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", None))))
     for path, module in list(model.named_modules()):
-        if (new := lean_of(module, activation, tile_rows)) is not None:
-            model.set_submodule(path, new)
-
-
-def lean_of(module: Any, activation: str | None, tile_rows: int | None) -> nn.Module | None:
-    """Return our replacement for a module of transformers; None if there is none."""
-    kind = type(module).__name__
-    if not type(module).__module__.startswith("transformers."):
-        return None
-    if kind in NORMS and hasattr(module, "weight"):  # Gemma 4 has some without
-        return LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind])
-    if kind in ATTENTIONS:
-        return LeanAttention(module, ATTENTIONS[kind])
-    if kind in MLPS and activation is not None:
-        return LeanMLP(module, MLPS[kind].inner, activation, tile_rows)
-    return None
+        kind = type(module).__name__
+        if not type(module).__module__.startswith("transformers."):
+            continue
+        if kind in NORMS and hasattr(module, "weight"):  # Gemma 4 has some without
+            model.set_submodule(path, LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind]))
+        elif kind in ATTENTIONS:
+            model.set_submodule(path, LeanAttention(module, ATTENTIONS[kind]))
+        elif kind in MLPS and activation is not None:
+            model.set_submodule(path, LeanMLP(module, MLPS[kind].inner, activation, tile_rows))
 
 
 def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:

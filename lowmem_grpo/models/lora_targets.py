@@ -49,11 +49,6 @@ class Scope:
         if self.finetune_last_n_layers is not None and self.finetune_last_n_layers < 1:
             raise ValueError(f"finetune_last_n_layers is {self.finetune_last_n_layers}; it must be at least 1, or None")
 
-    @property
-    def is_complete(self) -> bool:
-        """True if the scope leaves out nothing except layers by number, which PEFT can leave out itself."""
-        return replace(self, layers_to_transform=None) == Scope()
-
     def layers(self, count: int) -> range | list[int]:
         """Return the numbers of the trained layers out of `count`; ValueError for a layer that the model lacks."""
         if self.finetune_last_n_layers is not None:
@@ -76,8 +71,9 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
         raise ValueError(f"target_modules is {targets!r}, which names nothing to train: name layers, such as "
                          '["q_proj", "v_proj"], or take "all-linear"')
     chosen = check_targets(model, targets, exclude) if targets else usual_targets(model)
-    by_peft = scope.layers_to_transform is None or isinstance(chosen, list)
-    if scope.is_complete and by_peft and model.config.get_text_config() is model.config:
+    by_peft = scope.layers_to_transform is None or isinstance(chosen, list)  # PEFT can leave out layers by number
+    complete = replace(scope, layers_to_transform=None) == Scope()
+    if complete and by_peft and model.config.get_text_config() is model.config:
         return chosen
     adapted = adapted_layers(model, LoraConfig(target_modules=chosen))
     paths = [path for path in decoder_linears(model, scope) if path in adapted]

@@ -113,8 +113,9 @@ class Policy:
         self.model = model
         self.logits_chunk = logits_chunk
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.base = base
-        if not attention.uses_registry(base):
+        self.base, row = base, family_of(base.config)
+        # every model sets this flag (a test fails if it goes away); families in our table use the registry in any case
+        if row is None and not getattr(base, "_supports_attention_backend", False):
             raise ValueError(f"{type(base).__name__} does not take its attention from transformers' registry, so "
                              f"packed sequences would see each other. {KNOWN}")
         check_dtype(base.config, base.get_input_embeddings().weight.dtype, autocast_dtype)
@@ -126,7 +127,6 @@ class Policy:
         self.autocast_dtype = autocast_dtype
         self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may set more
         self.dropped: bool | None = None  # whether the last checkpointed pass had dropout
-        row = family_of(base.config)
         self.lends_keys = row is not None and row.unlike_layers  # whether layers share keys and values
         self.host_embeddings = on_host(base)
         self.routed_places = follow_routes(base)  # indices of the layers with experts, which take routes

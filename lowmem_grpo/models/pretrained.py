@@ -262,7 +262,12 @@ def fix_frequencies(model: nn.Module, context: int) -> None:
         setattr(rotary, attribute_name("attention_scaling", layer_type), scaling)
         of_layer.rope_type = FIXED if layer_type is None else {**of_layer.rope_type, layer_type: FIXED}
         settings = of_layer.config.rope_parameters
-        say_long_factors(context, settings if layer_type is None else settings[layer_type])
+        settings = settings if layer_type is None else settings[layer_type]
+        original = settings.get("original_max_position_embeddings")
+        if settings.get("rope_type") == "longrope" and original and context > original:
+            logger.warning("LongRoPE: max_seq_length is %s, and the model was pretrained on texts of %s tokens, so "
+                           "texts of every length use the long factors, as in vLLM. max_seq_length=%s keeps the short "
+                           "ones", f"{context:,}", f"{original:,}", original)
 
 
 def by_length(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
@@ -277,12 +282,3 @@ def by_length(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
 def attribute_name(attribute: str, layer_type: str | None) -> str:
     """Return the name of transformers' attribute for one layer type."""
     return attribute if layer_type is None else f"{layer_type}_{attribute}"
-
-
-def say_long_factors(context: int, settings: dict[str, Any]) -> None:
-    """Warn if a context beyond that of pretraining makes short texts use the long factors."""
-    original = settings.get("original_max_position_embeddings")
-    if settings.get("rope_type") == "longrope" and original and context > original:
-        logger.warning("LongRoPE: max_seq_length is %s, and the model was pretrained on texts of %s tokens, so texts "
-                       "of every length use the long factors, as in vLLM. max_seq_length=%s keeps the short ones",
-                       f"{context:,}", f"{original:,}", original)

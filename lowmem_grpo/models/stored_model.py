@@ -116,7 +116,9 @@ def stored_form(config: Any, name: str) -> str | None:
     if method == "bitsandbytes" and quantization.get("load_in_4bit", quantization.get("_load_in_4bit")):
         return NF4
     if method == "fp8":
-        check_scale_format(quantization, name)
+        kind = quantization.get("fmt", quantization.get("weight_format", "e4m3"))
+        if kind not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
+            raise refusal(name, f"FP8 of the kind {kind}")
         return FP8
     if method == "compressed-tensors":
         check_groups(quantization, name)
@@ -143,13 +145,6 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
         size = weights.get("group_size")
         block = weights.get("block_structure") or ([1, size] if size and size > 0 else None)
     return None if block is None else (int(block[0]), int(block[1]))
-
-
-def check_scale_format(quantization: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError for 8-bit floats other than e4m3."""
-    kind = quantization.get("fmt", quantization.get("weight_format", "e4m3"))
-    if kind not in ("e4m3", "e4m3fn", "float8_e4m3fn"):
-        raise refusal(name, f"FP8 of the kind {kind}")
 
 
 def check_groups(quantization: Mapping[str, Any], name: str) -> None:

@@ -123,14 +123,10 @@ class Evaluation:
                 groups += self.sampler.sample(batch, self.params)
             scores = calls.settle(groups)
         self.scoring.apply(groups, scores)
-        return groups, means_of(scores.extras) | scores.metrics
-
-
-def means_of(extras: dict[str, list[Any]]) -> dict[str, float]:
-    """Return the mean of each column whose values are all numbers or None, ignoring None."""
-    known = {name: [value for value in values if value is not None] for name, values in extras.items()}
-    return {name: sum(values) / len(values) for name, values in known.items()
-            if values and all(isinstance(value, (int, float)) for value in values)}
+        known = {name: [value for value in values if value is not None] for name, values in scores.extras.items()}
+        means = {name: sum(values) / len(values) for name, values in known.items()
+                 if values and all(isinstance(value, (int, float)) for value in values)}
+        return groups, means | scores.metrics
 
 
 def over_completions(parts: list[Part]) -> dict[str, float]:

@@ -133,7 +133,9 @@ class Collector:
         surplus: list[RolloutGroup] = []
         while rounds < self.strategies.dynamic_sampling_rounds and (empty := self.empty(places)):
             rounds += 1
-            fresh = self.draw(self.enough_for(len(empty)), rounds)
+            with_signal = len(self.sampled) - len(self.empty(self.sampled))
+            enough = math.ceil(len(empty) * len(self.sampled) / max(with_signal, 1))  # by the share with signal so far
+            fresh = self.draw(min(enough, self.draws.count), rounds)
             self.scoring.assign([*places, *fresh])
             useful = [group for group in fresh if self.has_signal(group)]
             self.fill(places, empty, useful)
@@ -142,11 +144,6 @@ class Collector:
             self.counts |= {"sampling/rounds": rounds, "sampling/surplus_groups": len(surplus),
                             "sampling/resampled_groups": len(self.sampled) - len(places)}
         return surplus
-
-    def enough_for(self, missing: int) -> int:
-        """Return how many prompts to sample for `missing` groups with signal, given the share with signal so far."""
-        useful = len(self.sampled) - len(self.empty(self.sampled))
-        return min(math.ceil(missing * len(self.sampled) / max(useful, 1)), self.draws.count)
 
     def replay_into(self, places: list[RolloutGroup]) -> None:
         """Replace groups without signal by kept groups."""

@@ -274,16 +274,12 @@ class EpisodeBatch:
         index = episode.key // self.n
         members = range(index * self.n, index * self.n + self.n)
         if all(key in self.ended for key in members):
-            self.report(index, [self.ended[key] for key in members])
+            episodes = [self.ended[key] for key in members]
+            prompt = next((each.prompt for each in episodes if each.prompt), [])
+            self.prompts[index].ids, self.results[index] = prompt, [each.rollout(prompt) for each in episodes]
+            if self.on_group is not None:
+                self.on_group(index, self.results[index])
         self.admit()
-
-    def report(self, index: int, members: list[Episode]) -> None:
-        """Build the rollouts of a prompt's finished episodes, and pass them to `on_group`."""
-        prompt = next((episode.prompt for episode in members if episode.prompt), [])
-        self.prompts[index].ids = prompt
-        self.results[index] = [episode.rollout(prompt) for episode in members]
-        if self.on_group is not None:
-            self.on_group(index, self.results[index])
 
     def close(self) -> None:
         """Close all open environments and the workers. After an interrupted call, pending calls get CLOSING seconds."""

@@ -110,19 +110,15 @@ class Scoring:
 
     def assign(self, groups: list[RolloutGroup]) -> None:
         """Set the advantages of completions, and of the turns of episodes, with these groups as the batch."""
-        settings = self.weighted
+        own = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
+        # the user's weights lack those of environment rewards
+        settings = AdvantageSettings(**own | {"reward_weights": self.scorer.weights})
         assign_advantages(groups, self.names, settings)
         if self.credit is not None and any(rollout.turns for group in groups for rollout in group.rollouts):
             weights = dict(zip(self.names, self.scorer.weights, strict=True))
             paid = [func.__name__ for func in self.scorer.funcs if isinstance(func, EnvironmentReward)]
             discount, state_weight = self.credit.turn_discount, self.credit.state_weight
             assign_credit(groups, settings, discount, state_weight, weights, paid)
-
-    @property
-    def weighted(self) -> AdvantageSettings:
-        """The settings with the weights of all functions; the user's weights lack those of environment rewards."""
-        own = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
-        return AdvantageSettings(**own | {"reward_weights": self.scorer.weights})
 
     def warn(self, groups: list[RolloutGroup], scores: Scores) -> None:
         """Warn of functions that returned NaN or infinity, and once if a completion got no reward from any function."""

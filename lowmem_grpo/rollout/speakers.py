@@ -15,7 +15,7 @@ from lowmem_grpo.engines.base import CONVERSE, Conversation, Request
 from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.environments.protocol import AskBase
 from lowmem_grpo.runs.trajectory import content_text, speaker
-from lowmem_grpo.types import Message, Rollout
+from lowmem_grpo.types import Rollout
 
 Heard = Callable[[int, AskBase, str], None]  # (key of the episode, what was asked, the reply)
 Tell = Callable[[str, str], None]  # (who, what was said)
@@ -81,14 +81,11 @@ class HumanEngine:
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         while requests := conversation.next_requests(busy=False):
             for request in requests:
-                conversation.add_rollout(request.key, self.turn(request))
-
-    def turn(self, request: Request) -> Rollout:
-        """Return the person's text as a turn, cut at `max_tokens`, with log-probabilities of 0."""
-        text = self.ask()
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids or [self.tokenizer.eos_token_id]
-        kept = ids[: request.max_tokens]
-        return Rollout(kept, [0.0] * len(kept), "stop" if kept == ids else "length", text)
+                text = self.ask()
+                ids = self.tokenizer(text, add_special_tokens=False).input_ids or [self.tokenizer.eos_token_id]
+                kept = ids[: request.max_tokens]
+                conversation.add_rollout(request.key, Rollout(  # the log-probabilities are not known
+                    kept, [0.0] * len(kept), "stop" if kept == ids else "length", text))
 
 
 class Watched:
@@ -134,15 +131,12 @@ class TracedConversation:
         requests: list[Request] = self.batch.next_requests(busy)
         for request in requests:
             episode = self.batch.live[request.key]
-            self.say(episode.turns[-1].replies if episode.turns else episode.opening)
+            for message in episode.turns[-1].replies if episode.turns else episode.opening:
+                if message.get("role") in CONTEXT and (text := content_text(message)):
+                    self.ear.tell(speaker(message), text)
         return requests
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
         if self.ear.who:
             self.ear.tell(self.ear.who, rollout.text)
         self.batch.add_rollout(key, rollout)
-
-    def say(self, messages: list[Message]) -> None:
-        for message in messages:
-            if message.get("role") in CONTEXT and (text := content_text(message)):
-                self.ear.tell(speaker(message), text)

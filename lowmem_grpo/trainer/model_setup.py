@@ -19,7 +19,7 @@ from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded, with_lora, 
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.memory.families import check_images, has_experts
 from lowmem_grpo.models.card_check import use_card
-from lowmem_grpo.models.experts import use_brought_blocks
+from lowmem_grpo.models.experts import BROUGHT, routed_blocks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lora_targets import Scope, check_plain, check_targets, lora_targets
 from lowmem_grpo.models.pretrained import is_quantized, keep_layout
@@ -56,11 +56,15 @@ class Brought:
             raise ValueError("peft_config is given, and the model has LoRA already; leave one of them out")
         if self.peft_config is not None:
             check_plain(self.peft_config)  # before anything is loaded or changed
-        if not isinstance(self.model, str):
-            self.check_settings()
+        for name in () if isinstance(self.model, str) else ("model_init_kwargs", "quantization_config"):
+            if getattr(self.settings, name, None) or getattr(self, name, None):
+                raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
         own = self.model if isinstance(self.model, FastPeftModel) else self.of_earlier_trainer()
         if own is not None:
-            return switched_on(own)
+            _, factors = plain_lora(own)
+            put_factors(own.get_base_model(), factors)
+            own.enable_adapter_layers()
+            return own
         return self.moved(self.model) if has_lora else self.with_new_lora(self.loaded())
 
     def with_new_lora(self, model: BareModel) -> FastPeftModel:
@@ -93,19 +97,16 @@ class Brought:
         """The `use_gradient_checkpointing` of the model: "auto", unless the settings turn it off."""
         return False if self.settings.gradient_checkpointing is False else "auto"
 
-    def check_settings(self) -> None:
-        """Raise ValueError if loading options are given, because the model is loaded already."""
-        for name in ("model_init_kwargs", "quantization_config"):
-            if getattr(self.settings, name, None) or getattr(self, name, None):
-                raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
-
     def moved(self, model: PeftModel) -> FastPeftModel:
         """Return a PEFT model with its LoRA in our layers. The caller's model shares the base, so it gets them too."""
         config, factors = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
         model.unload()
-        return with_factors(self.wrapped(base), config, factors, self.checkpointing)
+        # The parameters stay the same objects, unless they have 16 bits, so the caller's model and optimizer use them.
+        adapted = with_values_to_come(self.wrapped(base), copy.deepcopy(config), self.checkpointing)
+        put_factors(base, factors)
+        return adapted
 
     def loaded(self) -> BareModel:
         """Return the model without LoRA, as our loader returns it."""
@@ -144,7 +145,9 @@ class Brought:
         keep_layout(model)
         if is_quantized(model):
             fuse_weights(model)
-        use_brought_blocks(model, is_quantized(model))
+            if has_experts(model.config) and not any(routed_blocks(model)):
+                raise ValueError(BROUGHT)
+        use_routed_blocks(model)
         model.requires_grad_(False)
         context = self.context(model.config)
         keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)
@@ -194,25 +197,22 @@ def check_vocabulary(model: Any) -> None:
 
 
 def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
-    """Return a copy of the LoRA settings with this model's module names; ValueError for names that it lacks."""
+    """Return a copy of the LoRA settings with this model's module names, or PEFT's for the model type if it has none;
+    ValueError for names that the model lacks, and if there are none."""
     config: Any = copy.deepcopy(settings)
-    scope = Scope(layers_to_transform=settings.layers_to_transform)
-    chosen = lora_targets(model.inner, targets(config.target_modules, model), scope, config.exclude_modules)
-    config.target_modules = chosen if isinstance(chosen, str) else set(chosen)
-    config.rank_pattern, config.alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
-    config.task_type, config.inference_mode = "CAUSAL_LM", False
-    return config
-
-
-def targets(modules: Any, model: BareModel) -> list[str] | str:
-    """Return the modules that a LoraConfig names, or PEFT's for the model type; ValueError if there are none."""
+    scope, modules = Scope(layers_to_transform=settings.layers_to_transform), config.target_modules
     if modules is None:
         kind = str(model.inner.config.model_type)
         if kind not in PEFT_TARGETS:
             raise ValueError(f"peft_config names no target_modules, and PEFT has none for {kind!r}; name them, or take "
                              'target_modules="all-linear"')
         modules = PEFT_TARGETS[kind]
-    return modules if isinstance(modules, str) else sorted(modules)
+    targets = modules if isinstance(modules, str) else sorted(modules)
+    chosen = lora_targets(model.inner, targets, scope, config.exclude_modules)
+    config.target_modules = chosen if isinstance(chosen, str) else set(chosen)
+    config.rank_pattern, config.alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
+    config.task_type, config.inference_mode = "CAUSAL_LM", False
+    return config
 
 
 def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -269,22 +269,6 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
                              f"{wanted}; unmerge it (model.unmerge_adapter()), or save it and load it again")
     return config, {path: (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
                     for path, layer in layers.items()}
-
-
-def with_factors(model: BareModel, config: LoraConfig, factors: Factors, checkpointing: bool | str) -> FastPeftModel:
-    """Put an adapter that PEFT made into our layers on its base. The parameters stay the same objects, unless they have
-    16 bits, so that the caller's model and optimizer keep using them."""
-    adapted = with_values_to_come(model, copy.deepcopy(config), checkpointing)
-    put_factors(model.inner, factors)
-    return adapted
-
-
-def switched_on(model: FastPeftModel) -> FastPeftModel:
-    """Return our model with its LoRA switched on and trainable; ValueError if it is merged, removed, or not active."""
-    _, factors = plain_lora(model)
-    put_factors(model.get_base_model(), factors)
-    model.enable_adapter_layers()
-    return model
 
 
 def put_factors(base: nn.Module, factors: Factors) -> None:

@@ -106,16 +106,6 @@ def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[st
     return total, dict(zip(logged, torch.stack(list(logged.values())).tolist(), strict=True))
 
 
-def set_learning_rate(scheduler: LRScheduler, rate: float) -> None:
-    """Change the base learning rate of a schedule, which stays at its current step."""
-    if all(known == rate for known in scheduler.base_lrs):
-        return
-    scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
-    factors: Any = scheduler
-    for group, factor in zip(scheduler.optimizer.param_groups, factors.lr_lambdas, strict=True):
-        group["initial_lr"], group["lr"] = rate, rate * float(factor(scheduler.last_epoch))
-
-
 class OptimizerCopy:
     """Host copies of the parameters and their optimizer state, taken before each optimizer step, because a step that
     breaks off may have updated only some parameters. All steps use the same buffer."""

@@ -38,8 +38,13 @@ class EpisodeSetup:
     def __init__(
         self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any, parse: Any = None
     ) -> None:
-        self.config = config
-        self.tools, self.parse = tool_list(tools), parse
+        functions = [] if tools is None else list(tools) if isinstance(tools, (list, tuple)) else [tools]
+        for function in functions:
+            if not callable(function):
+                raise TypeError(f"tools holds {short(function)}; each tool is a function with type hints and a "
+                                "docstring")
+        self.config, self.parse = config, parse
+        self.tools: Sequence[Function] = functions
         self.factories = None if environment_factory is None else Factories(environment_factory)
         self.rollout_func = rollout_func
         self.specs: EnvSpecs | None = None
@@ -125,17 +130,6 @@ class EpisodeSetup:
         bounds = EpisodeBounds(config.turn_limit, config.max_completion_length, context, config.max_turn_tokens,
                         config.environment_timeout, config.episode_timeout, config.history == "append")
         return Episodes(self.specs, bounds, lambda: trainer is not None and trainer.interrupt.requested)
-
-
-def tool_list(tools: Any) -> Sequence[Function]:
-    """Return the functions passed as `tools`; TypeError for anything else."""
-    if tools is None:
-        return []
-    functions = list(tools) if isinstance(tools, (list, tuple)) else [tools]
-    for function in functions:
-        if not callable(function):
-            raise TypeError(f"tools holds {short(function)}; each tool is a function with type hints and a docstring")
-    return functions
 
 
 def with_prompts(rows: Any) -> Any:

@@ -50,14 +50,10 @@ class SFTObjective(Objective):
         self.loss_type = loss_type
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        loss = token_losses(logprobs, self.loss_type).sum() / totals.tokens
+        # -log p, or p (-log p) for "dft", whose weight p has no gradient (Wu et al. 2025, arXiv 2508.05629)
+        losses = -logprobs * logprobs.detach().exp() if self.loss_type == "dft" else -logprobs
+        loss = losses.sum() / totals.tokens
         return LossOutput(loss, {"entropy": entropy.detach().mean()})
-
-
-def token_losses(logprobs: Tensor, loss_type: str) -> Tensor:
-    """Return the loss (N,) of tokens with these log-probabilities (N,): -log p, or p (-log p) for "dft", whose weight p
-    has no gradient (Wu et al. 2025, arXiv 2508.05629)."""
-    return -logprobs * logprobs.detach().exp() if loss_type == "dft" else -logprobs
 
 
 def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
@@ -233,10 +229,12 @@ class Predictions:
         both: Any = None  # predictions and labels
         model.eval()
         try:
-            pairs = ((group, rollout) for group in groups for rollout in group.rollouts)
-            for ids, row_labels in (ids_and_labels(*pair) for pair in pairs):
-                row = torch.tensor([row_labels], device=model.device)
-                own = self.predicted(model, torch.tensor([ids], device=model.device), row), row.cpu().numpy()
+            for group, rollout in ((each, rollout) for each in groups for rollout in each.rollouts):
+                ids, trained = rollout.completion_ids, rollout.trained or [True] * len(rollout.completion_ids)
+                labels = [token if counts else UNTRAINED for token, counts in zip(ids, trained, strict=True)]
+                row = torch.tensor([[UNTRAINED] * len(group.prompt_ids) + labels], device=model.device)
+                tokens = torch.tensor([[*group.prompt_ids, *ids]], device=model.device)
+                own = self.predicted(model, tokens, row), row.cpu().numpy()
                 both = own if both is None else nested_concat(both, own, UNTRAINED)
         finally:
             model.train(training)
@@ -265,10 +263,3 @@ def numbers_of(metrics: Any) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{wanted}; {name!r} is {value!r:.80}") from error
     return numbers
-
-
-def ids_and_labels(group: RolloutGroup, rollout: Rollout) -> tuple[list[int], list[int]]:
-    """Return the ids (T,) of a row, and its labels (T,)."""
-    trained = rollout.trained or [True] * len(rollout.completion_ids)
-    labels = [token if counts else UNTRAINED for token, counts in zip(rollout.completion_ids, trained, strict=True)]
-    return [*group.prompt_ids, *rollout.completion_ids], [UNTRAINED] * len(group.prompt_ids) + labels

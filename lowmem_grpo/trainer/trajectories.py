@@ -18,8 +18,6 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
-
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig, check_weights
 from lowmem_grpo.losses.advantages import ESTIMATORS, assign_advantages
@@ -31,7 +29,6 @@ from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.views.live import TrajectoryView
 from lowmem_grpo.trainer.lifecycle import running
 from lowmem_grpo.trainer.loop import Trainer
-from lowmem_grpo.trainer.optim import set_learning_rate
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, make_policy_parts, tokens_of_row
 from lowmem_grpo.trainer.preflight.subject import Turns
 from lowmem_grpo.trainer.step_accumulator import members
@@ -199,7 +196,7 @@ class NoPrompts:
 class StepSettings:
     """The settings that all parts of a run share; they can be changed for a single step."""
 
-    def __init__(self, config: GRPOConfig, scheduler: LRScheduler) -> None:
+    def __init__(self, config: GRPOConfig, scheduler: Any) -> None:
         self.config, self.scheduler = config, scheduler
 
     @contextmanager
@@ -210,8 +207,10 @@ class StepSettings:
                              f"What can change: {', '.join(PER_STEP)}")
         check_ranges(GRPOConfig, changes)
         usual = dict(vars(self.config))
+        of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
+        unset = [name for name in OF_TYPES if of_step is not None and name not in of_step.options]  # the run's values
         try:
-            self.set_all({**options_of_another_loss(changes), **changes})
+            self.set_all({**dict.fromkeys(unset), **changes})
             self.config.check_step()
             check_given(self.config)
             yield
@@ -219,15 +218,14 @@ class StepSettings:
             self.set_all(usual)
 
     def set_all(self, values: Mapping[str, Any]) -> None:
+        """Set the settings, and with them the base learning rate of the schedule, which stays at its current step."""
         vars(self.config).update(values)
-        set_learning_rate(self.scheduler, self.config.learning_rate)
-
-
-def options_of_another_loss(changes: Mapping[str, Any]) -> dict[str, None]:
-    """Return {option: None} for each option that the step's loss type lacks, which unsets the run's value."""
-    of_step = LOSS_TYPES.get(changes.get("loss_type", ""))
-    return {} if of_step is None else {
-        name: None for name in OF_TYPES if name not in of_step.options and name not in changes}
+        rate, scheduler = self.config.learning_rate, self.scheduler
+        if all(known == rate for known in scheduler.base_lrs):
+            return
+        scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
+        for group, factor in zip(scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group["initial_lr"], group["lr"] = rate, rate * float(factor(scheduler.last_epoch))
 
 
 def check_given(config: GRPOConfig) -> None:

@@ -29,7 +29,6 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from lowmem_grpo.engines.vllm.shared_linear import (
     OTHER_ENGINE,
     BorrowedExperts,
-    BorrowedLinear,
     BorrowError,
     borrowed_linear,
 )
@@ -179,17 +178,12 @@ class BorrowedConfig(QuantizationConfig):
             return BorrowedLinearMethod(loan.routed(prefix).logits)
         if isinstance(layer, LinearBase):
             linear = loan.linear(prefix, self.packed_modules_mapping)
-            check_width(linear, layer)
+            check_equal(linear.name, "(out, in, bias added by another layer)",
+                        (layer.output_size, layer.input_size, bool(layer.skip_bias_add)),
+                        (linear.out_features, linear.shapes[0][1], False))
             width, name = linear.out_features, linear.name  # all that is held of the layer once the engine is closed
             return BorrowedLinearMethod(lambda x: borrowed_linear(x, width, name))
         return None
-
-
-def check_width(linear: BorrowedLinear, layer: Any) -> None:
-    """Raise BorrowError if vLLM's layer has another size than the trainer's, or adds its bias elsewhere."""
-    check_equal(linear.name, "(out, in, bias added by another layer)",
-                (layer.output_size, layer.input_size, bool(layer.skip_bias_add)),
-                (linear.out_features, linear.shapes[0][1], False))
 
 
 def check_experts(experts: BorrowedExperts, layer: Any) -> None:

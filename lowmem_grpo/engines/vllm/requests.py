@@ -120,7 +120,10 @@ class Prompts(FinishedPrompts):
         super().__init__(len(prompts), on_group, meanwhile)
         self.expected = expected
         params, self.sampling = sampling.params, sampling
-        seeds = seeds_of(params.seed, len(prompts), params.part)
+        source = random.Random(params.seed) if params.seed is not None else random.SystemRandom()
+        first = 0 if params.part is None else params.part[0]
+        # Far apart, because vLLM adds a completion's index to it; with a part, as in the whole call
+        seeds = [source.getrandbits(62) for _ in range(first + len(prompts))][first:]
         self.asked = [Request(number, ids, params.max_tokens, seed)
                       for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))]
         self.settings = sampling.settings(self.asked)
@@ -195,25 +198,13 @@ class OpenTurns(Calls):
         cached = output.num_cached_tokens or 0
         with self.outside_the_engine():
             rollout = self.sampling.rollout(output.outputs[0], request.ids, version, cached)
-            self.share_routes(request, rollout)
+            if rollout.routes is not None:  # tokens that the episode's last turn has too keep their routes
+                ids, known = self.routes.get(key, ([], Routes(())))
+                if request.ids[: len(ids)] == ids:
+                    rollout.routes = known.then(rollout.routes)
+                self.routes[key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes
             self.conversation.add_rollout(key, rollout)
         return len(request.ids) - cached
-
-    def share_routes(self, request: Request, rollout: Rollout) -> None:
-        """Reuse the routes of the episode's last turn for the tokens that this turn's prompt shares with it."""
-        if rollout.routes is not None:
-            ids, known = self.routes.get(request.key, ([], Routes(())))
-            if request.ids[: len(ids)] == ids:
-                rollout.routes = known.then(rollout.routes)
-            self.routes[request.key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes
-
-
-def seeds_of(seed: int | None, count: int, part: tuple[int, int] | None = None) -> list[int]:
-    """Return a seed per prompt, far apart because vLLM adds the completion's index to it. With `part` of SamplingParams
-    (first, whole), the seeds are those that the prompts would get in the whole call."""
-    source = random.Random(seed) if seed is not None else random.SystemRandom()
-    first = 0 if part is None else part[0]
-    return [source.getrandbits(62) for _ in range(first + count)][first:]
 
 
 def number_of(name: str) -> str:

@@ -52,7 +52,13 @@ def active_names(module: Any) -> list[str]:
 
 def lora_of(path: str, module: Any, name: str | None) -> LoRA | None:
     """Return a module's LoRA of that name (not copied), or None. BorrowError if it is not plain LoRA."""
-    check_kind(path, module, name)
+    kind = type(module).__name__
+    if hasattr(module, "base_layer") and not hasattr(module, "lora_A"):
+        raise BorrowError(f"{path} has an adapter of another kind than LoRA ({kind}), which an engine cannot apply. "
+                          f"{OTHER_ENGINE}")
+    if name in getattr(module, "lora_variant", {}) or getattr(module, "lora_bias", {}).get(name):
+        raise BorrowError(f"{path}: adapter {name!r} is a variant of LoRA (DoRA or the like, or with its own bias), "
+                          f"which an engine cannot apply. {OTHER_ENGINE}")
     if name is None or name not in getattr(module, "lora_A", {}):
         return None
     a, b = module.lora_A[name].weight, module.lora_B[name].weight
@@ -61,17 +67,6 @@ def lora_of(path: str, module: Any, name: str | None) -> LoRA | None:
         raise BorrowError(f"{path}: adapter {name!r} has factors {tuple(a.shape)} and {tuple(b.shape)}; the layer "
                           f"needs (rank, {base.in_features}) and ({base.out_features}, rank)")
     return LoRA(a.detach(), b.detach(), float(module.scaling[name]))
-
-
-def check_kind(path: str, module: Any, name: str | None) -> None:
-    """Raise BorrowError for adapters that are not plain LoRA."""
-    kind = type(module).__name__
-    if hasattr(module, "base_layer") and not hasattr(module, "lora_A"):
-        raise BorrowError(f"{path} has an adapter of another kind than LoRA ({kind}), which an engine cannot apply. "
-                          f"{OTHER_ENGINE}")
-    if name in getattr(module, "lora_variant", {}) or getattr(module, "lora_bias", {}).get(name):
-        raise BorrowError(f"{path}: adapter {name!r} is a variant of LoRA (DoRA or the like, or with its own bias), "
-                          f"which an engine cannot apply. {OTHER_ENGINE}")
 
 
 def check_same(targets: Loras, sources: Loras, name: str) -> None:

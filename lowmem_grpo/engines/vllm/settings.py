@@ -12,7 +12,7 @@ from lowmem_grpo.config.loading import FOUR, SIXTEEN, EngineSettings
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.process_state import why_no_pool
 from lowmem_grpo.engines.vllm.sampling_weights import aligned, known_of
-from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE, cache_itemsize, in_8_bits, prefill_tokens, sequences_at_once
+from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE, MOST_SEQUENCES, cache_itemsize, in_8_bits, prefill_tokens
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
@@ -54,8 +54,10 @@ class Capacity:
 
     @property
     def wanted_seqs(self) -> int:
-        """Sequences to decode together if memory has room: the user's number, else a run's completions per call."""
-        return self.settings.max_num_seqs or sequences_at_once(self.sampled, self.kv_budget // self.least_cache)
+        """Sequences to decode together if memory has room: the user's number, else a run's completions per call, but at
+        most MOST_SEQUENCES and twice as many as the longest that the cache holds, as if they were half as long."""
+        most = min(self.sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * (self.kv_budget // self.least_cache))
+        return self.settings.max_num_seqs or max(1, most)
 
     @property
     def seqs(self) -> int:
@@ -199,7 +201,9 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
     config = policy.base.config
     values = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     values["architectures"] = [type(policy.base).__name__]
-    rope = rope_settings(config)
+    parameters = getattr(config, "rope_parameters", None) or {}  # one entry, or one per layer type if these differ
+    rope = [parameters] if "rope_type" in parameters else [
+        part for part in parameters.values() if isinstance(part, dict)]
     resizable = {str(settings.get("rope_type")) for settings in rope} <= RESIZABLE_ROPE
     if resizable and values.get("max_position_embeddings"):
         original = [settings.get("original_max_position_embeddings") or 0 for settings in rope]
@@ -212,12 +216,6 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
                                      "original_max_position_embeddings": scaling["original_max_position_embeddings"]}
     type(config).from_dict(values).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Return the rope parameters: one entry, or one per layer type if these differ."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    return [settings] if "rope_type" in settings else [part for part in settings.values() if isinstance(part, dict)]
 
 
 def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes: bool = False) -> dict[str, Any]:

@@ -138,19 +138,14 @@ class BorrowedLinear(Borrowed):
 
     def __post_init__(self) -> None:
         weights = [weight_of(path, module) for path, module in self.modules.items()]
-        self.shapes = [weight.shape for weight in weights]
-        self.products = self.make_products(weights)
-        self.held = [tensor.detach() for tensor in self.tensors()]
-        LAYERS[self.name] = self
-
-    def make_products(self, weights: Sequence[FrozenWeight]) -> list[Product]:
-        features = [weight.shape[0] for weight in weights]
+        self.shapes, features = [weight.shape for weight in weights], [weight.shape[0] for weight in weights]
         biases = [base_of(module).bias for module in self.modules.values()]
         whole = joined_weights(weights) if len(weights) > 1 else None
-        if whole is not None:
-            return [Product(whole, features, biases, self.loras, self.dtype)]
         parts = zip(weights, features, biases, self.loras, strict=True)
-        return [Product(weight, [size], [bias], [lora], self.dtype) for weight, size, bias, lora in parts]
+        self.products = [Product(weight, [size], [bias], [lora], self.dtype) for weight, size, bias, lora in parts] \
+            if whole is None else [Product(whole, features, biases, self.loras, self.dtype)]
+        self.held = [tensor.detach() for tensor in self.tensors()]
+        LAYERS[self.name] = self
 
     @property
     def out_features(self) -> int:

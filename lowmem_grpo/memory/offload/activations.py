@@ -150,7 +150,10 @@ class ActivationOffload:
             self.store.start_backward()
             self.entered.append(saved_tensors_hooks(self.pack, self.unpack))
             self.entered[-1].__enter__()
-            self.watch_kept()
+            self.inside = False
+            for layer in self.kept:
+                self.hooks += [layer.register_forward_pre_hook(lambda *_: setattr(self, "inside", True)),
+                               layer.register_forward_hook(lambda *_: setattr(self, "inside", False))]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -158,13 +161,6 @@ class ActivationOffload:
             self.entered.pop().__exit__(*error)
             while self.hooks:
                 self.hooks.pop().remove()
-
-    def watch_kept(self) -> None:
-        """Note when the forward pass is inside of a kept layer, until this context ends."""
-        self.inside = False
-        for layer in self.kept:
-            self.hooks += [layer.register_forward_pre_hook(lambda *_: setattr(self, "inside", True)),
-                           layer.register_forward_hook(lambda *_: setattr(self, "inside", False))]
 
     def read_ahead(self, ahead: bool) -> None:
         """Set whether the next tensor is prefetched while another is in use, which hides its copy but takes memory."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from bitsandbytes.nn import Params4bit
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -84,7 +84,10 @@ def live_weights(model: Any) -> list[Weight]:
     """Return every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones appear
     once."""
     weights: list[Weight] = []
-    for name, tensor in (*model.named_parameters(), *saved_buffers(model)):
+    buffers = ((f"{path}.{name}", buffer) for path, module in model.named_modules()
+               for name, buffer in module.named_buffers(recurse=False)
+               if name not in module._non_persistent_buffers_set)
+    for name, tensor in (*model.named_parameters(), *buffers):
         path, _, part = name.rpartition(".")
         owner, plain = model.get_submodule(path), name.removeprefix(PREFIX).replace(".base_layer.", ".")
         if isinstance(owner, ExpertStack):
@@ -118,14 +121,6 @@ def live_weight(name: str, tensor: Any) -> Weight:
 
 def quantized_weight(name: str, weight: QuantizedWeight) -> Weight:
     return Weight(name, weight.shape, weight.dtype, lambda: quantized_rows(weight), weight.row_unit)
-
-
-def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (path, buffer) for the buffers that a checkpoint of the model contains."""
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}", buffer
 
 
 # A stored model

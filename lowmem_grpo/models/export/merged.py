@@ -173,19 +173,13 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
     """Return a function for the logits of plain PEFT, computed in float32. The base weights are in `dtype`, FP8 or 4
     bit, as in training."""
     model, _ = base.load(dtype, device, form)
-    adapted: Any = PeftModel.from_pretrained(in_float32(model), str(adapter)).eval()
-    adapted.get_base_model().set_attn_implementation("sdpa")
-    return live_logits(adapted)
-
-
-def in_float32(model: Any) -> Any:
-    """Make the model compute in float32 and return it. Weights in 4 bit or FP8 stay as they are: requantizing them from
-    another dtype would change their values."""
     compute_in(model, torch.float32)
-    for parameter in model.parameters():
+    for parameter in model.parameters():  # requantizing weights in 4 bit or FP8 would change their values
         if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
             parameter.data = parameter.data.float()
-    return model
+    adapted: Any = PeftModel.from_pretrained(model, str(adapter)).eval()
+    adapted.get_base_model().set_attn_implementation("sdpa")
+    return live_logits(adapted)
 
 
 def live_logits(model: Any) -> Logits:
@@ -207,15 +201,10 @@ def check_loads(folder: Path, names: set[str]) -> None:
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention.NAME, trust_remote_code=False
         )
-    own = {name for name, _ in model.named_parameters()}
-    if missing := sorted(own - names - {loaded_name(name, model) for name in names if name not in own}):
-        raise MergeError(f"{folder} holds no {missing[0]}, which a {type(model).__name__} has")
-
-
-def loaded_name(name: str, model: Any) -> str:
-    """Return the name of the parameter into which a stored tensor is loaded; all experts of a layer share one."""
-    conversions = get_model_conversion_mapping(model)
+    own, conversions = dict(model.named_parameters()), get_model_conversion_mapping(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    own = dict(model.named_parameters())
-    return str(rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0])
+    loaded = {rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0]  # experts share one name
+              for name in names if name not in own}
+    if missing := sorted(own.keys() - names - loaded):
+        raise MergeError(f"{folder} holds no {missing[0]}, which a {type(model).__name__} has")

@@ -79,7 +79,8 @@ class Saving:
         from lowmem_grpo.models.export.formats import save_gguf
 
         chosen = [quantization_method] if not isinstance(quantization_method, list | tuple) else quantization_method
-        kinds = [gguf_type(each) for each in chosen]
+        methods = [str(each or "fast_quantized").lower() for each in chosen]
+        kinds = [GGUF_METHODS.get(method, method) for method in methods]  # llama.cpp's types
         return save_gguf(self.inner, Path(save_directory), tokenizer or self.loaded.tokenizer, kinds,
                          None if llama_cpp is None else Path(llama_cpp), overwrite, self.loaded.name).folder
 
@@ -114,12 +115,6 @@ def method_of(save_method: str | None) -> str:
         raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r} and {LORA!r}"
                                + (f": {advice}" if advice else ""))
     return METHODS[name]
-
-
-def gguf_type(method: str | None) -> str:
-    """Return llama.cpp's type for one of Unsloth's methods."""
-    name = str(method or "fast_quantized").lower()
-    return GGUF_METHODS.get(name, name)
 
 
 def uploaded(repo: str, save: Any, token: str | bool | None, private: bool | None, message: str | None,

@@ -77,7 +77,11 @@ def examine() -> Checkup:
     look_at_engine(checkup)
     look_at_kernels(torch, checkup)
     look_at_weights(torch, broken, checkup)
-    look_at_training(checkup)
+    for name in ("lowmem_grpo.loader", "lowmem_grpo.trainer.grpo"):
+        _, why = attempt(import_module, name) if checkup.can_train else (None, None)
+        if why is not None:
+            checkup.say(f"{name} cannot be imported ({why})", "install this package and its requirements again",
+                        fatal=True)
     sandbox, fault = attempt(lambda: import_module("lowmem_grpo.rewards.sandbox.isolation").what_works())
     checkup.used["code sandbox"] = sandbox or f"unknown ({fault})"
     checkup.used["model families"] = trained()
@@ -88,7 +92,9 @@ def examine() -> Checkup:
 def look_at_versions(checkup: Checkup) -> None:
     """Record the version of every library; add findings for missing ones and for versions that the package excludes."""
     checkup.versions["python"] = platform.python_version()
-    wanted = requirements()
+    lines, _ = attempt(importlib.metadata.requires, PACKAGE)  # such as "torch>=2.11"; none if it is not installed
+    plain = [line.partition(";")[0].strip() for line in lines or [] if "extra ==" not in line]
+    wanted = {re.split(r"[<>=!~ \[]", line)[0]: line for line in plain}
     for name in (PACKAGE, *NEEDED, *OPTIONAL):
         version, why = attempt(importlib.metadata.version, name)
         missing = why is None or why.startswith("PackageNotFoundError")
@@ -105,13 +111,6 @@ def absent(name: str) -> str:
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
-
-
-def requirements() -> dict[str, str]:
-    """Return this package's requirements by library, such as "torch>=2.11"; empty if the package is not installed."""
-    lines, _ = attempt(importlib.metadata.requires, PACKAGE)
-    plain = [line.partition(";")[0].strip() for line in lines or [] if "extra ==" not in line]
-    return {re.split(r"[<>=!~ \[]", line)[0]: line for line in plain}
 
 
 def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
@@ -256,12 +255,3 @@ def look_at_weights(torch: Any, broken: set[str], checkup: Checkup) -> None:
     checkup.used["4-bit weights"] = "NF4 by bitsandbytes" if why is None else f"no: {why}"
     if why is not None:
         checkup.say(f"bitsandbytes cannot quantize here ({why})", "install it again, or use load_in_fp8=True")
-
-
-def look_at_training(checkup: Checkup) -> None:
-    """Add a finding if the package's own loader or trainer cannot be imported."""
-    for name in ("lowmem_grpo.loader", "lowmem_grpo.trainer.grpo"):
-        _, why = attempt(import_module, name) if checkup.can_train else (None, None)
-        if why is not None:
-            checkup.say(f"{name} cannot be imported ({why})", "install this package and its requirements again",
-                        fatal=True)
