@@ -45,9 +45,9 @@ values to the hidden states. These values are in float32, while transformers rou
 PARTS = """
 ## Checkpoints with images or sounds
 
-If a checkpoint's `model_type` is {kinds}, only its text model is loaded, and one line says how
-many tensors are left out. The text model trains, samples and merges like any other model of its family; a merged model
-contains only the text model. Log-probabilities and LoRA gradients equal those of the whole model in transformers
+If a checkpoint's `model_type` is {kinds}, only its text model is loaded, and one line says
+how many tensors are left out. The text model trains, samples and merges like any other model of its family; a merged
+model contains only the text model. Log-probabilities and LoRA gradients equal those of the whole model in transformers
 (`tests/models/test_text_backbone.py`). Other checkpoints load with all their parts if transformers has a causal
 language model for them; if not, they are refused by name. Rows with images are refused.
 """
