@@ -35,6 +35,7 @@ numbers, so they do not change the run. To try your rewards on real samples, use
 |---|---|---|---|"""
 FIRST_STEPS = """
 Some mistakes are refused earlier, when the trainer is made:
+
 - settings that contradict each other;
 - a dataset without rows or without the column `prompt`;
 - a `max_prompt_length` and a `max_completion_length` that together exceed the context;
@@ -81,6 +82,7 @@ episode ended, and RANK for a process.
 
 An evaluation uses the same names with the prefix `eval_` (`eval_DATASET_` if the evaluation data is a dict of
 datasets). It logs:
+
 - the metrics of its samples;
 - `loss`, `kl`, `entropy` and `clip_ratio/*`, as for one step on all samples;
 - `runtime`, `samples_per_second` and `steps_per_second`.

@@ -24,7 +24,7 @@ share of right verdicts is logged as `verdicts/NAME`. All names on this page are
         rewards.length_near(target=200, spread=200),
     ]
     args = GRPOConfig(reward_weights=[1.0, 0.5, 0.0])     # the last one is a metric: logged, never trained on
-    rewards.check(reward_funcs, dataset, model, args)     # before the run: what is wrong with them, in seconds
+    rewards.check(reward_funcs, dataset, model, args)     # before the run: finds their problems in seconds
     GRPOTrainer(model, reward_funcs, args, dataset).train()
 
 A completion's reward is the sum of the functions' values, weighted by `reward_weights`. The mean of each function is
@@ -57,14 +57,15 @@ returns strings or a wrong number of rewards, or needs a missing column. The err
 and what was expected. If a function with a weight other than 0 returns NaN or infinity, the whole step is skipped.
 
 Plain functions are called in the main thread, as in TRL. So code that needs `signal.alarm` works, such as math-verify's
-own time limits and the test runners of APPS. A call may take 60 seconds (`GRPOConfig(reward_timeout=60.0)`). A longer
-call is interrupted by a signal (SIGRTMAX), and the run ends. `reward_timeout=None` means no limit. Async functions run
-in an event loop of their own. In a notebook, write a reward as `async def`; `asyncio.run` in a plain function does not
-work there.
+own time limits and the test runners of APPS. By default, a call may take 60 seconds
+(`GRPOConfig(reward_timeout=60.0)`). A longer call is interrupted by a signal (SIGRTMAX), and the run ends.
+`reward_timeout=None` means no limit. Async functions run in an event loop of their own. In a notebook, a reward that
+awaits something must be an `async def`, since `asyncio.run` does not work there.
 
 ## Try them before a run: `rewards.check(reward_funcs, dataset, model, args)`
 
 The check samples a few groups as the run would, and prints what each function returns. It reports functions that
+
 - fail, even if only on an empty completion;
 - are too slow for `reward_timeout`;
 - need a missing column;
@@ -97,6 +98,7 @@ tokens at a time, or fewer if memory runs out. If the policy is on a card, the r
 scores; the memory plan includes it. A reward model has no time limit.
 
 Some reward models are refused before the run:
+
 - causal language models, models with more than one label, and weights without a head;
 - models whose tokenizer has tokens that the model lacks, or has no chat template although prompts are chats;
 - models in 8 bits or on several devices, if the policy is on a card;
@@ -111,6 +113,7 @@ which the next paragraph applies.)
 
 A plain function is called as TRL's contract says: once with all completions, after sampling. To have plain functions
 called early too, set `GRPOConfig(score_while_sampling=True)`. With it you promise that your functions
+
 - can be called on only some of the groups;
 - can run in a thread other than the one that samples (there, `signal.alarm` raises an error);
 - touch neither the model nor its tokenizer.
@@ -121,7 +124,7 @@ called early too, set `GRPOConfig(score_while_sampling=True)`. With it you promi
 - Async functions are called for each group as soon as it is finished.
 - `reward_timeout` applies to each call. After a failed call, no other call begins.
 - `trainer_state` has its value from the beginning of sampling.
-- A call may log one value for each completion, or one mean over all of its completions: with `log_metric`, the step's
+- With `log_metric`, a call may log one value for each completion, or one mean over all of its completions. The step's
   mean is then the same as without early calls (up to 12 digits). If a mean is over only some of the completions, also
   pass their number: `log_metric("solved", rewards.MeanOf(solved / tried, tried))`.
 - A function that uses random numbers needs its own generator, such as `random.Random(0)`. The module `random` would
@@ -194,6 +197,7 @@ arguments and printed output, and can answer `input()`. From pytest, tests can u
 mark.parametrize, and the fixtures capsys, monkeypatch and tmp_path; other marks have no effect.
 
 **Rows without a verdict.** Some tests can never give a verdict:
+
 - empty tests;
 - tests that cannot be read, or that import another package;
 - tests that no code can pass, because the tests never use the code (`assert True`, a `check(candidate)` that nothing
@@ -202,7 +206,8 @@ mark.parametrize, and the fixtures capsys, monkeypatch and tmp_path; other marks
 Rows with such tests are refused before a run, and by `rewards.check`. If such a row occurs during a run, its reward is
 None, `tests/no_verdict` counts it, and a warning gives each reason once. A test also gives no verdict if its result
 depends only on the code's own objects: for example, if such an object is compared with data, or if two of these objects
-claim to be equal although they hold different things. If another test of the row fails, the code is wrong.
+claim to be equal although they hold different things. If another test of the row fails, the verdict is "wrong" all the
+same.
 
 **Trust.** If a test compares objects of the code's own classes with each other (`Vector(1, 2) < Vector(2, 3)`), it
 trusts these classes. Tests cannot subclass the code's classes, and of an exception they can read only its arguments.
@@ -280,6 +285,7 @@ row (`xyz` is not `yzx`). So these correct answers are judged wrong:
 43: a GSM8K solution that ends in `#### 43`, `\boxed{43}`, `The answer is 43.`, `Answer: 43`, `$43$`, `**43**`. A label
 may also be a list, as in Natural Questions: any of its answers is right. Some labels cannot be compared, and one
 warning shows such a label:
+
 - If a label is a sentence or a number in words, `boxed_match` and `math_match` accept only the same text, and return
   None for any other completion.
 - If a label has no number or time, `number_match` returns None.
