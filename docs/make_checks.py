@@ -47,8 +47,8 @@ always has a loss scale.
 ## The first two steps
 
 Before the first step, one line estimates how long a step and the run will take. The estimate needs a card whose data
-sheet is known (`memory/cards.py`); on the CPU there is none. It assumes prompts as long as those that the checks read,
-and completions of 40% of `max_completion_length`.
+sheet is known (`memory/cards.py`); on the CPU nothing is estimated. The line assumes prompts as long as those that the
+checks read, and completions of 40% of `max_completion_length`.
 
 After the first step, the run warns about each of these problems. The warnings use the step's own rewards, so they cost
 nothing:
@@ -68,8 +68,8 @@ the run will take, and when the next checkpoint is due. The line ignores the fir
 ## Alarms
 
 An alarm warns when its condition has held for a number of steps in a row, and writes `alarms/NAME` into that step's
-line of `metrics.jsonl`. It warns again only if the condition has ended and returns. Only `nothing_to_learn` repeats its
-warning while the condition lasts.
+line of `metrics.jsonl`. It warns again only after the condition has ended and holds again. Only `nothing_to_learn`
+repeats its warning while the condition lasts.
 
 | alarm | when | steps in a row | what it means | what to do |
 |---|---|---|---|---|"""
@@ -90,7 +90,7 @@ datasets). It logs:
 | metric | meaning |
 |---|---|"""
 METRICS = {
-    "loss": "the loss of the step. It is near 0 on-policy with centered advantages, so it does not measure progress",
+    "loss": "the loss of the step. It does not measure progress: on-policy, with centered advantages, it is near 0",
     "policy_loss": "the loss without the entropy bonus",
     "reward, reward_std":
         "the weighted sum of the rewards: mean and standard deviation over the step's completions",
@@ -110,7 +110,7 @@ METRICS = {
         "the whole step without this wait",
     "frac_reward_zero_std": "share of groups in which all completions got the same reward",
     "groups/total, groups/with_signal, groups/signal_share":
-        "groups that are trained on; groups with any nonzero advantage; the share of these groups",
+        "groups that are trained on; groups with signal (a nonzero advantage); the share with signal",
     "completions/mean_length, completions/min_length, completions/max_length":
         "tokens per completion; in an episode, only the tokens that the policy sampled",
     "completions/mean_terminated_length, completions/min_terminated_length, completions/max_terminated_length":
@@ -176,7 +176,7 @@ METRICS = {
     "sampling/replayed_groups, sampling/replay_age, sampling/replay_size":
         "replay: groups that were used again, the mean age of these groups in policy versions, groups in the buffer",
     "data/pool_easy, data/pool_hard, data/pool_learning": "difficulty pools: number of rows in each",
-    "data/skipped_rows": "rows of the dataset that could not be used so far",
+    "data/skipped_rows": "rows of the dataset skipped so far because they cannot be used",
     "time/generate, time/reward, time/train, time/idle, step_time":
         "share of the step's time in each phase; seconds of the step",
     "time/planned_generate_s, time/planned_train_s, time/planned_step_s":

@@ -139,9 +139,9 @@ In a subclass of `rewards.Reward` you can set these attributes:
 - `by_group = False`: the reward needs the whole batch in one call.
 - `after_sampling = True`: the reward uses the engine, so it is called after sampling.
 - `time_limit`: the limit of a call in seconds, in place of `reward_timeout`.
-- `required = True` (as for a judge): if the reward is None for one completion of a group, the whole group is left out
-  of the step, including its KL term and entropy bonus. (With weight 0, the group stays.) `rewards/NAME/unjudged` counts
-  completions without a reward."""
+- `required = True` (as for a judge): if the reward is None for one completion, the whole group of this completion is
+  left out of the step, including the KL term and the entropy bonus. (With weight 0, the group stays.)
+  `rewards/NAME/unjudged` counts completions without a reward."""
 PLACES = """
 ## Where the answer is
 
@@ -205,9 +205,8 @@ mark.parametrize, and the fixtures capsys, monkeypatch and tmp_path; other marks
 
 Rows with such tests are refused before a run, and by `rewards.check`. If such a row occurs during a run, its reward is
 None, `tests/no_verdict` counts it, and a warning gives each reason once. A test also gives no verdict if its result
-depends only on the code's own objects: for example, if such an object is compared with data, or if two of these objects
-claim to be equal although they hold different things. If another test of the row fails, the verdict is "wrong" all the
-same.
+depends only on the code's own objects. Examples: such an object is compared with data, or two such objects claim to be
+equal although they hold different things. If another test of the row fails, the verdict is "wrong" all the same.
 
 **Trust.** If a test compares objects of the code's own classes with each other (`Vector(1, 2) < Vector(2, 3)`), it
 trusts these classes. Tests cannot subclass the code's classes, and of an exception they can read only its arguments.

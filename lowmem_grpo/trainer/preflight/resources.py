@@ -50,7 +50,7 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
-    """Find, on a run with a card, that offloaded layer inputs and a paged optimizer leave little host memory."""
+    """Find that offloaded layer inputs and a paged optimizer leave little host memory, on a run with a card."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
     needed = paged if subject.plan is None else subject.plan.host  # in a plan, with the states that are paged
     available = available_host_bytes()
