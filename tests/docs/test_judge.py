@@ -56,7 +56,7 @@ def test_every_metric_and_message_on_the_page_exists() -> None:
     code = "".join(file.read_text(encoding="utf-8") for file in source.glob("*.py"))
     for name in re.findall(r"`judge/NAME/(\w+)`", PAGE):
         assert f'"{name}"' in code, name
-    table = PAGE.partition("| what it says |")[2].partition("\n\n")[0]
+    table = PAGE.partition("| what the log says |")[2].partition("\n\n")[0]
     phrases = [row.split("|")[1].strip() for row in table.splitlines()[2:]]
     assert len(phrases) == 12
     for phrase in phrases:

@@ -75,8 +75,8 @@ def empty_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def unjudged_rows(subject: Subject) -> Iterator[Finding]:
-    """Find rows that a reward can never judge: for `code_passes_tests`, tests that are empty, cannot be read, or that
-    no code can pass."""
+    """Find rows that a reward can never judge, such as rows for `code_passes_tests` whose tests are empty, unreadable
+    or impossible to pass."""
     for which, sample in subject.datasets:
         rows = sorted(((looked.index, looked.row) for looked in sample.fitting), key=lambda pair: pair[0])
         for name, function in subject.functions:

@@ -39,7 +39,7 @@ def split_advice(message: str) -> tuple[str, str]:
 
 
 def unusable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that will be skipped: empty prompts, wrong types; an error if none is left."""
+    """Find rows that will be skipped, for empty prompts or wrong types; an error if no row is left."""
     reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
     listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons and reasons.total() == len(subject.sample.rows):
@@ -51,8 +51,8 @@ def unusable(subject: Subject) -> Iterator[Finding]:
 
 
 def too_long(subject: Subject) -> Iterator[Finding]:
-    """Find prompts longer than `max_prompt_length`, or than the context minus `max_completion_length`; an error if none
-    is left."""
+    """Find prompts longer than `max_prompt_length`, or than the context minus `max_completion_length`; an error if no
+    prompt is left."""
     sample, args = subject.sample, subject.args
     long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
     if not long:

@@ -50,7 +50,7 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
-    """Find little host memory beside offloaded layer inputs and a paged optimizer, on a run with a card."""
+    """Find that offloaded layer inputs and a paged optimizer leave little host memory, on a run with a card."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
     needed = paged if subject.plan is None else subject.plan.host  # in a plan, with the states that are paged
     available = available_host_bytes()
@@ -91,8 +91,8 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
-    """Find that vLLM's keys and values are in 8 bits, and nothing corrects or measures how far its samples then differ
-    from the trainer."""
+    """Find that vLLM's keys and values are in 8 bits, and nothing measures or corrects how far vLLM's samples then
+    differ from the trainer."""
     if not in_8_bits(subject.cache_dtype):
         return
     args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"

@@ -77,8 +77,8 @@ def names_of_ends(subject: Subject) -> str:
 
 
 def endless(subject: Subject) -> Iterator[Finding]:
-    """Find rows of fine-tuning whose trained tokens include no end token; a warning where only some answers of a row
-    have no end, and for rows of token ids."""
+    """Find rows for fine-tuning whose trained tokens include no end token; only a warning if other answers of the row
+    have one, or if the rows are token ids."""
     ended = [[bool(subject.end_ids & {*answer}) for answer in answers(example)]
              for looked in subject.sample.fitting for example in each_of(looked.prompt)]
     never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
@@ -136,8 +136,8 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
 
 
 def rewritten(subject: Subject) -> Iterator[Finding]:
-    """Find a chat template that rewrites sampled text when messages follow; the finding names these messages, and what
-    `history="template"` then costs."""
+    """Find a chat template that rewrites sampled text when messages follow; the finding says which messages do this,
+    and what `history="template"` would cost."""
     try:
         trials = try_turns(subject)[1]
     except RendererError:
