@@ -137,29 +137,29 @@ class Estimator:
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(
         of_group, SCALE_REWARDS, "A = (R - mean_group) / std; scale_rewards: the std of the group or batch, or none",
-        "The default. With scale_rewards='none' it is Dr. GRPO's: no bonus for prompts that are nearly solved.",
+        "The default. With scale_rewards='none' (Dr. GRPO), nearly solved prompts get no extra weight.",
         "DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783",
     ),
     "rloo": Estimator(
         leave_one_out, (), "A_i = R_i - mean of the other rewards of the group",
-        "Unbiased, also with few completions per prompt.", "RLOO, arXiv 2402.14740",
+        "Unbiased, even with few completions per prompt.", "RLOO, arXiv 2402.14740",
     ),
     "reinforce++": Estimator(
         of_batch, (), "A_t = zscore_batch(R - beta sum_{s >= t} KL_s); the KL term is in the reward",
-        "Rewards that are comparable between prompts: all share a mean and a scale.", "REINFORCE++, arXiv 2501.03262",
+        "For rewards comparable between prompts: all share a mean and a scale.", "REINFORCE++, arXiv 2501.03262",
     ),
     "reinforce++_baseline": Estimator(
         of_batch_and_group, (), "A = (R - mean_group) / std_batch(R - mean_group); with kl_estimator='k2'",
-        "Prompts that differ in difficulty: reinforce++ with each group's own mean.", "REINFORCE++, arXiv 2501.03262",
+        "For prompts of different difficulty: each group has its own mean.", "REINFORCE++, arXiv 2501.03262",
     ),
     "remax": Estimator(
         over_greedy, (), "A = R - R(greedy completion of the prompt)",
-        "Few completions per prompt: an extra greedy one is the baseline, and no group statistics are needed.",
+        "For few completions per prompt: the baseline is an extra greedy completion, not a group's mean.",
         "ReMax, arXiv 2310.10505",
     ),
     "passk": Estimator(
         pass_at_k, ("group", "none"), "A_i = (E[best of k | i in the k] - E[best of k]) / std(best of k), k: pass_at_k",
-        "Exploration: the first right completion of a prompt earns much, further ones hardly anything.",
+        "For exploration: a prompt's first right completion earns much, and further ones hardly anything.",
         "Pass@k training, arXiv 2508.10751; for rewards of any size as in PKPO, arXiv 2505.15201",
     ),
 }

@@ -227,69 +227,69 @@ CLIPPED = "l = -min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)"
 LOSS_TYPES: dict[str, LossType] = {
     "grpo": LossType(
         clipped, mean_of_sequence_means, CLIP | LEVEL, f"{CLIPPED}; mean over sequences of means over tokens",
-        "The original. Short completions weigh as much as long ones, so each of their tokens weighs more.",
+        "The original loss. All completions weigh the same, so each token of a short completion weighs more.",
         "DeepSeekMath, arXiv 2402.03300, eq. 3", metrics="clip", in_trl=True,
     ),
     "bnpo": LossType(
         clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over the tokens of the optimizer step",
-        "As dapo, but each of several optimizer steps of a generation has its own mean.",
+        "Like dapo, but if a generation has several optimizer steps, each step has its own mean.",
         "TRL's name for a token mean over the batch", metrics="clip", in_trl=True,
     ),
     "dr_grpo": LossType(
         clipped, mean_over_longest, CLIP | LEVEL, f"{CLIPPED}; sum over tokens / (sequences * max_completion_length)",
-        "No bias towards long wrong answers; use it with scale_rewards='none'. A longer limit makes the loss smaller.",
+        "Has no bias towards long wrong answers if scale_rewards='none'. A longer limit makes the loss smaller.",
         "Dr. GRPO, arXiv 2503.20783", metrics="clip", in_trl=True,
     ),
     "dapo": LossType(
         clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over all tokens of the generation",
-        "The default. Every token weighs the same; epsilon_high=0.28 keeps exploration up for longer.",
+        "The default. Every token weighs the same. epsilon_high=0.28 keeps exploration up for longer.",
         "DAPO, arXiv 2503.14476, eq. 8", counts_generation=True, metrics="clip", in_trl=True,
     ),
     "luspo": LossType(
         clipped, mean_of_sequence_sums, CLIP | LEVEL, f"{CLIPPED}; mean over sequences of sums over tokens",
-        "Sequence ratios without GSPO's length bias: use importance_sampling_level='sequence', as its paper does.",
+        "Sequence ratios without GSPO's length bias. The paper sets importance_sampling_level='sequence'.",
         "LUSPO, arXiv 2602.05261", metrics="clip", in_trl=True,
     ),
     "gspo": LossType(
         clipped, mean_of_sequence_means, GSPO, f"{CLIPPED}; w = exp(mean_t log ratio_t), one for the sequence",
-        "Mixture-of-experts models and long completions. A sequence's w stays near 1, hence the small epsilon.",
+        "For mixtures of experts and long completions. A sequence's w stays near 1, so epsilon is small.",
         "GSPO, arXiv 2507.18071, eq. 5 to 7", level="sequence", metrics="clip",
     ),
     "gspo_token": LossType(
         clipped, mean_of_sequence_means, GSPO, f"{CLIPPED}; w_t = sg(exp(mean_t log ratio_t)) pi_t / sg(pi_t)",
-        "GSPO where tokens of a sequence differ in advantage or are masked; else the same gradient as gspo.",
+        "GSPO for sequences whose tokens differ in advantage or mask. Otherwise its gradient equals gspo's.",
         "GSPO, arXiv 2507.18071, eq. 13", level="sequence_token", metrics="clip",
     ),
     "cispo": LossType(
         cispo, mean_over_tokens, {"epsilon_high": 5.0} | LEVEL, "l = -sg(min(w, epsilon_high)) A logp; token mean",
-        "Rare but decisive tokens keep their gradient. epsilon_high bounds the ratio itself: 5, not 0.2.",
+        "Rare but decisive tokens keep their gradient. epsilon_high limits the ratio itself: 5, not 0.2.",
         "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786", counts_generation=True, metrics="cispo", in_trl=True,
     ),
     "sapo": LossType(
         sapo, mean_of_sequence_means, SAPO | LEVEL, "l = -(4 / tau) sigmoid(tau (w - 1)) A, tau by the sign of A",
-        "Several optimizer steps per generation: a soft gate lets slightly stale tokens still teach.",
+        "For several optimizer steps per generation: a soft gate lets slightly stale tokens still contribute.",
         "SAPO, arXiv 2511.20347", in_trl=True,
     ),
     "vespo": LossType(
         vespo, mean_over_tokens, VESPO,
         "l = -sg(w^k exp(lambda (1 - w))) A logp, w = exp(sum_t log ratio_t), k and lambda by A's sign; token mean",
-        "Stale samples: far off-policy sequences fade out smoothly, at sequence level.",
+        "For stale samples: the weight of a sequence fades out smoothly as it gets more off-policy.",
         "VESPO, arXiv 2602.10693", counts_generation=True, metrics="vespo", in_trl=True,
     ),
     "gmpo": LossType(
         gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
-        "l = -exp(mean_t clip(log ratio_t, -epsilon, epsilon_high)) A, clipped on the side that would gain",
-        "Single tokens with extreme ratios: a geometric mean is steadier than an arithmetic one.",
+        "l = -exp(mean_t clip(log ratio_t, -epsilon, epsilon_high)) A, clipped above if A >= 0, else below",
+        "For single tokens with extreme ratios: they move a geometric mean less than an arithmetic mean.",
         "GMPO, arXiv 2507.20673", metrics="gmpo",
     ),
     "rloo": LossType(
         clipped, mean_of_sequence_means, CLIP, f"{CLIPPED}; w = exp(sum_t log ratio_t), one for the sequence",
-        "A completion is one action; with advantage_estimator='rloo' (RLOOConfig) the KL term is part of its reward.",
+        "A completion is one action. With advantage_estimator='rloo' (RLOOConfig) its reward includes the KL term.",
         "RLOO, arXiv 2402.14740; the clip as in TRL", level="sequence_sum", metrics="clip",
     ),
     "reinforce": LossType(
         reinforce, mean_over_tokens, {}, "l = -A logp; mean over the tokens of the step",
-        "One optimizer step per generation, with advantages of any estimator: no ratio, nothing to clip.",
+        "For one optimizer step per generation, with any advantage estimator. It has no ratio and no clip.",
         "Williams, 1992",
     ),
 }

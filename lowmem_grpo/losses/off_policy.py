@@ -73,32 +73,32 @@ def mean_k3(ratio: Tensor) -> float:
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": Correction(
         lambda mismatch, *_: ratio_of(mismatch), truncated, "c_t = min(max(rho_t, clip_min), clip_max)",
-        "The default if a correction is needed (TIS): a bounded bias, and no completion is lost whatever its length.",
+        "The default if a correction is needed (TIS). Its bias is bounded, and it keeps completions of any length.",
         "TIS; verl",
     ),
     "token_mask": Correction(
         lambda mismatch, *_: ratio_of(mismatch), masked, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
-        "A few extreme tokens (mixture-of-experts routing). With both bounds, such as 0.5 and 5, it is IcePop.",
+        "For a few extreme tokens (mixture-of-experts routing). With two bounds, such as 0.5 and 5, it is IcePop.",
         "MIS; IcePop (Ring-1T), arXiv 2510.18855",
     ),
     "sequence_truncate": Correction(
         sequence_product, truncated, "c = min(max(prod_t rho_t, clip_min), clip_max)",
-        "Only short completions: the product grows or vanishes with length.", "TRL", True,
+        "Only for short completions: the product grows or vanishes with length.", "TRL", True,
     ),
     "sequence_mask": Correction(
         sequence_product, masked, "c = prod_t rho_t where it is within the bounds, else 0",
-        "TRL's default, for comparison: it drops long completions first.", "TRL", True,
+        "TRL's default, for comparison. It drops long completions first.", "TRL", True,
     ),
     "geometric_mask": Correction(
         lambda mismatch, ids, lengths: sequence_means(mismatch, ids, lengths).exp(), kept,
         "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
-        "Whole sequences that drifted are left out, whatever their length; bounds near 1, such as 0.99 and 1.01.",
+        "Drops whole sequences that drifted, whatever their length. Use bounds near 1, such as 0.99 and 1.01.",
         "Geometric rejection, verl", True,
     ),
     "k3_mask": Correction(
         lambda mismatch, ids, lengths: sequence_means(k3_of(mismatch), ids, lengths), kept,
         "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
-        "As geometric_mask, but deviations of opposite sign do not cancel; clip_max such as 0.01.",
+        "Like geometric_mask, but deviations of opposite sign do not cancel. Use a small clip_max, such as 0.01.",
         "K3 rejection, verl", True,
     ),
 }

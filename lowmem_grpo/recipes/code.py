@@ -134,9 +134,9 @@ class CodeOptions(ProblemOptions):
     train_size: int = 2048
     eval_problems: int = 128
     isolation: str | None = None
-    """bubblewrap, or process, which protects less; None is bubblewrap."""
+    """The sandbox: "bubblewrap", or "process", which protects less. None: bubblewrap."""
     workers: int | None = None
-    """Functions tested at a time; None is one per CPU."""
+    """Functions tested at the same time. None: one per CPU."""
     seconds: float = 5.0
     """Time limit of one test, in seconds."""
 

@@ -183,11 +183,11 @@ PLAYERS = {"random": random_move, "corner": corner, "greedy": greedy}
 @dataclass
 class Game2048Options(RecipeOptions):
     side: int | None = None
-    """Tiles in a row: 3 or 4; None takes 3 for an embedded model and 4 for others."""
+    """Tiles in a row: 3 or 4. None: 3 for an embedded model, 4 for others."""
     goal: int | None = None
-    """The tile that wins; None: 32 on the board of 3x3, 256 on that of 4x4."""
+    """The tile that wins. None: 32 on a 3x3 board, 256 on a 4x4 board."""
     moves: int | None = None
-    """Moves in a game; None: 25 on the board of 3x3, 250 on that of 4x4."""
+    """Moves in a game. None: 25 on a 3x3 board, 250 on a 4x4 board."""
     eval_problems: int = 256
     """Held-out games before and after training."""
 

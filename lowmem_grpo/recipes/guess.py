@@ -94,9 +94,9 @@ PLAYERS = {"blind": blind, "in range": in_range, "bisection": bisect}
 @dataclass
 class GuessOptions(RecipeOptions):
     largest: int = 32
-    """The hidden number is from 1 to this one."""
+    """The largest number that may be hidden; the smallest is 1."""
     tries: int = 5
-    """Guesses in a game. Halving finds one of 2^tries - 1 numbers."""
+    """Guesses in a game. Bisection always finds one of 2^tries - 1 numbers."""
     eval_problems: int = 256
     """Held-out games before and after training."""
 

@@ -53,12 +53,12 @@ RUBRIC = """\
 @dataclass
 class InboxOptions(JudgeOptions):
     mailbox: str | None = None
-    """"small": 500 mails of a line each; "large": 4,000 mails as people write them. None takes the small one for the
-    embedded model, and the large one for others."""
+    """The mailbox: "small" (500 mails of one line each) or "large" (4,000 mails as people write them). None: small for
+    the embedded model, large for others."""
     calls: int | None = None
-    """Calls of tools in an episode; None is 4 in the small mailbox and 10 in the large one."""
+    """Tool calls in an episode. None: 4 in the small mailbox, 10 in the large one."""
     reward: str = "rules"
-    """"rules": points for the expected text and for its source; "ruler": a judge compares the episodes."""
+    """The main reward: "rules" (points for the expected text and its source) or "ruler" (a judge compares episodes)."""
     train_size: int = 400
     """Questions to train on."""
     eval_problems: int = 64

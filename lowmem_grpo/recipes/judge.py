@@ -135,11 +135,11 @@ class JudgeOptions(RecipeOptions):
     """The options that choose the judge."""
 
     judge: str = SELF
-    """"self": the base model, in the engine that samples; else the address of an OpenAI-compatible server."""
+    """The judge: "self" (the base model, in the engine that samples) or the address of an OpenAI-compatible server."""
     judge_model: str | None = None
     """The name of the model on that server."""
     judge_key: str | None = None
-    """Its API key; None is OPENAI_API_KEY. Your own server takes any text."""
+    """The server's API key. None: OPENAI_API_KEY. A server of your own accepts any text."""
 
     def url_judge(self) -> Judge | None:
         """Return the judge on a server; None if the base model judges. Raises ValueError for options that conflict."""

@@ -24,30 +24,30 @@ class RecipeOptions:
     """The options of every recipe, beside the fields of GRPOConfig."""
 
     gpu: str = "auto"
-    """Which preset: the size of the card in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest that fits here."""
+    """The preset: a size of card in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest one that fits here."""
     model: str | None = None
-    """A model on the hub, a folder, or "tiny", the embedded model ("tiny-games" and "tiny-talks" for games,
-    "tiny-inbox" for mails); None takes the preset's."""
+    """A model on the hub, a folder, or an embedded model: "tiny", "tiny-games" and "tiny-talks" for games, or
+    "tiny-inbox" for mails. None: the preset's model."""
     load_in_4bit: bool | None = None
-    """Hold the base model in 4 bits; None does so for every model except the embedded one."""
+    """Hold the base model in 4 bits. None: yes, except for embedded models."""
     load_in_fp8: bool = False
-    """Hold the base model in 8-bit floats with a scale for each row: twice the memory of 4 bits, and more exact."""
+    """Hold the base model in 8-bit floats with a scale for each row. This takes twice the memory of 4 bits."""
     engine: str = "auto"
-    """The engine that samples: "vllm", "transformers", or "auto" for vLLM where it is installed and there is a card."""
+    """The engine that samples: "vllm", "transformers", or "auto" (vLLM if it is installed and there is a card)."""
     kv_cache_dtype: str = "auto"
-    """The dtype of vLLM's keys and values: "auto" for the model's, or an 8-bit float, "fp8" or "fp8_e5m2", of which
-    twice as many fit as in 16 bits."""
+    """The dtype of vLLM's keys and values: "auto" is the model's dtype. The 8-bit floats "fp8" and "fp8_e5m2" need
+    half of the memory of 16 bits."""
     card_share: float = 1.0
-    """The part of the card's memory that this run may fill, where other programs need the rest."""
+    """The share of the card's memory that this run may use; below 1 if other programs need the rest."""
     max_seq_length: int | None = None
-    """Most tokens of prompt and completion together; None takes the preset's."""
+    """Most tokens of prompt and completion together. None: the preset's value."""
     lora_rank: int | None = None
-    """Rank of LoRA; None takes the preset's."""
+    """Rank of LoRA. None: the preset's rank."""
     lora_alpha: int | None = None
-    """Scale of LoRA; None takes the preset's, in proportion to lora_rank."""
+    """Scale of LoRA. None: the preset's value, in proportion to lora_rank."""
     gradient_checkpointing_mode: str = "auto"
-    """Gradient checkpointing: "none", or layer inputs wait on the card ("device") or in host memory ("offload"). "auto"
-    is "offload", but the last layers keep everything where the card has room; embedded models get "none"."""
+    """Gradient checkpointing: "none", or with layer inputs on the card ("device") or in host memory ("offload"). "auto"
+    is "offload", but the last layers keep all activations if the card has room, and embedded models get "none"."""
     resume: bool = False
     """Continue the run in output_dir from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)

@@ -144,8 +144,8 @@ PLAYERS = {"random": random_move, "perfect": best_move}
 @dataclass
 class TicTacToeOptions(RecipeOptions):
     strengths: str = "0,0,0.5,1"
-    """The strengths of opponents in training, one of which is drawn for each game: the chance that a move is the best
-    one, from 0 (random) to 1 (perfect)."""
+    """The opponents' strengths in training; one is drawn for each game. A strength is the chance of playing the best
+    move: 0 is random play, 1 is perfect play."""
     test_strength: float = 0.0
     """The opponent's strength in the games before and after training."""
     eval_problems: int = 256

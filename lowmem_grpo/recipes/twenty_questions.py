@@ -193,10 +193,10 @@ OF_TINY, OF_OTHERS = WORLDS
 @dataclass
 class TwentyQuestionsOptions(RecipeOptions):
     world: str | None = None
-    """What can be thought of: "numbers" (1 to 16; the game says which are left) or "things" (100 of them); None takes
-    numbers for an embedded model and things for others."""
+    """The possible answers: "numbers" (1 to 16; the game says which ones are left) or "things" (100 of them). None:
+    numbers for an embedded model, things for others."""
     turns: int | None = None
-    """Questions and guesses in a game; None: 6 for numbers, 20 for things."""
+    """Questions and guesses in a game. None: 6 for numbers, 20 for things."""
     eval_problems: int = 256
     """Held-out games before and after training."""
 
