@@ -118,7 +118,7 @@ class Saver:
         Returns its folder, or None if there is no checkpoint yet; raises CheckpointError if all are broken."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
-        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted))]
+        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted)).expanduser()]
         for folder in newest:
             try:
                 self.load(folder)

@@ -82,14 +82,15 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
     (frozen_linear, {"x": torch.zeros(3, IN), "weight": torch.zeros(INNER, IN)}, [
         ({"weight": torch.zeros(INNER, IN, **GRADIENT)}, "the weight is frozen: call weight.requires_grad_(False)"),
         ({"weight": torch.nn.Linear(IN, INNER)}, "a weight (out, 63), a tensor or codes; got a Linear"),
-        ({"weight": torch.zeros(2, INNER, IN)}, "(2, 130, 63)"), ({"weight": fp8_quantize(torch.zeros(4, 5))}, "(4, 5)"),
-        ({"x": torch.zeros(3, IN, dtype=torch.long)}, "int64"),
+        ({"weight": torch.zeros(2, INNER, IN)}, "(2, 130, 63)"),
+        ({"weight": fp8_quantize(torch.zeros(4, 5))}, "(4, 5)"), ({"x": torch.zeros(3, IN, dtype=torch.long)}, "int64"),
     ]),
     (fp8_quantize, {"weight": torch.zeros(4, 6)}, [
         *(({"weight": torch.zeros(shape)}, f"expected a weight (out, in), a tensor of a floating dtype; got {shape} of")
           for shape in ((), (4,), (2, 3, 4))), ({"weight": torch.zeros(4, 6).int()}, "int32"),
         ({"weight": [[1.0]]}, "list"),
-        *(({"block": block}, f"block is {block!r}; it must be (h, w)") for block in ((0, 4), (4, -1), (3,), 128, (2.0, 2))),
+        *(({"block": block}, f"block is {block!r}; it must be (h, w)")
+          for block in ((0, 4), (4, -1), (3,), 128, (2.0, 2))),
     ]),
     (nf4_linear, nf4_problem(3, ONE, torch.float32), [
         ({"x": torch.zeros(3, 191)}, "expected x (..., 192)"),
