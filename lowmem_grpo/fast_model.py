@@ -1,6 +1,7 @@
 """The models that `FastLanguageModel` returns, and the functions that put LoRA on them. The models can also sample."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linear
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
+from lowmem_grpo.utils import PATH, require
 
 logger = logging.getLogger(__name__)
 SAVED_ADAPTER = "fast_generate"  # PEFT's name of a saved adapter that is loaded for sampling
@@ -157,13 +159,15 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
     def save_lora(self, path: str | Path) -> None:
         """Write the adapter to a folder, in PEFT format."""
-        self.save_pretrained(str(path))
+        self.save_pretrained(path)
 
-    def save_pretrained(self, save_directory: str, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save as PEFT does, and also write the tokenizer, the end tokens of sampling, and a record of the base model.
         An export reads from this record how the base's weights were stored."""
         if push_to_hub:
             raise ValueError("push_to_hub=True is not supported: call push_to_hub, which uploads the adapter, instead")
+        require("save_directory", save_directory, PATH)
+        save_directory = os.path.expanduser(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
@@ -190,7 +194,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         """
         if not isinstance(path, str | Path) or not str(path):
             raise ValueError(f"path is {path!r}; it must be a folder's name: what save_lora wrote, or a checkpoint")
-        folder = Path(path)
+        folder = Path(path).expanduser()
         check_for(self, folder)
         if not any_base:
             check_base(folder, self.loaded.name, self.loaded.revision)

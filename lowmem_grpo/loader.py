@@ -90,7 +90,7 @@ class FastLanguageModel:
         dtype, torch_dtype = one_dtype(dtype, torch_dtype), None
         check_given(locals(), PLAIN)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
-        place = Path(model_name or "")
+        place = Path(model_name or "").expanduser()
         if model_name and (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
             arguments = {name: value for name, value in locals().items()
                      if name not in ("cls", "model_name", "options", "place")}

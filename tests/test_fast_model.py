@@ -18,6 +18,7 @@ import lowmem_grpo
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.config.sampling import as_sampling_params
 from lowmem_grpo.data.prompt_inputs import encoded
+from lowmem_grpo.engines.request_output import as_request
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, RequestOutput, adapter_for
 from lowmem_grpo.runs.saved_adapter import CheckpointError, base_of_adapter
 
@@ -330,6 +331,22 @@ def test_calls_about_an_adapter_that_is_not_there_say_how_to_get_one(
     for wrong in (None, "", 7):
         with pytest.raises(ValueError, match=f"path is {wrong!r}; it must be a folder's name"):
             model.load_lora(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"save_directory is {wrong!r}; it must be a folder's name"):
+            model.save_lora(wrong)  # type: ignore[arg-type]
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(
+    model: FastPeftModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model.save_lora("~/lora")
+    model.save_pretrained(Path("~/saved"))
+    model.save_pretrained_merged("~/merged", save_method="lora")
+    assert {path.name for path in tmp_path.iterdir()} == {"lora", "saved", "merged"}
+    assert model.load_lora("~/lora").path == as_request("~/lora").path == tmp_path / "lora"  # type: ignore[union-attr]
+    again, _ = FastLanguageModel.from_pretrained("~/saved", max_seq_length=128, load_in_4bit=False)
+    assert isinstance(again, FastPeftModel)
 
 
 @pytest.mark.parametrize("prompt", ["<added>", [{"role": "user", "content": "<added>"}]])

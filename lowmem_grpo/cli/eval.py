@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.runs.views.terminal import plain_errors, quiet, was_given
+from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, quiet, was_given
 
 FILE = "eval.json"
 MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
@@ -37,12 +37,13 @@ class Candidate:
 
 
 @click.command(name="eval", short_help="Measure how often a model or an adapter is right.")
-@click.argument("target")
-@click.option("--adapter", type=click.Path(path_type=Path),
+@click.argument("target", type=UserPath(str))
+@click.option("--adapter", type=UserPath(),
               help="Folder of a run, a checkpoint or a saved adapter, if TARGET is a model.")
 @click.option("--recipe", help="Use the held-out problems of a recipe or of your own ./FILE.py, and what it counts "
               "as right.")
-@click.option("--dataset", help="A jsonl, json, csv or parquet file, or a dataset on the hub.")
+@click.option("--dataset", type=UserPath(str),
+              help="A jsonl, json, csv or parquet file, or a dataset on the hub.")
 @click.option("--split", default="test", show_default=True, help="Split of a hub dataset.")
 @click.option("--prompt-column", default="prompt", show_default=True)
 @click.option("--reward", "rewards", multiple=True, metavar="NAME",
@@ -65,7 +66,7 @@ class Candidate:
 @click.option("--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto", show_default=True)
 @click.option("--show", type=click.IntRange(0), default=3, show_default=True,
               help="Number of prompts whose answers are shown.")
-@click.option("--out", type=click.Path(path_type=Path),
+@click.option("--out", type=UserPath(),
               help=f"Folder for {FILE}.  [default: that of the run or adapter]")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: Any) -> None:

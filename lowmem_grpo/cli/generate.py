@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.runs.views.terminal import plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, quiet
 
 MAX_TOKENS = 256
 
@@ -17,9 +17,9 @@ MAX_TOKENS = 256
 @click.option("--recipe", help="Play an episode of a recipe, or of your own ./FILE.py, instead of answering PROMPT.")
 @click.option("--you", type=click.Choice(["beside", "against"]),
               help="With --recipe: play the same task before the model does, or play against it.")
-@click.option("--model", help="A model on the hub, a folder, or the embedded tiny.  [default: that of the adapter or "
-              "of the recipe, else tiny]")
-@click.option("--adapter", type=click.Path(path_type=Path), help="Folder of a saved adapter, a run or a checkpoint.")
+@click.option("--model", type=UserPath(str), help="A model on the hub, a folder, or the embedded "
+              "tiny.  [default: that of the adapter or of the recipe, else tiny]")
+@click.option("--adapter", type=UserPath(), help="Folder of a saved adapter, a run or a checkpoint.")
 @click.option("-n", "--samples", default=1, show_default=True, help="Number of answers.")
 @click.option("--temperature", default=1.0, show_default=True)
 @click.option("--max-tokens", type=int, help="Longest answer, or longest episode.  [default: "

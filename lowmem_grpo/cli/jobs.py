@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowmem_grpo.runs.views.terminal import plain_errors
+from lowmem_grpo.runs.views.terminal import UserPath, plain_errors
 
 if TYPE_CHECKING:
     from lowmem_grpo.server.server_dir import ServerClient
 
 EVERY = 1.0  # seconds between polls of a log
 SERVER = click.option(
-    "--server", type=click.Path(path_type=Path), default=Path("~/.lowmem-grpo/server.json"), show_default=True,
+    "--server", type=UserPath(), default=Path("~/.lowmem-grpo/server.json"), show_default=True,
     help="The file that `lowmem-grpo serve` writes, or its folder.")
 TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 OVER = ("done", "failed", "stopped", "cancelled")

@@ -18,7 +18,7 @@ from lowmem_grpo import recipes
 from lowmem_grpo.data.files import ONE_ROW, first_rows, has_one_row, is_file_name, refuse_unreadable
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.runs.files import free_bytes
-from lowmem_grpo.runs.views.terminal import plain_errors
+from lowmem_grpo.runs.views.terminal import UserPath, plain_errors
 
 if TYPE_CHECKING:
     from lowmem_grpo.recipes.new_recipe import NewRecipe
@@ -34,14 +34,14 @@ ABOUT_DATA = ("data", "prompt_column", "answer_column", "answers")
 
 @click.command(short_help="Write a recipe for your own data.")
 @click.argument("name")
-@click.option("--data", metavar="FILE", help="A jsonl, json, csv or parquet file, or a hub dataset: OWNER/NAME or "
-              "OWNER/NAME:CONFIG. Without --data, example rows are written too.")
+@click.option("--data", metavar="FILE", type=os.path.expanduser, help="A jsonl, json, csv or parquet file, or "
+              "a hub dataset: OWNER/NAME or OWNER/NAME:CONFIG. Without --data, example rows are written too.")
 @click.option("--prompt-column", metavar="COLUMN", help="Column with the questions.  [default: guessed]")
 @click.option("--answer-column", metavar="COLUMN", help="Column with the right answers.  [default: guessed]")
 @click.option("--answers", type=click.Choice(KINDS), help="Kind of answers.  [default: guessed from the data]")
 @click.option("--agent", is_flag=True, help="A recipe with an environment: the model acts in several turns.")
 @click.option("--split", default="train", show_default=True, help="Split of a hub dataset.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path(),
+@click.option("--out", type=UserPath(), default=Path(),
               help="Folder for the recipe.  [default: the current one]")
 @click.option("--overwrite", is_flag=True, help="Replace an existing NAME.py. Data is never replaced.")
 def new(name: str, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> None:

@@ -9,7 +9,7 @@ import click
 
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
-from lowmem_grpo.runs.views.terminal import plain_errors, was_given
+from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, was_given
 from lowmem_grpo.utils import check_given, up_to
 
 MOST_PROMPTS = 100_000  # the most prompts of a step
@@ -17,8 +17,8 @@ CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "t
 
 
 @click.command(short_help="Plan the memory and time of a run, without a card.")
-@click.option("--model", required=True, help="A built-in shape, a model on the hub, or a folder or file with a "
-              "config.json.")
+@click.option("--model", required=True, type=UserPath(str), help="A built-in shape, a model on the hub, or a "
+              "folder or file with a config.json.")
 @click.option("--gpu", required=True, help="A card (t4, 4090, a100-40, ...) or a memory size (16GiB).")
 @click.option("--gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Such cards, which share the "
               "prompts of a step; memory and time are of one of them.")

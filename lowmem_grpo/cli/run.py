@@ -12,7 +12,7 @@ from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
 from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.runs.views.terminal import columns, fitting, plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import UserPath, columns, fitting, plain_errors, quiet
 
 WIDTH, WIDEST = 120, max(map(len, RECIPES))
 LIST = "Recipes:\n" + "\n".join(
@@ -47,7 +47,7 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
         from lowmem_grpo.cli.options import file_of, recipe_help
 
         with plain_errors():
-            click.echo(recipe_help(Path(recipe) if is_recipe_file(recipe) else file_of(recipe)))
+            click.echo(recipe_help(Path(recipe).expanduser() if is_recipe_file(recipe) else file_of(recipe)))
         return
     with plain_errors():
         before = used_by_others()
@@ -77,7 +77,7 @@ def check_run_folder(settings: dict[str, Any]) -> None:
 
 
 @click.command(short_help="Write the report page of a run again.")
-@click.argument("run_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("run_dir", type=UserPath(exists=True, file_okay=False))
 def report(run_dir: Path) -> None:
     """Write RUN_DIR/report.html from the files of a run, which may still be in progress."""
     with plain_errors():

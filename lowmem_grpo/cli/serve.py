@@ -10,7 +10,7 @@ import click
 
 from lowmem_grpo.config.launcher import one_process
 from lowmem_grpo.models.stored_model import find, public_name
-from lowmem_grpo.runs.views.terminal import plain_errors
+from lowmem_grpo.runs.views.terminal import UserPath, plain_errors
 
 LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
 HOST = click.option(
@@ -21,15 +21,16 @@ HOST = click.option(
 @click.command(short_help="Serve this card over HTTP: a queue of jobs.")
 @click.option("--port", default=8400, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @HOST
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("~/.lowmem-grpo"),
+@click.option("--folder", type=UserPath(file_okay=False), default=Path("~/.lowmem-grpo"),
               show_default=True, help="Where the server keeps its files; one server at a time uses it.")
-@click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+@click.option("--key-file", type=UserPath(exists=True, dir_okay=False),
               help="Further users, a line NAME KEY each; with `jobs` after it, they may submit jobs. Limits of a user "
               "come after it too, as in --limits.")
 @click.option("--limits", default="", help="The most that each key may have, such as \"requests=4096 bodies=1GiB "
               "storage=100GiB models=64\": unanswered requests, their bodies, saved weights, and models. These are the "
               "defaults.")
-@click.option("--model", help="A model that clients of the Tinker protocol train: its name on the hub, or a folder.")
+@click.option("--model", type=UserPath(str),
+              help="A model that clients of the Tinker protocol train: its name on the hub, or a folder.")
 @click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
               help="Tokens of a sequence that clients train on.")
 @click.option("--4bit/--16bit", "load_in_4bit", default=None, help="How the model is stored.  [default: 4bit]")
@@ -37,7 +38,7 @@ HOST = click.option(
 @click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True,
               help="What samples; vLLM does in recipes only.")
 @click.option("--offload-embedding", is_flag=True, help="Keep the embedding on the host, to save the card's memory.")
-@click.option("--recipes", type=click.Path(path_type=Path, exists=True, file_okay=False),
+@click.option("--recipes", type=UserPath(exists=True, file_okay=False),
               help="A folder of recipe files that jobs may name.")
 def serve(
     port: int, host: str, folder: Path, key_file: Path | None, limits: str, model: str | None, max_seq_length: int,
@@ -154,10 +155,10 @@ def address_of(host: str, listening: socket) -> str:
 
 
 @click.command(short_help="Watch runs on a live page in the browser.")
-@click.argument("runs_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("runs_dir", type=UserPath(exists=True, file_okay=False))
 @click.option("--port", default=8401, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @HOST
-@click.option("--key-file", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+@click.option("--key-file", type=UserPath(exists=True, dir_okay=False),
               help="Who else may look, a line NAME KEY each.")
 def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
     """Serve a live page of the runs in RUNS_DIR and the folders below it.

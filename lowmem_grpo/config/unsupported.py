@@ -9,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from lowmem_grpo.config.launcher import this_place
 from lowmem_grpo.utils import field_value
 
 ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields that exist for the
@@ -33,6 +34,7 @@ class Fixed:
     at_default: bool = False  # transformers' own default is accepted too
     may_be_off: bool = False  # any value that turns it off is accepted too
     any_value: bool = False  # it changes no result: every value is accepted
+    one_process: bool = False  # `values` change no result of one process; with several they are refused
 
     def accepts(self, name: str, value: Any) -> bool:
         """Return whether a value asks for what happens anyway."""
@@ -42,7 +44,7 @@ class Fixed:
     def allowed(self, name: str) -> tuple[Any, ...]:
         """Return the accepted values of the option `name`, its default first."""
         usual = (transformers_defaults()[name],) if self.at_default else (None, False) if self.may_be_off else ()
-        return (*usual, *self.values)
+        return (*usual, *self.values) if not self.one_process or this_place().count == 1 else usual
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,10 @@ EVERY_TRAINER: Table = dict.fromkeys(transformers_defaults(), OTHER) | {
                  "auto_find_batch_size"),
     **at_default("The package's own kernels never hold all logits at once; leave it out.", "use_liger_kernel",
                  also=(True,)),  # that memory is saved anyway
+    "average_tokens_across_devices": Fixed("The tokens of all processes have one mean; leave it out.", (False,),
+                                           at_default=True, one_process=True),
     # rows, records and evaluation
+    **at_default("compute_metrics gets all rows at once; leave it out.", "eval_do_concat_batches"),
     **at_default("Shape the dataset itself to drop rows.", "dataloader_drop_last"),
     **at_default("Use shuffle_dataset=False to keep the order of the rows.", "train_sampling_strategy"),
     **any_value("dataset_num_proc"),  # the number of processes that read rows changes no result

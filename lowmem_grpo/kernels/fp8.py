@@ -78,8 +78,11 @@ class FP8Weight:
 
 
 def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of the scales of a weight of this shape, in blocks (h, w)."""
-    return -(shape[0] // -max(block[0], 1)), -(shape[1] // -max(block[1], 1))
+    """Return the shape of the scales of a weight of this shape, in blocks (h, w). ValueError for other blocks."""
+    sides = block if isinstance(block, tuple | list) and len(block) == 2 else (0, 0)
+    if not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ValueError(f"block is {block!r}; it must be (h, w), two whole numbers, each at least 1")
+    return -(shape[0] // -block[0]), -(shape[1] // -block[1])
 
 
 def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) -> FP8Weight:
@@ -99,12 +102,15 @@ def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) ->
 def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Weight:
     """Quantize a weight (out, in) of any floating dtype to FP8: each scale makes the largest value of its block 448.
     `block` None is a scale for each row. Takes a few rows of blocks at a time; NaN stays NaN."""
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        got = f"{tuple(weight.shape)} of {weight.dtype}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"expected a weight (out, in), a tensor of a floating dtype; got {got}")
     rows, columns = weight.shape
-    block = block or (1, columns)
+    block = block or (1, max(columns, 1))
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(scales_shape((rows, columns), block), device=weight.device)
     height, step = block[0], max(1, REFERENCE_ELEMENTS // max(columns, 1) // block[0]) * block[0]
-    for start in range(0, rows, step):
+    for start in range(0, rows if columns else 0, step):
         values, groups = weight[start : start + step].float(), slice(start // height, (start + step - 1) // height + 1)
         largest = block_maxima(values.abs(), block)
         scales[groups] = torch.where(largest == 0, 1.0, largest / LARGEST)

@@ -198,6 +198,14 @@ def even_step(count: int, size: int, unit: int) -> int:
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias (..., out) for x (..., in) of any floating dtype, in which codes are decoded. Nothing is kept
     for the backward pass, which decodes them again: the weight takes no gradient, a bias may."""
+    if not isinstance(weight, FrozenWeight) or len(weight.shape) != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"expected a weight (out, {x.shape[-1]}), a tensor or codes; got "
+                         f"{tuple(getattr(weight, 'shape', ())) or 'a ' + type(weight).__name__}")
+    if not x.is_floating_point():
+        raise ValueError(f"expected x of a floating dtype; got {x.dtype}")
+    if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError("the weight is frozen: call weight.requires_grad_(False), or train it with "
+                         "torch.nn.functional.linear")
     return FrozenLinearFunction.apply(x, weight, bias)
 
 

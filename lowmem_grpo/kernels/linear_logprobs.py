@@ -57,7 +57,8 @@ def linear_logprobs(
 
     hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional. Returns
     logprobs (N,) in float32 (float64 for float64 input), or a tuple with the other values asked for, each (N,). Rows
-    whose target is `ignore_index` give 0 and no gradient. The log-probability of the likeliest token has no gradient,
+    whose target is `ignore_index` give 0 and no gradient; other targets outside of the vocabulary are refused, or give
+    NaN on a card. The log-probability of the likeliest token has no gradient,
     and ignored rows have it too; where it equals the target's, the target is the likeliest token.
 
     hidden, weight and bias get gradients if they require them. The entropy is a value without gradient unless
@@ -185,5 +186,5 @@ def check_arguments(
                          f"{weight.dtype} on {weight.device}, targets on {targets.device}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    if chunk_rows is not None and not (isinstance(chunk_rows, int) and chunk_rows >= 1):
+        raise ValueError(f"chunk_rows is {chunk_rows!r}; it must be a whole number, at least 1")

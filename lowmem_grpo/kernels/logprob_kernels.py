@@ -43,6 +43,7 @@ def forward_rows(
     """Return logprobs, entropy, m and log s, (4, N) together, where log sum exp(z) = m + log s, and U (N, D) in the
     dtype of hidden, empty if it is not kept; hidden (N, D), weight (V, D), bias (V,)."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
+    check_targets(targets, vocabulary, ignore_index)
     buffer = new_logits(hidden, min(chunk_rows, rows), vocabulary)
     results = buffer.new_empty(4, rows)
     gradient = hidden.new_empty(hidden.shape if keep_gradient else 0)
@@ -58,6 +59,15 @@ def forward_rows(
                 difference = difference.contiguous()
             torch.mm(difference, weight, out=gradient[chunk])
     return results, gradient
+
+
+def check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise ValueError for a target on the CPU that is no token. A card is not waited for: its row is NaN there."""
+    if type(targets) is Tensor and targets.is_cpu:  # a fake tensor has no values
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))]
+        if len(wrong):
+            raise ValueError(f"targets hold {wrong[0]}; they must be tokens, from 0 to {vocabulary - 1}. Give the "
+                             "target of the rows to leave out as ignore_index, as in ignore_index=-100")
 
 
 def finish_rows_ref(
@@ -93,13 +103,13 @@ def logprob_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     target = tl.load(targets_ptr + row)
-    kept = target != ignore_index
-    target = tl.where(kept, target, 0)
+    kept, outside = target != ignore_index, (target < 0) | (target >= V)
+    target = tl.where(outside, 0, target)
 
     row_max, total, weighted = row_statistics(
         logits_ptr, bias_ptr, V, temperature, scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
     )
-    log_sum = tl.log(total)
+    log_sum = tl.where(kept & outside, float("nan"), tl.log(total))
 
     target_raw = tl.load(logits_ptr + target)
     target_bias = tl.load(bias_ptr + target).to(tl.float32) if HAS_BIAS else 0.0

@@ -45,7 +45,7 @@ def find_recipe(name: str) -> Any:
 
 def recipe_path(name: str) -> Path:
     """Return the path of a recipe file. Raises ValueError if it is no Python file, or does not exist."""
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.suffix in KINDS:
         raise ValueError(f"{name} is data, and no recipe: `lowmem-grpo new NAME --data {quote(name)}` writes a recipe "
                          "for it, and `lowmem-grpo run ./NAME.py` trains on it")

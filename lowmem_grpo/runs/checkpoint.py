@@ -13,6 +13,7 @@ complete whenever the process dies. Folders named `.checkpoint-...` are unfinish
 """
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,9 +40,11 @@ from lowmem_grpo.runs.saved_adapter import (
     fingerprint,
     last_good,
     list_checkpoints,
+    same_model,
     verify,
 )
 
+logger = logging.getLogger(__name__)
 REFERENCE_FILE = "reference.safetensors"
 
 
@@ -55,7 +58,8 @@ def save_checkpoint(
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(checkpoint_state.collect(optimizer, scheduler, state, tensors))
+    base = {"base": checkpoint_state.base_digest(model)}
+    text = json.dumps(checkpoint_state.collect(optimizer, scheduler, state, tensors) | base)
     held = (*tensors.values(), *adapter_tensors(model).values(), *(reference or {}).values())
     needed = sum(tensor.nbytes for tensor in held) + len(text)
     free = free_bytes(run_dir)
@@ -96,7 +100,11 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
         adapter, held = load_file(folder / ADAPTER_FILE), adapter_tensors(model)
         check_fits(folder, content, optimizer)
         check_adapter(folder, adapter, held)
-        check_scaling(adapter_settings(folder), model.peft_config[checkpoint_state.ADAPTER], folder)
+        settings, config = adapter_settings(folder), model.peft_config[checkpoint_state.ADAPTER]
+        check_scaling(settings, config, folder)
+        if content.get("base") not in (None, checkpoint_state.base_digest(model)):  # older checkpoints have none
+            here = config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None)
+            tell_other_base(settings.get("base_model_name_or_path"), here, folder)
         tensors, random = load_tensors(folder / "optimizer.safetensors"), load_tensors(folder / "rng.safetensors")
         steps, schedule = decode(content["optimizer"]["content"], tensors), decode(content["scheduler"], tensors)
         state: dict[str, Any] = content["state"]
@@ -165,6 +173,15 @@ def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
         if (there := saved.get(name) or None) != ((here := getattr(config, name)) or None):
             raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model, which scales the "
                                 "adapter; add LoRA as the saved run did")
+
+
+def tell_other_base(there: str | None, here: str | None, folder: Path) -> None:
+    """Raise MismatchError if a run's base has another name than the model, whose weights differ; else log a warning."""
+    if there and here and not same_model(there, here):
+        raise MismatchError(f"{folder} was trained on {there}, and this model is {here}, with other weights; resume on "
+                            "the base of the saved run, or begin a new run")
+    logger.warning("%s was trained on other weights of %s than this model has, or on the same in another precision; "
+                   "the run goes on with these", folder, there or "its base")
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:

@@ -4,6 +4,7 @@ Optimizer, scheduler and random states are nested dicts, lists and tuples that c
 tensors out under their path (`state.3.exp_avg`) and returns JSON; `decode` is its inverse.
 """
 
+import hashlib
 import importlib.metadata
 import random
 from pathlib import Path
@@ -50,6 +51,16 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
     """Return the adapter's parameters (not copies), under their names in the saved file."""
     held: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
     return held
+
+
+def base_digest(model: PeftModel) -> str:
+    """Return a digest of 64 values of each frozen tensor, which tells models of equal shapes apart."""
+    digest = hashlib.sha256()
+    for name, held in model.named_parameters():
+        part = getattr(getattr(held, "quant_state", None), "absmax", held)  # 4-bit codes may be repacked
+        if not held.requires_grad and "lora_" not in name and not part.is_meta:
+            digest.update(part.detach().flatten()[:64].view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -29,16 +29,17 @@ def running(trainer: TrlApi, resume: bool | str | None) -> Iterator[None]:
         start_run(trainer, resume)
         with failure_recorded(trainer):
             started, trainer.began_at, trainer.losses, trainer.samples_seen = time.monotonic(), time.time(), [], 0
-            trainer.notify("on_train_begin")
-            trainer.notify("on_epoch_begin")
-            try:
+            with trainer.saver.saved_before(trainer.save_state, trainer.interrupt):
+                trainer.notify("on_train_begin")
+                trainer.notify("on_epoch_begin")
                 try:
-                    yield
+                    try:
+                        yield
+                    finally:
+                        trainer.notify("on_epoch_end")
+                    log_summary(trainer, time.monotonic() - started)
                 finally:
-                    trainer.notify("on_epoch_end")
-                log_summary(trainer, time.monotonic() - started)
-            finally:
-                trainer.notify("on_train_end")
+                    trainer.notify("on_train_end")
             end_run(trainer, "finished" if trainer.finished else "interrupted")
 
 

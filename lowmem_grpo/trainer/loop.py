@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.memory.oom import MemoryExhaustedError
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rollout.replay import ReplayBuffer
@@ -17,11 +16,9 @@ from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
-from lowmem_grpo.trainer.distributed import RankError
 from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_sets, evaluation_sets, indexed_rows
 from lowmem_grpo.trainer.journal import FirstSteps, Journal
 from lowmem_grpo.trainer.lifecycle import running, signals_after_steps
-from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_agree, preflight
 from lowmem_grpo.trainer.saver import Saver
@@ -209,10 +206,8 @@ class Trainer(TrlApi):
                 self.agree()
                 while not self.finished and not self.should_stop():
                     self.start_step()
-                    with self.saver.saved_before(self.save_state, Exception):
-                        self.check_unchanged()
-                        groups = self.next_groups()
-                    self.train_step(groups)
+                    self.check_unchanged()
+                    self.train_step(self.next_groups())
         self.interrupt.pass_on()
         return TrainOutput(self.state.global_step, self.summary, self.finished)
 
@@ -235,10 +230,9 @@ class Trainer(TrlApi):
     def train_step(self, groups: list[RolloutGroup]) -> None:
         """Train on the groups of the step in progress, write its records, and evaluate and save when due."""
         before, epoch = self.state.global_step, self.epoch_before
-        with self.saver.saved_before(self.save_state, MemoryExhaustedError, NonFiniteError, RankError):
-            metrics = self.update(groups, self.state.max_steps - before)
-        self.record(before, metrics, groups)
+        metrics = self.update(groups, self.state.max_steps - before)
         self.saver.mark()
+        self.record(before, metrics, groups)
         self.notify("on_step_end", groups=self.sampled)
         self.agree()
         self.follow(epoch)
@@ -246,10 +240,9 @@ class Trainer(TrlApi):
         if asked.should_log:
             self.log_line(self.journal.flush())
         if self.due(before, epoch, self.args.eval_steps, self.args.eval_strategy) or asked.should_evaluate:
-            with self.saver.saved_before(self.save_state, MemoryExhaustedError):
-                metrics = self.evaluate()
-                self.records.metrics(metrics)
-                self.saver.note_evaluated(metrics)
+            metrics = self.evaluate()
+            self.records.metrics(metrics)
+            self.saver.note_evaluated(metrics)
         if self.due(before, epoch, self.args.save_steps, self.args.save_strategy) or asked.should_save:
             self.save_state()
 

@@ -14,7 +14,7 @@ from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
 from lowmem_grpo.runs.records import RecordError
 from lowmem_grpo.runs.saved_adapter import CheckpointError, MismatchError
-from lowmem_grpo.runs.state import OF_SETTINGS
+from lowmem_grpo.runs.state import OF_SETTINGS, Interrupt
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.step_accumulator import RandomStates
 
@@ -118,7 +118,7 @@ class Saver:
         Returns its folder, or None if there is no checkpoint yet; raises CheckpointError if all are broken."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
-        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted))]
+        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted)).expanduser()]
         for folder in newest:
             try:
                 self.load(folder)
@@ -147,15 +147,21 @@ class Saver:
             logger.warning("%s; the others are lost, and the run goes on without them", missing)
 
     @contextmanager
-    def saved_before(self, save: Callable[[], Path], *kinds: type[Exception]) -> Iterator[None]:
-        """On an error of these kinds, `save` the state from before this step, so that the run can be resumed."""
+    def saved_before(self, save: Callable[[], Path], interrupt: Interrupt) -> Iterator[None]:
+        """On an error, `save` the state from before this step, so that the run can be resumed. Nothing is saved if a
+        second Ctrl-C stops the run at once, if writing was what failed, or in the middle of the optimizer's step."""
         try:
             yield
-        except kinds as error:
-            if self.state.global_step and self.records.writes:
-                self.go_back()
-                folder = save()
-                error.add_note(f"Saved {folder}; mend the cause, then go on with train(resume_from_checkpoint=True)")
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            unsaved = CheckpointError, RecordError, *([KeyboardInterrupt] if interrupt.requested else [])
+            if (self.state.global_step and self.records.writes and self.learner.whole
+                    and not isinstance(error, unsaved)):
+                try:
+                    self.go_back()
+                    told = f"Saved {save()}; mend the cause, then go on with train(resume_from_checkpoint=True)"
+                except Exception as second:  # noqa: BLE001 - the first error is the one to raise
+                    told = f"Nothing could be saved: {second}"
+                error.add_note(told)
             raise
 
     def snapshot(self) -> dict[str, Any]:
@@ -197,3 +203,4 @@ class Saver:
         self.learner.objective.restore(saved.get("objective", {}))
         kept, generations = saved.get("replay", []), self.config.completions_per_prompt
         self.replay.restore(kept, self.source.dataset, self.reward_names, generations)
+        self.mark()

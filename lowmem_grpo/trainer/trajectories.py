@@ -115,7 +115,7 @@ class TrajectoryTrainer(Trainer):
             if self.finished:
                 raise ValueError(f"all {self.state.max_steps} steps (max_steps) are made; make a trainer with more")
             self.start_step()
-            with self.saver.saved_before(self.save_state, Exception):
+            with self.saver.saved_before(self.save_state, self.interrupt):
                 self.taken, self.extra = self.take_in(together, groups), dict(metrics or {})
             self.train_step(together)
         self.ended = time.perf_counter()

@@ -63,12 +63,21 @@ NOT_HERE = NEVER_CALLED | {
     "data_collator": ROWS, **dict.fromkeys(("is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
     **dict.fromkeys(("_metrics", "_logs", "_textual_logs"), LOGGED),
     **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics"), "SFTTrainer takes it when it is made"),
-    **dict.fromkeys(("compute_loss_func", "loss_is_scaled_for_ga"), LOSS),
+    **dict.fromkeys(("compute_loss_func", "loss_is_scaled_for_ga"), LOSS), "rollout_func": PLAY,
+    **dict.fromkeys(("epsilon_low", "epsilon_high"), "the loss reads args.epsilon and args.epsilon_high"),
+    "generation_config": "sampling is set in args, as in temperature and top_p, before the trainer is made",
     "ref_model": "the reference is the same model with another adapter, or none: with trainer.policy.reference(): ...",
     **dict.fromkeys(("llm", "vllm_generation", "vllm_client"), "the engine that samples is trainer.engine; a "
                     "rollout_func samples with lowmem_grpo.generate_rollout_completions(trainer, prompts)"),
 }
-GIVEN_ONCE = ("data_collator", "compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
+NEW = "make a new trainer with the other one"
+MADE_ONCE = {  # attributes that the parts of a trainer have read, and how to have another one
+    **dict.fromkeys(("model", "tokenizer", "state", "policy", "learner"), NEW),
+    "args": "set its fields, as in trainer.args.beta = 0.1, or make a new trainer",
+    "train_dataset": "make a new trainer with the other rows",
+    "eval_dataset": "pass the other rows to evaluate(eval_dataset=...), or make a new trainer",
+    **dict.fromkeys(("optimizer", "lr_scheduler"), "make a new trainer with optimizers=(optimizer, scheduler)"),
+}
 SETTINGS = (  # attributes of TRL's trainers, which a `rollout_func` reads
     "num_generations", "num_generations_eval", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
     "chat_template_kwargs", "use_vllm", "beta", "num_iterations", "loss_type", "scale_rewards",
@@ -142,13 +151,15 @@ class TrlApi:
                                       for name in useless))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in NEVER_CALLED or name in GIVEN_ONCE:
+        if name in NEVER_CALLED or (name in NOT_HERE and name[0] != "_"):
             raise NotHereError(f"{type(self).__name__}.{name} is never called here: {NOT_HERE[name]}")
         if name in SETTINGS and hasattr(getattr(self, "args", None), name):
             return setattr(self.args, name, value)  # TRL's loss reads it here at each step, and ours there
-        if name == "train_dataset":
-            raise UnsupportedError(f"{type(self).__name__}.{name} cannot be changed; make a new trainer with the other "
-                                   "rows")
+        made = name in MADE_ONCE and name in vars(self)
+        if made or getattr(getattr(type(self), name, None), "fset", name) is None:  # a property that cannot be set
+            if value is not getattr(self, name):
+                raise UnsupportedError(f"{type(self).__name__}.{name} cannot be changed; {MADE_ONCE.get(name, NEW)}")
+            return
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:

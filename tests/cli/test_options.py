@@ -2,6 +2,7 @@
 nothing written."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,14 @@ WRONG = {  # command line: words of the refusal
     "export lora --out empty": "empty is not empty; choose another folder",
     "export lora --out made --device tpu": "--device is 'tpu'", "export lora --out made --base empty": "no config.json",
     "export lora --out made --format gguf --llama-cpp empty": "empty",
+    "eval tiny --recipe arithmetic --adapter '~/no'": "there is no /home/nobody/no; give the folder of a run",
+    "eval '~/no' --recipe arithmetic": "no model '/home/nobody/no': there is no such folder",
+    "eval tiny --dataset '~/no.jsonl' --reward number_match": "no file '/home/nobody/no.jsonl'",
+    "new it --data '~/no.jsonl'": "no file '/home/nobody/no.jsonl'",
+    "run '~/no.py'": "~/no.py is not a recipe (no such file)",
+    **dict.fromkeys(("serve --folder ''", "export lora --out ' '", "export '' --out made", "report ''", "watch ''",
+                     f"{TINY} --out ''", "new it --out ''", "eval '' --recipe arithmetic", "jobs --server ''",
+                     "generate hi --adapter ''", "plan --model '' --gpu t4"), "it is empty; name a file or a folder"),
     "serve --folder plain/inside --port 0": "--folder is 'plain/inside', and", "serve --port 70000": "70000 is not in",
     "serve --folder plain --port 0": "'plain' is a file", "serve --host 0.0.0.0 --folder made": "give --key-file FILE",
     "serve --model nowhere": "no model 'nowhere': it is not in the cache",
@@ -232,7 +241,8 @@ def test_a_wrong_line_is_refused_in_words_before_anything_heavy_is_imported_or_w
         wrong |= {json.dumps({"model_name": f"./{name}", **options}): said}
     before = sorted(tmp_path.rglob("*"))
     done = subprocess.run([sys.executable, "-B", "-c", PROGRAM], input=json.dumps(list(wrong)), text=True,
-                          capture_output=True, check=True, cwd=tmp_path, timeout=400)
+                          capture_output=True, check=True, cwd=tmp_path, timeout=400,
+                          env=os.environ | {"HOME": "/home/nobody"})
     told = json.loads(done.stdout).items()
     failures = [f"{line}: {found}" for line, found in told if not refused(wrong[line], *found)]
     assert not failures, "\n".join(failures)

@@ -49,6 +49,16 @@ def test_refused_options_say_name_value_allowed_values_and_advice(settings: Any,
     assert settings is GRPOConfig or [name for name, fixed in refused.items() if "GRPO" in fixed.advice] == []
 
 
+@both
+def test_tokens_are_averaged_over_all_processes(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings(average_tokens_across_devices=False) == settings()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert settings(average_tokens_across_devices=True) == settings()
+    with pytest.raises(ValueError, match=r"=False is not supported \(allowed: True\)\. The tokens of all"):
+        settings(average_tokens_across_devices=False)
+
+
 def test_the_defaults_in_our_file_are_those_of_the_class() -> None:
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     computed = {"optim", "include_for_metrics"}  # fields of ours, and a factory

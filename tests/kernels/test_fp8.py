@@ -102,6 +102,8 @@ def test_zeros_stay_zeros_and_nan_is_not_hidden() -> None:
     assert found[0].eq(0).all()
     assert found[2].eq(0).all()
     assert found[1].isnan().all()
+    for shape in ((0, 4), (4, 0)):
+        assert fp8_dequantize(fp8_quantize(torch.zeros(shape))).shape == shape
 
 
 def test_quantizing_in_pieces_changes_nothing_and_leaves_the_source_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,15 @@ def test_row_kernel_gives_minus_infinity_for_a_target_without_weight_and_nan_for
 
 
 @interpreted
+def test_a_target_outside_of_the_vocabulary_is_nan_and_reads_no_other_row() -> None:
+    given = logits_of(4, 1003)
+    given["targets"] = torch.tensor([-1, 5, 1003, -100])  # row 0 would read before the logits, row 2 in row 3
+    results = logprob_rows_triton(*given.values(), *NUMBERS[0], torch.float32)
+    assert results[:2].isnan().any(1).all() and results[:2].isnan().sum() == 4 and results[0, 3] == 0
+    assert results[:2].isnan().all(0).tolist() == given["logits"].isnan().all(1).tolist() == [True, False, True, False]
+
+
+@interpreted
 def test_a_vocabulary_that_begins_with_entries_at_minus_infinity_has_an_entropy() -> None:
     given = logits_of(3, 8 * 2048)
     given["bias"][: 5 * 2048 + 7], given["targets"] = -torch.inf, given["targets"] // 4 + 6 * 2048

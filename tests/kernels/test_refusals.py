@@ -10,7 +10,7 @@ from nf4_problem import ONE, quantized
 from nf4_problem import problem as nf4_problem
 from tables import every_row, not_refused
 
-from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels import fp8_quantize, frozen_linear, linear_logprobs
 from lowmem_grpo.kernels.glu import geglu, glu_backward, glu_forward, swiglu
 from lowmem_grpo.kernels.lora import LoRA, lora_linear
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
@@ -75,6 +75,22 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         *(({name: torch.tensor(2.0, **GRADIENT)}, f"{name} is a tensor (), requires_grad=True; it must be")
           for name in ("temperature", "logit_scale", "softcap")), ({"temperature": torch.ones(3)}, "a tensor (3,)"),
         ({"weight": quantized(V, 64, torch.float32)}, "got a Params4bit in 4 bits. Dequantize it once"),
+        ({"chunk_rows": 1.5}, "chunk_rows is 1.5"),
+        *((trained | {"targets": torch.tensor([0, wrong, 5])}, f"hold {wrong}; they must be tokens, from 0 to {V - 1}")
+          for wrong in (-100, V) for trained in ({}, {"ignore_index": -1}, {"weight": torch.zeros(V, D, **GRADIENT)})),
+    ]),
+    (frozen_linear, {"x": torch.zeros(3, IN), "weight": torch.zeros(INNER, IN)}, [
+        ({"weight": torch.zeros(INNER, IN, **GRADIENT)}, "the weight is frozen: call weight.requires_grad_(False)"),
+        ({"weight": torch.nn.Linear(IN, INNER)}, "a weight (out, 63), a tensor or codes; got a Linear"),
+        ({"weight": torch.zeros(2, INNER, IN)}, "(2, 130, 63)"),
+        ({"weight": fp8_quantize(torch.zeros(4, 5))}, "(4, 5)"), ({"x": torch.zeros(3, IN, dtype=torch.long)}, "int64"),
+    ]),
+    (fp8_quantize, {"weight": torch.zeros(4, 6)}, [
+        *(({"weight": torch.zeros(shape)}, f"expected a weight (out, in), a tensor of a floating dtype; got {shape} of")
+          for shape in ((), (4,), (2, 3, 4))), ({"weight": torch.zeros(4, 6).int()}, "int32"),
+        ({"weight": [[1.0]]}, "list"),
+        *(({"block": block}, f"block is {block!r}; it must be (h, w)")
+          for block in ((0, 4), (4, -1), (3,), 128, (2.0, 2))),
     ]),
     (nf4_linear, nf4_problem(3, ONE, torch.float32), [
         ({"x": torch.zeros(3, 191)}, "expected x (..., 192)"),

@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,17 +75,29 @@ def test_a_completion_longer_than_the_context_is_refused_by_the_constructor(tmp_
 # Reward functions that misbehave
 
 
-def test_a_failing_reward_leaves_a_checkpoint_of_the_steps_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "error"), [
+    ("reward", ZeroDivisionError), ("reward", KeyboardInterrupt), ("on_step_begin", KeyboardInterrupt),
+    ("on_pre_optimizer_step", ValueError), ("on_step_end", SystemExit), ("on_log", KeyboardInterrupt),
+])
+def test_what_the_user_wrote_fails_and_leaves_a_checkpoint_of_the_steps_before_it(
+    tmp_path: Path, place: str, error: type[BaseException]
+) -> None:
     def fails(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[float]:
-        if trainer_state.global_step == 1:
-            raise ZeroDivisionError("no units")
+        if trainer_state.global_step == 1 and place == "reward":
+            raise error("no units")
         return digit_sum(completions)
+
+    def called(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 1:
+            raise error("no units")
 
     straight = make(tmp_path / "straight", max_steps=3)
     straight.train()
     settings = {"max_steps": 3, "save_strategy": "steps"}
-    with pytest.raises(RewardError, match="fails raised ZeroDivisionError: no units") as caught:
-        make(tmp_path / "run", reward=fails, **settings).train()
+    listeners = [] if place == "reward" else [SimpleNamespace(**{place: called})]
+    raised, said = (RewardError, "fails raised Zero.*: ") if error is ZeroDivisionError else (error, "^")
+    with pytest.raises(raised, match=f"{said}no units") as caught:
+        make(tmp_path / "run", reward=fails, callbacks=listeners, **settings).train()
     assert f"Saved {tmp_path / 'run' / 'checkpoint-1'}" in "\n".join(caught.value.__notes__)
     resumed = make(tmp_path / "run", **settings)
     assert resumed.train(resume_from_checkpoint=True).finished

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tables import not_refused
 from trainer_runs import ROWS, SMALL, digit_sum, load
 
-from lowmem_grpo import GRPOConfig, GRPOTrainer, RLOOTrainer, SFTTrainer
+from lowmem_grpo import GRPOConfig, GRPOTrainer, RLOOTrainer, SFTConfig, SFTTrainer
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.trl_api import NEVER_CALLED
@@ -38,9 +39,27 @@ def test_a_method_put_on_a_trainer_that_is_never_called_is_refused(tmp_path: Pat
     trainer = GRPOTrainer(load(), digit_sum, GRPOConfig(output_dir=str(tmp_path), **SMALL), ROWS)
     with pytest.raises(UnsupportedError, match=r"GRPOTrainer\.compute_loss is never called here: the loss is"):
         trainer.compute_loss = method
-    for name in ("compute_metrics", "data_collator", "compute_loss_func"):
+    for name in ("compute_metrics", "data_collator", "compute_loss_func", "ref_model", "rollout_func", "epsilon_low",
+                 "generation_config"):
         with pytest.raises(UnsupportedError, match=rf"GRPOTrainer\.{name} is never called here: "):
             setattr(trainer, name, method)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, SFTTrainer])
+def test_what_a_trainer_has_read_is_not_changed_in_silence(kind: Any, tmp_path: Path) -> None:
+    settings: Any = SFTConfig(output_dir=str(tmp_path)) if kind is SFTTrainer else GRPOConfig(
+        output_dir=str(tmp_path), **SMALL)
+    rewards = {} if kind is SFTTrainer else {"reward_funcs": digit_sum}
+    rows = [{"prompt": "a", "completion": "b"}] * 4
+    trainer = kind(load(), args=settings, train_dataset=rows, **rewards)
+    names = ["model", "model_wrapped", "processing_class", "tokenizer", "args", "train_dataset", "eval_dataset",
+             "optimizer", "lr_scheduler", "state", "callback_handler", "accelerator"]
+    names += [] if kind is SFTTrainer else ["reward_funcs", "reward_weights", "tools"]
+    rows = [(name, (f"{kind.__name__}.{name} cannot be changed; ", "make a new trainer")) for name in names]
+    assert not_refused(lambda name: setattr(trainer, name, [object()]), rows, UnsupportedError) == []
+    model = trainer.model
+    trainer.model, trainer.optimizer, trainer.beta_of_mine = model.train(), trainer.optimizer, 1
+    assert trainer.model is model and trainer.beta_of_mine == 1
 
 
 def test_trls_methods_that_our_trainers_lack_are_all_refused() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from programs import program
-from trainer_runs import load
+from trainer_runs import adapter_of, load, same
 from trainer_runs import make_dropping as make
 
 from lowmem_grpo.cli.main import main
@@ -97,6 +97,24 @@ def test_other_settings_are_named_on_resume_and_other_data_refused(
         make(folder, rows=ROWS[:6]).train(resume_from_checkpoint=True)
 
 
+def test_a_resume_on_another_base_model_of_equal_shapes_is_refused_or_said(
+    tmp_path: Path, straight: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, other = shutil.copytree(straight, tmp_path / "run"), load()
+    name = other.loaded.name
+    small_run.make(folder, model=other).train(resume_from_checkpoint=True)
+    assert "other weights" not in caplog.text
+    for layer in other.get_base_model().model.layers:
+        layer.mlp.down_proj.base_layer.weight.data += 0.1  # as a merged adapter changes them
+    other.peft_config["default"].base_model_name_or_path, trained = "meta/other", adapter_of(other)
+    with pytest.raises(MismatchError, match=f"was trained on {name}, and this model is meta/other, with other weights"):
+        small_run.make(folder, model=other).train(resume_from_checkpoint=True)
+    assert same(adapter_of(other), trained)
+    other.peft_config["default"].base_model_name_or_path = None
+    small_run.make(folder, model=other).train(resume_from_checkpoint=True)
+    assert f"was trained on other weights of {name} than this model has" in caplog.text
+
+
 def test_another_number_of_threads_than_the_run_had_is_said_on_resume(
     tmp_path: Path, straight: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +178,9 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         on_signal(interrupt, *given)
         handled.set()
 
-    def impatient(completions: list[str], **kwargs: Any) -> list[float]:
+    def impatient(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        if not trainer_state.global_step:
+            return digit_sum(completions)
         os.kill(os.getpid(), signal.SIGINT)
         assert handled.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
@@ -176,6 +196,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     over.set()
     assert signal.getsignal(signal.SIGINT) is before
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    assert not [*tmp_path.glob("checkpoint-*")], "as the first Ctrl-C said"
 
 
 # Checkpoints

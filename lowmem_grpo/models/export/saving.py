@@ -52,7 +52,7 @@ class Saving:
         refuse(options, REFUSED, {"dtype", "overwrite", "save_method"}, "save_pretrained_merged")
         from lowmem_grpo.models.export.merged import save_adapter, save_merged
 
-        folder, name = Path(save_directory), self.loaded.name
+        folder, name = Path(save_directory).expanduser(), self.loaded.name
         if method_of(save_method) == MERGED_16BIT:
             return save_merged(self.inner, folder, tokenizer or self.loaded.tokenizer, dtype, overwrite, name).folder
         if not hasattr(self.inner, "peft_config"):
@@ -81,8 +81,9 @@ class Saving:
         chosen = [quantization_method] if not isinstance(quantization_method, list | tuple) else quantization_method
         methods = [str(each or "fast_quantized").lower() for each in chosen]
         kinds = [GGUF_METHODS.get(method, method) for method in methods]  # llama.cpp's types
-        return save_gguf(self.inner, Path(save_directory), tokenizer or self.loaded.tokenizer, kinds,
-                         None if llama_cpp is None else Path(llama_cpp), overwrite, self.loaded.name).folder
+        programs = None if llama_cpp is None else Path(llama_cpp).expanduser()
+        return save_gguf(self.inner, Path(save_directory).expanduser(), tokenizer or self.loaded.tokenizer, kinds,
+                         programs, overwrite, self.loaded.name).folder
 
     def push_to_hub_merged(self, repo_id: str, tokenizer: Any = None, save_method: str | None = MERGED_16BIT,
                            token: str | bool | None = None, private: bool | None = None,

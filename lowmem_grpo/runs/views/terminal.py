@@ -20,6 +20,19 @@ PACKAGE = Path(__file__).parents[2]
 PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's standard library
 
 
+class UserPath(click.Path):
+    """A path or a name (with `path_type=str`): "~" is the home folder, and an empty one is refused."""
+
+    def __init__(self, path_type: type = Path, **checks: Any) -> None:
+        super().__init__(path_type=path_type, **checks)
+        self.name = "text" if path_type is str else self.name
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not str(value).strip():
+            self.fail("it is empty; name a file or a folder, such as . for this one", param, ctx)
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Show errors of this package, whose messages are written for users, and refused files or folders without a
