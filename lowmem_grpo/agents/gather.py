@@ -29,8 +29,8 @@ async def gather_trajectory_groups(
     max_exceptions: the number of rollouts that may fail (inf: all), or below 1 their share. Their errors are kept in
     `group.exceptions`. If one more rollout fails, its error is raised, and all others are cancelled.
     after_each: is called with each complete group, for example to score it. Its result replaces the group; None drops
-    the group. timeout: seconds for each rollout. A rollout that takes longer is cancelled and is a failure, but one that
-    blocks (time.sleep, a loop without await) cannot be cancelled. max_metrics: the number of means that the bar shows.
+    the group. timeout: seconds for each rollout. A rollout that takes longer fails and is cancelled, but a blocking one
+    (time.sleep, a loop without await) cannot be cancelled. max_metrics: the number of means that the bar shows.
 
     If a group is a coroutine of your own that fails, this is the failure of one rollout, and the group is left out."""
     say_deprecated(pbar_total_completion_tokens)
