@@ -60,7 +60,7 @@ async def ruler(
     extra_litellm_params: dict[str, Any] | None = None, rubric: str = DEFAULT_RUBRIC,
     tools: list[dict[str, Any]] | None = None, *, debug: bool = False,
 ) -> list[TrajectoryScore]:
-    """Return the scores of trajectories, each given as its messages, from 0 to 1 and relative to each other.
+    """Return a judge's scores of trajectories, from 0 to 1 and relative to each other. Each is a list of messages.
 
     judge_model: "openai/NAME" (the key is OPENAI_API_KEY, as openai's client reads it), an address that begins with
     http, or a judge (`rewards.UrlJudge(...)`, `model.judge()`). extra_litellm_params: base_url, api_key, timeout,

@@ -93,12 +93,12 @@ def report_correction(correction: Tensor, tokens: LossTokens, report: Report) ->
     report.extremes("sampling/importance_sampling_ratio/", values, "min", "max")
 
 
-def percentiles(values: Tensor, shares: tuple[float, ...] = (0.01, 0.5, 0.99)) -> list[float]:
-    """Return the values (N,) at the given shares of their order, by nearest rank; all NaN if there are none."""
+def percentiles(values: Tensor) -> list[float]:
+    """Return the 1st, 50th and 99th percentile of `values` (N,), by nearest rank; all NaN if there are none."""
     if values.numel() == 0:
-        return [float("nan")] * len(shares)
+        return [float("nan")] * 3
     ordered = values.sort().values
-    places = [round(share * (len(ordered) - 1)) for share in shares]
+    places = [round(share * (len(ordered) - 1)) for share in (0.01, 0.5, 0.99)]
     return ordered[torch.tensor(places, device=values.device)].tolist()
 
 

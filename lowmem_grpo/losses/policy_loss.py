@@ -34,7 +34,7 @@ def grpo_loss(
     correct_mismatch: bool | None = None, entropy_coef: float | None = None, num_sequences: int | None = None,
     settings: LossSettings | None = None, **options: Any,
 ) -> LossOutput:
-    """Return the given tokens' share of the step's loss; the shares of all micro-batches add up to the loss.
+    """Return what these tokens add to the step's loss: the sum over all micro-batches is the loss.
 
     All tensors are (N,): `logprobs` with gradient, `advantages`, `sequence_ids` int64, `old_logprobs` at the start of
     the update (None: on-policy, the ratio is exactly 1), `ref_logprobs` of the reference (for beta),

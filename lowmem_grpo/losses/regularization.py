@@ -119,8 +119,8 @@ def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
 @dataclass
 class EntropyControl:
     """The coefficient of the entropy bonus: fixed, or steered towards a target (Skywork-OR1, arXiv 2505.22312).
-    Adaptive control raises it by `delta` after each step whose mean entropy was at or below the target, lowers it after
-    other steps, and applies the bonus only after a step of the first kind."""
+    If a step's mean entropy is at or below the target, adaptive control raises the coefficient by `delta`, and the next
+    step has the bonus. After any other step it lowers the coefficient, and the next step has no bonus."""
 
     coef: float
     adaptive: bool = False

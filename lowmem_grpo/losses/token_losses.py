@@ -99,8 +99,8 @@ def token_losses(
 
 
 def held_ratio(change: Tensor, low: float, high: float, advantages: Tensor) -> Tensor:
-    """Return exp(change) as it enters min(r A, clip(r) A): at most `high` where A is above 0, at least `low` where it
-    is below, without a gradient where a bound holds, and finite there however large `change` is."""
+    """Return the ratio r = exp(change) as PPO's min(r A, clip(r) A) uses it: at most `high` where A > 0, at least `low`
+    where A < 0. A ratio that a bound replaces has no gradient, and is finite even if exp(change) overflows."""
     upper = torch.where(advantages < 0, torch.inf, torch.full_like(change, high))
     lower = torch.where(advantages > 0, 0.0, torch.full_like(change, low))
     inside = (change <= upper.log()) & (change >= lower.log())

@@ -222,8 +222,8 @@ class Predictions:
     compute: Callable[[EvalPrediction], Mapping[str, float]]
     preprocess: Callable[[Tensor, Tensor], Any] | None = None
 
-    def metrics(self, model: Any, groups: Iterable[RolloutGroup], prefix: str = "eval_") -> dict[str, float]:
-        """Return the user's metrics of the model's predictions for these rows, under names without the prefix.
+    def metrics(self, model: Any, groups: Iterable[RolloutGroup]) -> dict[str, float]:
+        """Return the user's metrics of the model's predictions for these rows, under names without "eval_".
         Predictions are (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
         training = model.training
         both: Any = None  # predictions and labels
@@ -239,7 +239,7 @@ class Predictions:
         finally:
             model.train(training)
         metrics = numbers_of(self.compute(EvalPrediction(*both)))
-        return {name.removeprefix(prefix): value for name, value in metrics.items()}
+        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
     @torch.no_grad()
     def predicted(self, model: Any, ids: Tensor, labels: Tensor) -> Any:
