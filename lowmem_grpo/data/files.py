@@ -18,6 +18,7 @@ LOOKED = 10_000  # lines that are checked before the library reads the file
 CHUNK = 1 << 20  # bytes read at a time
 ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
 EXACT = 1 << 53  # whole numbers from here on are rounded in floats
+WORDS = {"keep_default_na": False, "na_values": [""]}  # of a .csv file, only nothing is an empty cell; None is a word
 PARQUET = b"PAR1"  # the first and the last bytes of a parquet file
 
 
@@ -172,7 +173,8 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     path = Path(source)
     if is_file_name(source):
         refuse_unreadable(path)
-        wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train"}
+        wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train",
+                                  **(WORDS if path.suffix.lower() == ".csv" else {})}
     else:
         from lowmem_grpo.models.hub import find_dataset
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+from lowmem_grpo.data.prompt_inputs import HALF
 from lowmem_grpo.environments.tools.results import refuse_images
 from lowmem_grpo.environments.workers import LateError
 from lowmem_grpo.types import Message
@@ -197,7 +198,7 @@ def messages_of(observation: Any, method: str) -> list[Message]:
     if observation is None:
         return []
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        return [text_only({"role": "user", "content": observation})]
     messages = [observation] if isinstance(observation, dict) else observation
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
@@ -223,8 +224,9 @@ def text_in(message: Message) -> str | None:
 
 
 def text_only(message: Message) -> Message:
-    """Return a message that `is_message` accepts, with a string as content; a content block becomes a user message."""
-    return (message if "role" in message else {"role": "user"}) | {"content": text_in(message)}
+    """Return a message that `is_message` accepts, with a string as content, in which "?" stands for half of a surrogate
+    pair, as in results of tools; a content block becomes a user message."""
+    return (message if "role" in message else {"role": "user"}) | {"content": HALF.sub("?", text_in(message) or "")}
 
 
 def plain(value: Any) -> Any:

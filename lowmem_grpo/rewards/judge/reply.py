@@ -60,12 +60,20 @@ def json_object(reply: str) -> dict[str, Any]:
     any other text around it, because an object in such text may be a quote from an answer."""
     for said in (reply, reply.rpartition("</think>")[2]):  # the whole first, because a reason may mention the tag
         try:
-            value = json.loads(unfenced(said, anywhere=False))
+            value = json.loads(unfenced(said, anywhere=False), object_pairs_hook=once_each)
         except (ValueError, RecursionError):  # also for an integer of thousands of digits
             continue
         if isinstance(value, dict):
             return value
-    raise BadReplyError("it is not just one JSON object", reply)
+    raise BadReplyError("it is not just one JSON object with each key once", reply)
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ValueError if it has a key twice, such as two scores."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is in it twice")
+    return value
 
 
 def writable(text: str) -> str:

@@ -95,7 +95,7 @@ def test_a_reply_without_scores_is_asked_for_again(scripted: Scripted) -> None:
     scripted.says = ["Well, well."]
     reward = judged(scripted, GOOD)
     assert [params.temperature for params in scripted.params] == [0.0, 0.7]
-    assert "could not be used: it is not just one JSON object. Reply" in scripted.asked[1][0]
+    assert "could not be used: it is not just one JSON object with each key once. Reply" in scripted.asked[1][0]
     assert (reward.judge.meter.calls, reward.judge.meter.retried, reward.judge.meter.failed) == (1, 1, 0)
     scripted.says = ["Well.", "Well."]
     assert reward(prompts=["q"] * 4, completions=TEXTS) == [None] * 4

@@ -98,7 +98,7 @@ def test_no_more_requests_are_open_than_allowed() -> None:
 
 
 @pytest.mark.parametrize(("answer", "kind", "said"), [
-    (chat("Both are lovely."), "babble", "not just one JSON object: 'Both are lovely.'"),
+    (chat("Both are lovely."), "babble", "not just one JSON object with each key once: 'Both are lovely.'"),
     (chat(None), "babble", "it is empty"), (chat('{"scores": [', "length"), "cut", "was cut off"),
 ])
 def test_text_in_place_of_scores_is_not_paid(
