@@ -18,7 +18,7 @@ KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of
 CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # render without a generation prompt
 TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns converted to lists
 OF_VLLM = {"prompt", "prompt_token_ids"}  # keys of its TextPrompt and TokensPrompt
-HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no tokenizer takes
+HALF = re.compile("[\ud800-\udfff]")  # surrogates without their other half, which no tokenizer takes
 IMAGES = "only text is generated here: leave images, video and sound out of the prompt"
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
+from lowmem_grpo.data.prompt_inputs import HALF
 from lowmem_grpo.rewards.ready.reading import unfenced
 
 Ratings = list[tuple[float, str]]  # (score, reason) of each answer of a question
@@ -51,7 +52,7 @@ def read_reply(reply: str, count: int, low: float, high: float, grouped: bool) -
         raise BadReplyError(f"its ids are not 1 to {count}, each once", reply)
     if not all(low <= rating.score <= high for rating in ratings):
         raise BadReplyError(f"a score in it is not within {low:g} to {high:g}", reply)
-    return [(rating.score, writable(rating.reason[:REASON]) if isinstance(rating.reason, str) else "")
+    return [(rating.score, HALF.sub("?", rating.reason[:REASON]) if isinstance(rating.reason, str) else "")
             for rating in ratings]
 
 
@@ -74,8 +75,3 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         raise ValueError("a key is in it twice")
     return value
-
-
-def writable(text: str) -> str:
-    """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by question marks."""
-    return text.encode(errors="replace").decode()

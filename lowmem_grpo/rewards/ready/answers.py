@@ -147,33 +147,23 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
     except SchemaError as error:
         raise ValueError(f"json_match got an invalid schema: {error.message}") from error
     validator = kind(schema, registry=Registry())  # which fetches nothing from the network
-    for part in parts_of(schema):
-        check_reference(validator, {key: part[key] for key in REFERENCES if isinstance(part.get(key), str)})
+    values: list[Any] = [None, True, 0, "", [], {}]
+    for reference in references(schema):
+        try:
+            list(map(validator.evolve(schema=reference).is_valid, values))
+        except Exception as error:
+            raise ValueError(f"json_match got a schema whose {reference} leads to nothing in it, or back to itself "
+                             "without end; put what it means into its \"$defs\", as nothing is fetched") from error
     return TextVerifier("json_match", holds, validator=validator)
 
 
-def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and the schemas in it, but for those that have an address of their own."""
-    if isinstance(schema, dict):
-        yield schema
-    inner = schema.items() if isinstance(schema, dict) else enumerate(schema if isinstance(schema, list) else [])
-    for name, part in inner:
-        if name not in VALUES and not (isinstance(part, dict) and "$id" in part):
-            yield from parts_of(part)
-
-
-def check_reference(validator: Any, reference: dict[str, str]) -> None:
-    """Raise ValueError for a reference in a schema that leads nowhere, or leads back to itself without end."""
-    from referencing.exceptions import Unresolvable
-
-    values: list[Any] = [None, True, 0, "", [], {}]
-    try:
-        for value in values:
-            validator.evolve(schema=reference).is_valid(value)
-    except (Unresolvable, RecursionError) as error:
-        why = "leads back to itself without end" if isinstance(error, RecursionError) else "leads to nothing in it"
-        raise ValueError(f"json_match got a schema whose {reference} {why}; put what it means into \"$defs\" of the "
-                         "schema: nothing is fetched") from error
+def references(schema: Any) -> Iterator[dict[str, str]]:
+    """Yield the references in a schema, but for those in schemas with an address of their own."""
+    for name, part in schema.items() if isinstance(schema, dict) else enumerate(schema if type(schema) is list else ()):
+        if name in REFERENCES and isinstance(part, str):
+            yield {name: part}
+        elif name not in VALUES and not (isinstance(part, dict) and "$id" in part):
+            yield from references(part)
 
 
 def holds(text: str, validator: Any = None) -> bool:
