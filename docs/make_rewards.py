@@ -210,9 +210,9 @@ the inputs of its tests.
 `boxed_match` and `math_match` take an answer apart if it has only one meaning, and compare the parts; anything
 uncertain is compared as text, because rewarding a wrong answer is worse than missing a right one.
 
-- **Notation** does not count: white space (but `3 4` is not `34`), `$`, `\left`, `\,`, `\dfrac`, braces around one
-  character, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop at the end, the capital at the
-  beginning of a word.
+- **Notation** does not count: white space (but `3 4` is not `34`), `$`, `\left`, `\,`, LaTeX's blank `~` (so `~70` is
+  `70`), `\dfrac`, braces around one character, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop
+  at the end, the capital at the beginning of a word.
 - **Numbers** are compared exactly: `1,234` and `1{,}234`, `1 1/2` and `1.5`, `3e6` and `3 \times 10^{6}`,
   `0.\overline{3}` and `\frac13`, `5 \text{ million}`. `0.333` is not `\frac13`, and `3.14` is not `\pi`. In brackets,
   `(1,234)` is a pair.
@@ -240,7 +240,8 @@ and a label like `10:30` is compared with the last time of day.
 **Labels.** A label may contain more than its answer: a GSM8K solution that ends in `#### 43`, `\boxed{43}`, `The answer
 is 43.`, `Answer: 43`, `$43$`, `**43**` are 43 to every verifier and reward that reads labels. If a label is a sentence
 or a number in words, `boxed_match` and `math_match` accept only the same text, and give None for any other completion.
-`number_match` gives None for a label without a number or time. One warning shows such a label. A label may be a list,
+`number_match` gives None for a label that neither is nor states a number or a time, such as `70 apples`, `about 70` or
+`2:30 PM`. One warning shows such a label. A label may be a list,
 as in Natural Questions: any of its answers is right.
 
 `math_match` needs `pip install math-verify`, and `json_match` with a schema needs `pip install jsonschema`. math-verify

@@ -3,6 +3,7 @@
 import logging
 import pickle
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -182,11 +183,18 @@ def test_missing_prompts_are_an_error() -> None:
         rewards.ruler(Scripted())(completions=["a"])
 
 
+made: Any = rewards  # with arguments of other types
+
+
 @every_row(("make", "kind", "message"), [
-    (lambda: rewards.ruler("http://127.0.0.1"), TypeError, r"got a str: give rewards.UrlJudge\(base_url"),
+    (lambda: made.ruler("http://127.0.0.1"), TypeError, r"got a str: give rewards.UrlJudge\(base_url"),
     (lambda: rewards.judged(Scripted(), " "), ValueError, "rubric is ' '; it must be a text"),
     (lambda: rewards.judged(Scripted(), score_range=(5, 5)), ValueError, r"score_range is \(5, 5\)"),
-    (lambda: rewards.judged(Scripted(), score_range=(0, float("inf"))), ValueError, "score_range"),
+    *[(partial(made.judged, Scripted(), score_range=bad), ValueError, "score_range is .*worst below best")
+      for bad in ((0, float("inf")), (0, "5"), (0, 1, 2), 5, None)],
+    *[(partial(make, Scripted(), **{name: bad}), ValueError, "column is .*; it must be a text")
+      for make in (made.judged, made.ruler) for name in ("reference", "rubric_column") for bad in ("", 5, ["a"])],
+    (lambda: made.SelfJudge("tiny"), TypeError, "got a str; give it the model from FastLanguageModel"),
     (lambda: rewards.ruler(Scripted(), reference="prompt"), ValueError, "cannot read a column named prompt"),
 ])
 def test_settings_that_make_no_sense_are_refused(make: Any, kind: type[Exception], message: str) -> None:

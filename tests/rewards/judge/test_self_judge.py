@@ -140,7 +140,8 @@ def test_a_tokenizer_without_a_template_works(scripted: Scripted) -> None:
 
 
 def test_settings_that_make_no_sense_are_refused(scripted: Scripted) -> None:
-    for name, value in (("max_tokens", 0), ("temperature", -1), ("time_limit", 0)):
+    for name, value in (("max_tokens", 0), ("temperature", -1), ("time_limit", 0), ("seed", 1.5),
+                        ("chat_template_kwargs", {"tokenize": True})):
         with pytest.raises(ValueError, match=f"{name} is {value}"):
             rewards.SelfJudge(scripted, **{name: value})
 

@@ -193,6 +193,7 @@ def test_answers_before_the_deadline_are_kept_without_the_late_ones(never: Any) 
     ({"model": ""}, "model is"), ({"timeout": 0}, "timeout is 0"), ({"deadline": float("inf")}, "deadline is inf"),
     ({"retries": -1}, "retries is"), ({"concurrency": 0}, "concurrency is 0"),
     ({"cache_size": -1}, "cache_size is -1"), ({"options": {"temprature": 0}}, "options has .'temprature'"),
+    ({"options": 5}, "options is 5; it must be a dict"),
     ({"options": {"n": 2}}, "options has .'n'.; it must be .* without model, messages"),
 ])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
