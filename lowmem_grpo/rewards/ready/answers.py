@@ -10,10 +10,10 @@ from typing import Any
 
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
-from lowmem_grpo.rewards.reward import TextReward
+from lowmem_grpo.rewards.reward import AMOUNT, TextReward
 from lowmem_grpo.rewards.texts import labels_of
 from lowmem_grpo.rewards.verifier import TextVerifier, Verdict, VerifiedReward
-from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, as_python, require
+from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, as_python, number, require
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
 LONGEST_LABEL = 6  # words of a label; a longer label is a sentence, and not an answer
@@ -215,11 +215,10 @@ def proximity(
     unless exact > outlier and reach > 0.
     """
     require("reach", reach, POSITIVE)
-    reward = TextReward("proximity", pay_nearness, column, where=where, exact=exact, outlier=outlier,
-                        reach=Fraction(as_python(reach)))
-    if not exact > outlier:
-        raise ValueError(f"exact is {exact} and outlier {outlier}; exact must be above outlier")
-    return reward
+    require("outlier", outlier, AMOUNT)
+    require("exact", exact, number(f"a finite number above outlier ({outlier})", lambda value: outlier < value))
+    return TextReward("proximity", pay_nearness, column, where=where, exact=exact, outlier=outlier,
+                      reach=Fraction(as_python(reach)))
 
 
 def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:
