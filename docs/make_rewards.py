@@ -243,8 +243,8 @@ No sandbox can keep code from recognising the inputs of its tests.
 If an answer has only one meaning, `boxed_match` and `math_match` parse it and compare its parts. Anything uncertain is
 compared as text, because rewarding a wrong answer is worse than missing a right one.
 
-- **Notation** is ignored: white space (but `3 4` is not `34`), `$`, `\left`, `\,`, `\dfrac`, braces around one
-  character, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop at the end, a capital letter at the
+- **Notation** is ignored: white space (but `3 4` is not `34`), `$`, `\left`, `\,`, LaTeX's blank `~` (so `~70` is
+  `70`), `\dfrac`, braces around one character, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop at the end, a capital letter at the
   beginning of a word.
 - **Numbers** are compared exactly. These are equal: `1,234` and `1{,}234`, `1 1/2` and `1.5`, `3e6` and `3 \times
   10^{6}`, `0.\overline{3}` and `\frac13`, `5 \text{ million}` and `5000000`. But `0.333` is not `\frac13`, `3.14` is
@@ -287,7 +287,8 @@ warning shows such a label:
 
 - If a label is a sentence or a number in words, `boxed_match` and `math_match` accept only the same text, and return
   None for any other completion.
-- If a label has no number or time, `number_match` returns None.
+- If a label neither is nor states a number or a time, as `70 apples`, `about 70` and `2:30 PM`, `number_match` returns
+  None.
 
 `math_match` needs `pip install math-verify`, and `json_match` with a schema needs `pip install jsonschema`. math-verify
 runs in a process of its own, because an answer like `9^{9^{9}}` would keep it busy forever. The process ends after 2 s

@@ -111,11 +111,12 @@ TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) a
 
 def as_python(value: Any) -> Any:
     """Return the numbers and arrays of numpy and torch as Python's, which JSON can hold, within dicts and lists too."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if type(value) is dict:
         return {name: as_python(inner) for name, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(as_python, value))
-    return value.tolist() if hasattr(value, "tolist") else value
+    return value
 
 
 def field_value(cls: Any, name: str, value: Any) -> Any:

@@ -305,6 +305,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"t
     ({"prompts": "x", "sampling_params": [GREEDY, GREEDY]}, ValueError, "has 2 entries and there are 1 prompts"),
     ({"prompts": "x", "lora_request": 7}, TypeError, r"lora_request is a int; pass model\.load_lora"),
     *[({"prompts": empty}, ValueError, "no prompt, or an empty one") for empty in ("", [], [""], [[]], ["Start", ""])],
+    *[({"prompts": half}, ValueError, r"half of a surrogate pair, which is no character: write it as text\.encode")
+      for half in ("\ud83d", ["a", "\udc00"], [{"role": "user", "content": "\ud83d"}])],
     *[({"prompts": given}, TypeError, f"fast_generate got a {type(given).__name__}") for given in (None, 7, CHAT[0])],
     *[({"prompts": "x", "sampling_params": params}, TypeError, r"pass a lowmem_grpo\.SamplingParams")
       for params in ({"temperature": 0.5}, 0.5, "greedy")],

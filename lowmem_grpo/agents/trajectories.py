@@ -30,7 +30,7 @@ def with_own_containers(copied: Copied) -> Copied:
 class History(BaseModel):
     """One conversation of a rollout."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")  # NaN is read back as it was
 
     messages_and_choices: list[Choice | dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -122,7 +122,7 @@ class TrajectoryGroup(BaseModel, metaclass=Grouped):
     Members are trajectories, errors, or rollouts that have not ended: with any of the latter, `await
     TrajectoryGroup(...)` returns the group. Anything else counts as a failed rollout. The given order is kept."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = History.model_config
 
     trajectories: list[Trajectory]
     exceptions: list[FailedRollout] = Field(default_factory=list)

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.shared import TEMPLATE_VARIABLES
-from lowmem_grpo.data.prompt_inputs import CLOSED, chat_text
+from lowmem_grpo.data.prompt_inputs import CLOSED, chat_text, half_pair
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,10 @@ class ExampleEncoder(PromptEncoder):
         completion = row.get("completion")
         if reason := unusable(row["prompt"], completion):
             return reason
-        chat = not isinstance(row["prompt"], str)
-        ids = self.ended(self.behind(prompt.text, row) if chat else str(completion))
+        said = str(completion) if isinstance(row["prompt"], str) else self.behind(prompt.text, row)
+        if reason := half_pair(said, "completion"):
+            return reason
+        ids = self.ended(said)
         if ids is None:
             return "completion goes on after an end token"
         trained = [self.prompt_too] * len(prompt.ids) + [True] * len(ids)

@@ -18,6 +18,8 @@ LOOKED = 10_000  # lines that are checked before the library reads the file
 CHUNK = 1 << 20  # bytes read at a time
 ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
 EXACT = 1 << 53  # whole numbers from here on are rounded in floats
+DIGITS = r"\s*[-+]?(?:0[0-9]|[0-9]{16})"
+WORDS = {"keep_default_na": False, "na_values": [""]}  # in a .csv file, None and NA are words
 PARQUET = b"PAR1"  # the first and the last bytes of a parquet file
 
 
@@ -168,7 +170,8 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     path = Path(source)
     if is_file_name(source):
         refuse_unreadable(path)
-        wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train"}
+        wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train",
+                                  **(WORDS if path.suffix.lower() == ".csv" else {})}
     else:
         from lowmem_grpo.models.hub import find_dataset
 
@@ -183,7 +186,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     if any(name.startswith("__index_level_") for name in rows.column_names or []) and path.suffix.lower() == ".csv":
         raise OSError(f"no rows from {source!r}: its lines have more fields than its first line names; put texts that "
                       "hold commas into double quotes")
-    return as_written(path, rows) if wanted["path"] == "json" else rows
+    return {"json": as_written, "csv": with_digits}.get(wanted["path"], lambda _, rows: rows)(path, rows)
 
 
 def as_written(path: Path, rows: Any) -> Any:
@@ -202,6 +205,19 @@ def as_written(path: Path, rows: Any) -> Any:
             texts = [None if value is None else str(value) for value in values]
             rows = rows.remove_columns(name).add_column(name, texts)
     return rows.select_columns(names) if changed else rows
+
+
+def with_digits(path: Path, rows: Any) -> Any:
+    """Return the rows of a .csv file with, as texts, the columns in which a number would lose digits, such as 007."""
+    from pandas import read_csv
+
+    names = rows.column_names
+    texts = read_csv(path, dtype=str, **WORDS).astype(object)
+    for name in [name for name, kind in rows.features.items() if kind.dtype in ("int64", "float64")]:
+        if texts[name].str.match(DIGITS, na=False).any():
+            values = texts[name].where(texts[name].notna(), None).tolist()
+            rows = rows.remove_columns(name).add_column(name, values)
+    return rows.select_columns(names)
 
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ chat templates write out or refuse. Such keys are dropped at any depth, as TRL's
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of
 CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # render without a generation prompt
 TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns converted to lists
 OF_VLLM = {"prompt", "prompt_token_ids"}  # keys of its TextPrompt and TokensPrompt
+HALF = re.compile("[\ud800-\udfff]")  # surrogates without their other half, which no tokenizer takes
 IMAGES = "only text is generated here: leave images, video and sound out of the prompt"
 
 
@@ -83,7 +85,7 @@ def encode(tokenizer: Any, prompt: Any, vocabulary: int = sys.maxsize) -> Encode
         ids = known_ids(prompt, vocabulary)
         return tokenizer.decode(ids), ids
     text = chat_text(tokenizer, [in_text(each) for each in prompt])
-    return text, known_ids(tokenizer(text, add_special_tokens=False).input_ids, vocabulary)
+    return text, known_ids(tokenizer(whole_text(text), add_special_tokens=False).input_ids, vocabulary)
 
 
 def known_ids(ids: Any, vocabulary: int) -> list[int]:
@@ -94,9 +96,22 @@ def known_ids(ids: Any, vocabulary: int) -> list[int]:
     return list(ids)
 
 
+def half_pair(text: str, name: str) -> str:
+    """Return the reason to refuse a text with half of a surrogate pair; "" if it has none."""
+    return f"{name} has half of a surrogate pair, which is no character" if HALF.search(text) else ""
+
+
+def whole_text(text: str) -> str:
+    """Return the text; ValueError if it has half of a surrogate pair."""
+    if why := half_pair(text, "a prompt"):
+        raise ValueError(f"{why}: write it as text.encode('utf-8', 'replace').decode()")
+    return text
+
+
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text for the model to continue: with the tokenizer's leading special tokens exactly once, and
-    without its trailing ones."""
+    without its trailing ones. ValueError if it has half of a surrogate pair."""
+    text = whole_text(text)
     plain, around = (list(tokenizer(text or " ", add_special_tokens=special).input_ids) for special in (False, True))
     places = range(len(around) - len(plain) + 1)
     begin = next((around[:at] for at in places if around[at : at + len(plain)] == plain), [])

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.files import DataError as DataError
-from lowmem_grpo.data.prompt_inputs import chat_text, text_ids
+from lowmem_grpo.data.prompt_inputs import chat_text, half_pair, text_ids
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,17 @@ class PromptEncoder:
         if isinstance(prompt, str):
             if not prompt.strip():
                 return "empty prompt"
-            text, ids = prompt, text_ids(self.tokenizer, prompt)
+            text = prompt
         elif is_chat(prompt):
             if why := odd_role(prompt, self.tokenizer):
                 return why
             text = self.render(prompt, self.options(row))
-            ids = self.tokenizer(text, add_special_tokens=False).input_ids
         else:
             return no_chat(prompt, "prompt")
+        if why := half_pair(text, "prompt"):
+            return why
+        chat = not isinstance(prompt, str)
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids if chat else text_ids(self.tokenizer, text)
         return Prompt(row, ids, text)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from typing import Any
 
 from lowmem_grpo.data.examples import IGNORED, Example, ExampleEncoder, Examples, shared_start
-from lowmem_grpo.data.prompt_inputs import CLOSED, readable, text_ids
+from lowmem_grpo.data.prompt_inputs import CLOSED, half_pair, readable, text_ids
 from lowmem_grpo.data.prompts import DataError, is_chat, no_chat, odd_role
 
 MASKS = ("completion_mask", "assistant_masks")  # columns of rows that are token ids
@@ -30,6 +30,8 @@ class TextEncoder(ExampleEncoder):
             return f"{self.column} is {type(text).__name__}, not text"
         if not text.strip():
             return f"empty {self.column}"
+        if why := half_pair(text, self.column):
+            return why
         ids = self.with_end(text_ids(self.tokenizer, text))
         return self.example(row, text, ids, [True] * len(ids), self.column)
 
@@ -51,6 +53,8 @@ class ConversationEncoder(ExampleEncoder):
         if why := odd_role(messages, self.tokenizer):
             return why
         text = self.render_whole(messages, row)
+        if why := half_pair(text, self.source.strip("`")):
+            return why
         try:
             return self.example_of(row, text, behind=behind)
         except UntoldError as error:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+from lowmem_grpo.data.prompt_inputs import HALF
 from lowmem_grpo.environments.tools.results import refuse_images
 from lowmem_grpo.environments.workers import LateError
 from lowmem_grpo.types import Message
@@ -192,7 +193,7 @@ def messages_of(observation: Any, method: str) -> list[Message]:
     if observation is None:
         return []
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        observation = {"role": "user", "content": observation}
     messages = [observation] if isinstance(observation, dict) else observation
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
@@ -200,7 +201,8 @@ def messages_of(observation: Any, method: str) -> list[Message]:
     if not isinstance(messages, list) or not all(is_message(message) for message in messages):
         raise EnvironmentFailedError(f"{method} gave {short(observation)} as its observation; expected is a text, or "
                                 "messages with `role` and `content`")
-    return [(message if "role" in message else {"role": "user"}) | {"content": text_in(message)}  # a block: the user's
+    # A content block becomes a user message, and "?" stands for half of a surrogate pair, as in results of tools.
+    return [(message if "role" in message else {"role": "user"}) | {"content": HALF.sub("?", text_in(message) or "")}
             for message in messages]
 
 

@@ -1,14 +1,21 @@
 """The base classes of rewards: objects that are called as TRL calls a reward function."""
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lowmem_grpo.rewards.ready.reading import Place, after, in_tag
 from lowmem_grpo.rewards.texts import completion_texts, values_of
+from lowmem_grpo.utils import TEXT, TRUTH, Rule, number, require
 
 CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+AMOUNT = number("a finite number", lambda value: abs(value) <= sys.float_info.max)
+PLACE: Rule = ("a function that finds the answer in a text, such as rewards.boxed or rewards.in_tag('answer')",
+               lambda value: callable(value) and value not in (after, in_tag))
+OF_SETTINGS: dict[Any, Rule] = {float: AMOUNT, bool: TRUTH, Place: PLACE}  # by annotation in a rule's signature
 
 
 class MeanOf(float):
@@ -37,6 +44,8 @@ class Reward(ABC):
     required = False  # if it returns None for a completion, the whole group is left out of the step
 
     def __init__(self, name: str, columns: tuple[str, ...] = ()) -> None:
+        for option, text in (("name", name), *(("column", column) for column in columns)):
+            require(option, text, TEXT)
         clashing = sorted({*columns} & {*CONTRACT, "prompt", "completion"})
         if clashing:
             raise ValueError(f"{name} cannot read a column named {clashing[0]}: reward functions get something else "
@@ -71,12 +80,24 @@ class Reward(ABC):
         return f"<reward {self.__name__}{reads}>"
 
 
+def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> None:
+    """Raise ValueError for a setting that is not what the rule's annotation says, and for a column that is no name; a
+    rule with the argument `label` needs one."""
+    kinds = getattr(rule, "__annotations__", {})
+    for name, value in settings.items():
+        if kinds.get(name) in OF_SETTINGS:
+            require(name, value, OF_SETTINGS[kinds[name]])
+    if column is not None or "label" in kinds:
+        require("column", column, TEXT)
+
+
 class TextReward(Reward):
     """A reward that applies a rule to each text or, with a `column`, to each text and its row's value in that column,
     where an empty value gives None. `settings` are further arguments of the rule."""
 
     def __init__(self, name: str, rule: Callable[..., float | None], column: str | None = None,
                  **settings: Any) -> None:
+        check_settings(rule, column, settings)
         super().__init__(name, () if column is None else (column,))
         self.rule = partial(rule, **settings)
 

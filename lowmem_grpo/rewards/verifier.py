@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.rewards.reward import MeanOf, Reward
+from lowmem_grpo.rewards.reward import AMOUNT, MeanOf, Reward, check_settings
 from lowmem_grpo.rewards.texts import labels_of
+from lowmem_grpo.utils import require
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class TextVerifier(Verifier):
     def __init__(self, name: str, judge: Callable[..., Verdict], column: str | None = None, **settings: Any) -> None:
         """`judge` takes a completion's text, a label if there is a column, and the `settings`. A list is several
         labels, any of which is right; None means that there is no label, and gives no verdict."""
+        check_settings(judge, column, settings)
         self.name, self.judge = name, functools.partial(judge, **settings)
         self.columns = () if column is None else (column,)
 
@@ -61,6 +63,8 @@ class VerifiedReward(Reward):
 
     def __init__(self, verifier: Verifier, right: float, wrong: float, name: str) -> None:
         super().__init__(name, verifier.columns)
+        for option, amount in (("right", right), ("wrong", wrong)):
+            require(option, amount, AMOUNT)
         self.verifier, self.right, self.wrong = verifier, float(right), float(wrong)
         self.said_unread = False  # True once `say_unread` has warned
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.data.prompt_inputs import chat_text, encode, is_message, plain, plain_message
+from lowmem_grpo.data.prompt_inputs import chat_text, encode, is_message, plain, plain_message, whole_text
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.types import OnGroup, Rollout, RolloutGroup, Split, Turn
 
@@ -116,7 +116,7 @@ class RolloutFunction:
             return encode(tokenizer, prompt)[1]
         messages = [plain_message(each) for each in prompt]
         text = chat_text(tokenizer, messages, self.trainer.args.chat_template_kwargs)
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
+        return list(tokenizer(whole_text(text), add_special_tokens=False).input_ids)
 
 
 def generate_rollout_completions(

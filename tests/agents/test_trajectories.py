@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 from datetime import datetime, timedelta
 from itertools import count
 from types import SimpleNamespace
@@ -59,6 +60,17 @@ def test_messages_are_those_that_a_model_is_sent() -> None:
         {"role": "assistant", "content": "so"}, {"role": "tool", "tool_call_id": "call_1", "content": "1"},
     ]
     assert [one["trainable"] for one in trajectory.for_logging()["messages"]] == [False, True, False, False]
+
+
+def test_rewards_and_metrics_that_are_no_finite_numbers_come_back_from_json() -> None:
+    spoilt = art.Trajectory(messages_and_choices=[choice("Ho")], reward=math.nan, metrics={"a": -math.inf, "b": 2},
+                            metadata={"c": math.nan})
+    group = art.TrajectoryGroup([spoilt], metrics={"d": math.inf})
+    for again in (art.Trajectory.model_validate_json(spoilt.model_dump_json()),
+                  art.TrajectoryGroup.model_validate_json(group.model_dump_json()).trajectories[0]):
+        assert str(again) == str(spoilt) == "Trajectory(reward=nan, metrics={'a': -inf, 'b': 2}, metadata={'c': nan})"
+        assert again.messages_and_choices == spoilt.messages_and_choices
+    assert art.TrajectoryGroup.model_validate_json(group.model_dump_json()).metrics == {"d": math.inf}
 
 
 @pytest.mark.filterwarnings("error")

@@ -29,6 +29,8 @@ def test_a_role_that_nobody_knows_is_left_out_and_one_of_the_template_is_taken()
     tokenizer.chat_template = f"{tokenizer.chat_template}{{# 'critic' #}}"
     assert isinstance(encoder.encode({"prompt": own}), Prompt)
     assert isinstance(encoder.encode({"prompt": odd}), str)
+    half = encoder.encode({"prompt": [{"role": "user", "content": "half \ud83d"}]})
+    assert half == "prompt has half of a surrogate pair, which is no character"
 
 
 def drawn(prompts: PromptSource, count: int) -> list[int]:
@@ -57,7 +59,7 @@ def test_a_dataset_of_another_size_is_refused_when_resuming() -> None:
     ([{"role": "user", "content": None}], "message 1 of prompt has no role, or no text"),
     ([{"role": "user", "content": " "}], "no message of prompt has a text"),
     ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "message 1 of prompt has a part of type 'i"),
-    ("x" * 21, "prompt longer than 20 tokens"),
+    ("x" * 21, "prompt longer than 20 tokens"), ("half \ud83d", "prompt has half of a surrogate pair"),
 ])
 def test_an_unusable_row_is_skipped_counted_and_named(
     prompt: Any, reason: str, caplog: pytest.LogCaptureFixture

@@ -94,7 +94,17 @@ def test_a_formatting_function_takes_a_row_or_a_batch(function: Any, model: Any,
         assert [example.text for example in trainer.source.take(2)] == ["1+1=2", "2+2=4"]
 
 
+HALF = "half \ud83d pair"
+HALVES: list[dict[str, Any]] = [
+    {"text": HALF}, {"prompt": HALF, "completion": "a"}, {"prompt": "a", "completion": HALF},
+    {"prompt": CHAT[:1], "completion": [{"role": "assistant", "content": HALF}]},
+]
+
+
 @pytest.mark.parametrize(("row", "settings", "reason"), [
+    *[(row, {}, "has half of a surrogate pair") for row in HALVES],
+    *[({"messages": [CHAT[0], {"role": "assistant", "content": HALF}]}, {"assistant_only_loss": only},
+       "has half of a surrogate pair") for only in (None, False, True)],
     ({"text": " "}, {}, "empty text"), ({"text": 5}, {}, "text is int, not text"),
     ({"text": "abcdefgh"}, {"max_length": 4, "truncation_mode": None}, "text longer than 4 tokens"),
     ({"messages": [CHAT[0]]}, {"assistant_only_loss": True}, "no token of messages is trained"),

@@ -82,7 +82,8 @@ def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
 
 
 @every_row(("observation", "content"), [
-    ({"type": "text", "text": "x"}, "x"),
+    ({"type": "text", "text": "x"}, "x"), ("half \ud83d pair", "half ? pair"),
+    ([{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}], "?"),
     ({"content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}, "xy"),
     ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}, "xy"),
 ])

@@ -109,6 +109,19 @@ def test_answers_are_texts_and_empty_cells_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize(("answers", "texts"), [
+    ("None NA null nan 5", None), ("007 12 -", ["007", "12"]), ("12 0 -", ["12", "0"]), ("0.5 1.50 -", ["0.5", "1.5"]),
+    (f"{2**53 + 1} 3 -", [str(2**53 + 1), "3"]), ("True - False", ["true", "false"]),
+])
+def test_words_and_digits_of_a_csv_file_are_those_that_it_has(
+    answers: str, texts: list[str] | None, tmp_path: Path
+) -> None:
+    path, written = tmp_path / "rows.csv", answers.replace("-", "").split(" ")
+    rows = "".join(f'"Which,\n{place}?",{answer}\n' for place, answer in enumerate(written))
+    path.write_text(f"\ufeffquestion,answer\n\n{rows}")
+    assert list(OwnData(path, make_row).rows["answer"]) == (texts or written)
+
+
+@pytest.mark.parametrize(("answers", "texts"), [
     (["2026-01-02", "2026-01-03", None], ["2026-01-02", "2026-01-03"]), (["2026-01-02T03:04:05Z"] * 2, None),
     ([10**25 + 7, 3], [str(10**25 + 7), "3"]), ([6.5, 2.0], ["6.5", "2"]), ([6.02e23, 2.5], ["6.02e+23", "2.5"]),
 ])

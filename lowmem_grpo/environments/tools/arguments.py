@@ -9,6 +9,8 @@ import json
 import math
 from typing import Any
 
+from lowmem_grpo.data.prompt_inputs import HALF
+
 TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
     "object": (dict,), "null": (type(None),),
@@ -43,7 +45,7 @@ def writable(value: Any, depth: int = 0) -> Any:
         raise ValueError(f"{value} is no number of JSON")
     if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
         raise ValueError("a number has too many digits")
-    if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+    if isinstance(value, str) and HALF.search(value):
         raise ValueError("half of a surrogate pair is no character")
     inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     for item in inner:

@@ -31,6 +31,7 @@ THINK, THOUGHT = "<think>", "</think>"
 CALL_LIKE = re.compile(r'\{\s*"[^"]*"\s*:')
 UNMARKED = re.compile(r'\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:arguments|parameters)"\s*:|<function=\w')
 LISTED = re.compile(r"\s*\[([\w.-]+)\(")
+AROUND = re.compile(r"(?:```(?:json)?|[\s\[\],;])*+")  # what is left of a list of calls, and of a fence
 MOST_FAULTS = 5  # errors reported per completion
 Piece = tuple[str, str]  # (mark, "") or ("", text)
 
@@ -109,7 +110,8 @@ class Parser:
             faults.append("its marks are missing")
         if faults:
             return Reading(text, calls, [unreadable(fault, self.form.example) for fault in faults[:MOST_FAULTS]])
-        return Reading(thoughts + (said.rstrip() if calls else said), calls)
+        said = said.rstrip() if calls else said
+        return Reading(thoughts + ("" if calls and not self.form.open and AROUND.fullmatch(said) else said), calls)
 
     def pieces_of_ids(self, ids: Sequence[int]) -> list[Piece]:
         """Return marks and the text between them. If a mark is a token, its characters in other tokens are text."""

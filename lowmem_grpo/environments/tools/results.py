@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.prompt_inputs import HALF
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import IMAGE_PARTS
 
@@ -99,7 +100,7 @@ class TokenLimit:
         """Return the text if it has at most `most` tokens, else its head and tail around a note of what was left out.
         However long the text is, only as much as could be kept is encoded. A lone surrogate, which no tokenizer
         accepts, becomes a question mark."""
-        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = HALF.sub("?", text)
         bound = min(MOST_CHARACTERS * self.most, len(text))
         with self.lock:
             if len(text) == bound and self.fits(text):

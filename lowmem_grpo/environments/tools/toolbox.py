@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -61,7 +62,7 @@ def tool_of(function: Any) -> Tool:
     if isinstance(function, Tool):
         return checked_name(function)
     name = getattr(function, "__name__", None)
-    if not callable(function) or isinstance(function, type) or not isinstance(name, str):
+    if not callable(function) or isinstance(function, type | partial) or not isinstance(name, str):
         raise ToolSchemaError("a tool must be a function, a bound method or a tool of an MCP server, got "
                               f"{function!r}; write a function around it, for example:{EXAMPLE}")
     from transformers.utils import get_json_schema  # takes seconds to import
@@ -95,13 +96,16 @@ def check_signature(name: str, function: Callable[..., Any]) -> None:
     if not doc:
         raise ToolSchemaError(f"the tool {name} has no docstring, which tells the policy what it does; write one as in:"
                               f"{EXAMPLE}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ToolSchemaError(f"the tool {name} yields, and a call has one result: return it, as a text or a list")
     for argument in arguments:
         what = f"argument {argument.name!r} of the tool {name}"
         if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD, argument.POSITIONAL_ONLY):
             raise ToolSchemaError(f"{what} takes {argument}, but a policy gives each argument by its name: write the "
                                   "arguments one by one")
         if argument.name not in hints:
-            raise ToolSchemaError(f"{what} has no type: write it as in `{argument.name}: int`")
+            fix = "pass an object's method" if argument.name == "self" else f"write it as in `{argument.name}: int`"
+            raise ToolSchemaError(f"{what} has no type: {fix}")
         if strange := next(not_json(hints[argument.name]), None):
             raise ToolSchemaError(f"{what} has the type {strange}, which JSON cannot hold: take str, int, float, bool, "
                                   "list, dict, Literal or None, and make the rest of them in the function")

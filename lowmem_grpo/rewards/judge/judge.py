@@ -15,12 +15,14 @@ from lowmem_grpo.rewards.judge.reply import Ratings
 from lowmem_grpo.rewards.reward import Reward
 from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.records import prompt_text
-from lowmem_grpo.utils import TEXT, at_least, require
+from lowmem_grpo.utils import FINITE, TEXT, Rule, as_python, at_least, require
 
 logger = logging.getLogger(__name__)
 
 GONE = {"cache_file": "ratings are kept as long as the judge object; leave it out"} | dict.fromkeys(
     ("price_prompt", "price_completion"), "multiply the counts of tokens in judge.meter by your prices")
+RANGE: Rule = ("(worst, best), with worst below best", lambda pair: isinstance(pair, list | tuple) and len(
+    pair) == 2 and FINITE[1](pair) and 0 < pair[1] - pair[0] < math.inf)
 EQUAL = 0.5  # the reward of completions that have no other to be compared with
 
 Place = tuple[Question, int]  # a completion's question, and its number among the answers
@@ -116,7 +118,7 @@ class JudgeReward(Reward):
     def __init__(self, name: str, judge: Judge, rubric: str, rubric_column: str | None, reference: str | None,
                  score_range: tuple[float, float] | None = None) -> None:
         """Judge each completion alone, within `score_range`; if that is None, side by side with others of its group."""
-        super().__init__(name, tuple(dict.fromkeys(column for column in (rubric_column, reference) if column)))
+        super().__init__(name, tuple(column for column in (rubric_column, reference) if column is not None))
         self.judge, self.rubric, self.rubric_column, self.reference = judge, rubric, rubric_column, reference
         self.grouped, (self.low, self.high) = score_range is None, score_range or (0.0, 1.0)
         self.after_sampling, self.time_limit = judge.after_sampling, judge.time_limit
@@ -205,10 +207,8 @@ def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[floa
     and then no step is made on that group. TypeError if `judge` is not a judge, ValueError for an empty rubric or an
     invalid score_range.
     """
-    low, high = (float(bound) for bound in score_range)
-    if not (math.isfinite(high - low) and low < high):
-        raise ValueError(f"score_range is {score_range}; it must be (worst, best), with worst below best")
-    return reward(name, judge, rubric, rubric_column, reference, (low, high))
+    require("score_range", bounds := as_python(score_range), RANGE)
+    return reward(name, judge, rubric, rubric_column, reference, tuple(map(float, bounds)))
 
 
 def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = None, rubric_column: str | None = None,

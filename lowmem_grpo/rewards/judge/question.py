@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lowmem_grpo.data.prompt_inputs import with_object
+from lowmem_grpo.data.prompt_inputs import HALF, with_object
 from lowmem_grpo.rewards.judge.controls import broken
-from lowmem_grpo.rewards.judge.reply import Ratings, read_reply, writable
+from lowmem_grpo.rewards.judge.reply import Ratings, read_reply
 
 Transcript = tuple[str, ...]  # one line per message
 
@@ -100,7 +100,8 @@ class Question:
     def messages(self, fault: str | None = None) -> list[dict[str, str]]:
         """Return the chat messages. `fault` describes what was wrong with the previous reply, without quoting it."""
         user = self.user if fault is None else f"{self.user}\n\n{AGAIN.format(fault=fault)}"
-        return [{"role": "system", "content": writable(self.system)}, {"role": "user", "content": writable(user)}]
+        texts = {"system": self.system, "user": user}
+        return [{"role": role, "content": HALF.sub("?", text)} for role, text in texts.items()]
 
     def read(self, reply: str) -> Ratings:
         """Return (score, reason) of each answer in order. BadReplyError for a reply in any other form."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
+from lowmem_grpo.data.prompt_inputs import HALF
 from lowmem_grpo.rewards.ready.reading import unfenced
 
 Ratings = list[tuple[float, str]]  # (score, reason) of each answer of a question
@@ -51,7 +52,7 @@ def read_reply(reply: str, count: int, low: float, high: float, grouped: bool) -
         raise BadReplyError(f"its ids are not 1 to {count}, each once", reply)
     if not all(low <= rating.score <= high for rating in ratings):
         raise BadReplyError(f"a score in it is not within {low:g} to {high:g}", reply)
-    return [(rating.score, writable(rating.reason[:REASON]) if isinstance(rating.reason, str) else "")
+    return [(rating.score, HALF.sub("?", rating.reason[:REASON]) if isinstance(rating.reason, str) else "")
             for rating in ratings]
 
 
@@ -60,14 +61,17 @@ def json_object(reply: str) -> dict[str, Any]:
     any other text around it, because an object in such text may be a quote from an answer."""
     for said in (reply, reply.rpartition("</think>")[2]):  # the whole first, because a reason may mention the tag
         try:
-            value = json.loads(unfenced(said, anywhere=False))
+            value = json.loads(unfenced(said, anywhere=False), object_pairs_hook=once_each)
         except (ValueError, RecursionError):  # also for an integer of thousands of digits
             continue
         if isinstance(value, dict):
             return value
-    raise BadReplyError("it is not just one JSON object", reply)
+    raise BadReplyError("it is not just one JSON object with each key once", reply)
 
 
-def writable(text: str) -> str:
-    """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by question marks."""
-    return text.encode(errors="replace").decode()
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ValueError if it has a key twice, such as two scores."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is in it twice")
+    return value

@@ -3,13 +3,14 @@
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.shared import TEMPLATE_VARIABLES
 from lowmem_grpo.data.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.judge.reply import BadReplyError
-from lowmem_grpo.utils import COUNT, POSITIVE, ZERO_OR_MORE, require
+from lowmem_grpo.utils import POSITIVE, require
 
 TOKENS_OF_A_RATING = 24  # the least room for a reply, in tokens for each answer
 SECOND_TEMPERATURE = 0.7  # a second greedy reply would be the same
@@ -29,9 +30,11 @@ class SelfJudge(Judge):
         max_tokens: the longest reply. chat_template_kwargs: e.g. {"enable_thinking": False}. time_limit: seconds for
         all questions of a step."""
         super().__init__("self", cache_size, **gone)
-        for name, value, rule in (("max_tokens", max_tokens, COUNT), ("temperature", temperature, ZERO_OR_MORE),
-                                  ("time_limit", time_limit, POSITIVE)):
-            require(name, value, rule)
+        if not hasattr(model, "loaded"):
+            raise TypeError(f"SelfJudge got a {type(model).__name__}; give it the model from FastLanguageModel")
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)  # refuses what cannot be sampled with
+        require("time_limit", time_limit, POSITIVE)
+        require("chat_template_kwargs", chat_template_kwargs or {}, TEMPLATE_VARIABLES)
         self.model, self.max_tokens, self.temperature, self.seed = model, max_tokens, float(temperature), seed
         self.tokenizer = model.loaded.tokenizer  # the base model's; a trainer may use another one
         self.template_kwargs, self.time_limit = dict(chat_template_kwargs or {}), float(time_limit)

@@ -12,7 +12,7 @@ from pydantic import HttpUrl
 from lowmem_grpo.rewards.judge.judge import Judge, Round
 from lowmem_grpo.rewards.judge.question import Question
 from lowmem_grpo.rewards.judge.reply import BadReplyError, Ratings
-from lowmem_grpo.utils import COUNT, POSITIVE, TEXT, at_least, require
+from lowmem_grpo.utils import COUNT, OF_KINDS, POSITIVE, TEXT, at_least, require
 
 try:
     import openai
@@ -66,7 +66,8 @@ class UrlJudge(Judge):
                                     lambda _: base_url is None or is_address(str(base_url))))
         for name, value, rule in (("model", model, TEXT), ("timeout", timeout, POSITIVE),
                                   ("deadline", deadline, POSITIVE), ("retries", retries, at_least(0)),
-                                  ("concurrency", concurrency, COUNT)):
+                                  ("concurrency", concurrency, COUNT),
+                                  ("options", options or {}, OF_KINDS[dict])):
             require(name, value, rule)
         self.base_url, self.api_key, self.timeout = base_url, api_key, float(min(timeout, deadline))
         self.deadline, self.retries, self.concurrency = float(deadline), retries, concurrency

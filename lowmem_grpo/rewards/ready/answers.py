@@ -3,15 +3,17 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
 
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
-from lowmem_grpo.rewards.reward import TextReward
+from lowmem_grpo.rewards.reward import AMOUNT, TextReward
 from lowmem_grpo.rewards.texts import labels_of
 from lowmem_grpo.rewards.verifier import TextVerifier, Verdict, VerifiedReward
+from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, as_python, number, require
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
 LONGEST_LABEL = 6  # words of a label; a longer label is a sentence, and not an answer
@@ -21,6 +23,8 @@ NUMERALS = {
     "forty", "fifty", "sixty", "seventy", "eighty", "ninety", "hundred", "thousand", "million", "billion",
     "half", "minus",
 }
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+VALUES = ("const", "default", "enum", "examples")  # keys of a schema that hold values and no schemas
 LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is matched against
 
 
@@ -47,9 +51,8 @@ def number_match(column: str = "answer", where: Place = last_number, tolerance: 
     answer is 43."). `tolerance` is relative to the label. A label without a number gives no verdict. ValueError for a
     tolerance that is negative or infinite.
     """
-    if not 0 <= tolerance < float("inf"):
-        raise ValueError(f"tolerance is {tolerance!r}; it must be 0 or above; 0.01 is one per cent")
-    return TextVerifier("number_match", same_number, column, where=where, tolerance=Fraction(tolerance))
+    require("tolerance", tolerance, ZERO_OR_MORE, "; 0.01 is one per cent")
+    return TextVerifier("number_match", same_number, column, where=where, tolerance=Fraction(as_python(tolerance)))
 
 
 def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Verdict:
@@ -136,13 +139,31 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
         raise ImportError("json_match with a schema needs the package jsonschema: pip install jsonschema")
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
+    from referencing import Registry
 
-    validator = validator_for(schema)
+    kind = validator_for(schema)
     try:
-        validator.check_schema(schema)
+        kind.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"json_match got an invalid schema: {error.message}") from error
-    return TextVerifier("json_match", holds, validator=validator(schema))
+    validator = kind(schema, registry=Registry())  # which fetches nothing from the network
+    values: list[Any] = [None, True, 0, "", [], {}]
+    for reference in references(schema):
+        try:
+            list(map(validator.evolve(schema=reference).is_valid, values))
+        except Exception as error:
+            raise ValueError(f"json_match got a schema whose {reference} leads to nothing in it, or back to itself "
+                             "without end; put what it means into its \"$defs\", as nothing is fetched") from error
+    return TextVerifier("json_match", holds, validator=validator)
+
+
+def references(schema: Any) -> Iterator[dict[str, str]]:
+    """Yield the references in a schema, but for those in schemas with an address of their own."""
+    for name, part in schema.items() if isinstance(schema, dict) else enumerate(schema if type(schema) is list else ()):
+        if name in REFERENCES and isinstance(part, str):
+            yield {name: part}
+        elif name not in VALUES and not (isinstance(part, dict) and "$id" in part):
+            yield from references(part)
 
 
 def holds(text: str, validator: Any = None) -> bool:
@@ -169,11 +190,11 @@ def finite(number: str) -> float:
 
 def number_present(present: float = 1.0, absent: float = -1.0, where: Place = last_number) -> TextReward:
     """Return a reward: `present` if there is a number, by default anywhere in the completion, else `absent`."""
-    return TextReward("number_present", pay_presence, where=where, amounts=(present, absent))
+    return TextReward("number_present", pay_presence, where=where, present=present, absent=absent)
 
 
-def pay_presence(text: str, where: Place, amounts: tuple[float, float]) -> float:
-    return amounts[0] if read_number(where(text)) is not None else amounts[1]
+def pay_presence(text: str, where: Place, present: float, absent: float) -> float:
+    return present if read_number(where(text)) is not None else absent
 
 
 def number_equal(
@@ -193,10 +214,11 @@ def proximity(
     answer without a number. For y = 0 the distance is |x| / reach. A label without a number gives None. ValueError
     unless exact > outlier and reach > 0.
     """
-    if not exact > outlier or not reach > 0:
-        raise ValueError(f"exact is {exact}, outlier {outlier}, reach {reach}; needed: exact > outlier, reach > 0")
+    require("reach", reach, POSITIVE)
+    require("outlier", outlier, AMOUNT)
+    require("exact", exact, number(f"a finite number above outlier ({outlier})", lambda value: outlier < value))
     return TextReward("proximity", pay_nearness, column, where=where, exact=exact, outlier=outlier,
-                       reach=Fraction(reach))
+                      reach=Fraction(as_python(reach)))
 
 
 def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:

@@ -24,7 +24,7 @@ from typing import Any
 from lowmem_grpo.data.code_tests import function_in
 from lowmem_grpo.rewards.calling.background import run_side_by_side
 from lowmem_grpo.rewards.ready.reading import Place, in_tag
-from lowmem_grpo.rewards.reward import MeanOf, Reward
+from lowmem_grpo.rewards.reward import AMOUNT, PLACE, MeanOf, Reward
 from lowmem_grpo.rewards.sandbox.cases import AssertCase, Case, read_cases
 from lowmem_grpo.rewards.sandbox.isolation import SandboxError, open_sandbox
 from lowmem_grpo.rewards.sandbox.limits import Limits
@@ -33,7 +33,7 @@ from lowmem_grpo.rewards.sandbox.trial import Verdict as TestVerdict
 from lowmem_grpo.rewards.sandbox.worker import CannotStart
 from lowmem_grpo.rewards.texts import values_of
 from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
-from lowmem_grpo.utils import at_least, number, require
+from lowmem_grpo.utils import as_python, at_least, number, require
 
 BATCH_SECONDS = 45.0  # with the time of the last completion, this stays below the trainer's reward_timeout of 60
 FENCED = re.compile(  # with possessive quantifiers, so that a long first line is scanned only once
@@ -81,6 +81,7 @@ class CodeVerifier(Verifier):
         if workers is not None:
             require("workers", workers, at_least(1, int), ", or None for one per CPU")
         require("batch_seconds", batch_seconds, number("above 0", lambda seconds: seconds > 0))
+        require("where", where, PLACE)
         self.name, self.columns = "code_passes_tests", (column,) if function is None else (column, function)
         self.sandbox = open_sandbox(isolation, limits)
         self.workers = workers or len(os.sched_getaffinity(0))
@@ -103,7 +104,7 @@ class CodeVerifier(Verifier):
         or if the code did not begin in time. Equal code with equal tests runs once. ValueError for tests that cannot be
         read; with `skip_faulty`, their rows get None instead. SandboxError if the sandbox stops working. No completion
         can make this raise an error."""
-        rows = [None if is_absent(row) else (row, function_in(name)) for row, name in
+        rows = [None if is_absent(row) else (as_python(row), function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}
         faulty = {name for name, row in known.items() if skip_faulty and unreadable(*row)}
@@ -206,6 +207,7 @@ class ShareReward(OfTests):
 
     def __init__(self, verifier: CodeVerifier, amount: float, name: str) -> None:
         super().__init__(name, verifier.columns)
+        require("amount", amount, AMOUNT)
         self.verifier, self.amount = verifier, float(amount)
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowmem_grpo.rewards.reward import Reward, TextReward, TokenReward
 from lowmem_grpo.rewards.verifier import TextVerifier, VerifiedReward
-from lowmem_grpo.utils import at_least, number, require
+from lowmem_grpo.utils import at_least, number, one_of, require
 
 THOUGHT = ("<think>", "</think>")
 REASONING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</SOLUTION>")
@@ -36,12 +36,11 @@ def tags_counted(
     once: float = 0.5, otherwise: float = -1.0, tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False
 ) -> TextReward:
     """Return a reward, a step towards the format: each tag adds `once` if it occurs exactly once, else `otherwise`."""
-    counted = checked(tags)[1 if opened else 0 :]
-    return TextReward("tags_counted", pay_tags, tags=counted, amounts=(once, otherwise))
+    return TextReward("tags_counted", pay_tags, tags=checked(tags), opened=opened, once=once, otherwise=otherwise)
 
 
-def pay_tags(text: str, tags: tuple[str, ...], amounts: tuple[float, float]) -> float:
-    return float(sum(amounts[0] if text.count(tag) == 1 else amounts[1] for tag in tags))
+def pay_tags(text: str, tags: tuple[str, ...], opened: bool, once: float, otherwise: float) -> float:
+    return float(sum(once if text.count(tag) == 1 else otherwise for tag in tags[opened:]))
 
 
 def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
@@ -62,7 +61,8 @@ def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
 
 def checked(tags: tuple[str, ...]) -> tuple[str, ...]:
     """Return the tags; ValueError unless they are pairs of strings, none of which is part of another."""
-    if isinstance(tags, str) or not tags or len(tags) % 2 or not all(isinstance(tag, str) and tag for tag in tags):
+    if not isinstance(tags, list | tuple) or not tags or len(tags) % 2 or not all(
+            isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f"tags is {tags!r}; give an even number of strings: opening, closing, opening, closing, ...")
     overlapping = [(a, b) for i, a in enumerate(tags) for j, b in enumerate(tags) if i != j and a in b]
     if overlapping:
@@ -88,7 +88,7 @@ def pay_near(completion: Any, unit: str, target: int, spread: int) -> float:
 def too_long(longest: int, unit: str = "tokens", pay: float = -1.0) -> Reward:
     """Return a reward that pays `pay` for a completion of more than `longest` units, else 0."""
     require("longest", longest, at_least(0, int))
-    return measured("too_long", pay_excess, unit, longest=longest, pay=float(pay))
+    return measured("too_long", pay_excess, unit, longest=longest, pay=pay)
 
 
 def pay_excess(completion: Any, unit: str, longest: int, pay: float) -> float:
@@ -97,8 +97,7 @@ def pay_excess(completion: Any, unit: str, longest: int, pay: float) -> float:
 
 def measured(name: str, rule: Callable[..., float], unit: str, **settings: Any) -> Reward:
     """Return a reward by a rule that measures completions in this unit. ValueError for an unknown unit."""
-    if unit not in UNITS:
-        raise ValueError(f"unit is {unit!r}; allowed are {', '.join(UNITS)}")
+    require("unit", unit, one_of(*UNITS))
     return (TokenReward if unit == "tokens" else TextReward)(name, rule, unit=unit, **settings)
 
 

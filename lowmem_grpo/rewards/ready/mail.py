@@ -8,6 +8,7 @@ from lowmem_grpo.rewards.ready.formats import too_long
 from lowmem_grpo.rewards.reward import Reward, TextReward
 from lowmem_grpo.rewards.texts import values_of
 from lowmem_grpo.rewards.verifier import VerifiedReward
+from lowmem_grpo.utils import TEXT, require
 
 GREETING_LINES = 2  # lines at the top of a mail that may hold the recipient's name
 
@@ -24,14 +25,14 @@ def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
 def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> TextReward:
     """Return a reward that pays `present` if the completion contains the row's keyword as a whole word, in any case,
     else `absent`. If the row has a list of keywords, all are required. None if it has no keyword."""
-    return TextReward("keyword_present", pay_keywords, column, amounts=(present, absent))
+    return TextReward("keyword_present", pay_keywords, column, present=present, absent=absent)
 
 
-def pay_keywords(text: str, label: Any, amounts: tuple[float, float]) -> float | None:
+def pay_keywords(text: str, label: Any, present: float, absent: float) -> float | None:
     wanted = [str(word).strip() for word in values_of(label)]
     if not any(wanted):
         return None
-    return amounts[0] if all(has_word(text, word) for word in wanted if word) else amounts[1]
+    return present if all(has_word(text, word) for word in wanted if word) else absent
 
 
 def has_word(text: str, word: str) -> bool:
@@ -49,27 +50,25 @@ def ideal_answer(exact: float = 1.0, other: float = 0.0, column: str = "ideal") 
 
 def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> TextReward:
     """Return a reward: `named` if one of the first two non-blank lines names the row's recipient, else `unnamed`."""
-    return TextReward("recipient_named", pay_recipient, column, amounts=(named, unnamed))
+    return TextReward("recipient_named", pay_recipient, column, named=named, unnamed=unnamed)
 
 
-def pay_recipient(text: str, label: Any, amounts: tuple[float, float]) -> float | None:
+def pay_recipient(text: str, label: Any, named: float, unnamed: float) -> float | None:
     if not str(label).strip():
         return None
     greeting = [line for line in text.splitlines() if line.strip()][:GREETING_LINES]
-    return amounts[0] if any(has_word(line, str(label)) for line in greeting) else amounts[1]
+    return named if any(has_word(line, str(label)) for line in greeting) else unnamed
 
 
 def signed(signature: str, present: float = 1.0, absent: float = 0.0) -> TextReward:
     """Return a reward that pays `present` if the completion ends with the lines of the signature, else `absent`. White
     space at the ends of lines and blank lines are ignored. ValueError for an empty signature."""
-    lines = stripped_lines(signature)
-    if not lines:
-        raise ValueError("signed got an empty signature; give the lines with which a mail should end")
-    return TextReward("signed", pay_signature, lines=lines, amounts=(present, absent))
+    require("signature", signature, TEXT, ": give the lines with which a mail should end")
+    return TextReward("signed", pay_signature, lines=stripped_lines(signature), present=present, absent=absent)
 
 
-def pay_signature(text: str, lines: list[str], amounts: tuple[float, float]) -> float:
-    return amounts[0] if stripped_lines(text)[-len(lines) :] == lines else amounts[1]
+def pay_signature(text: str, lines: list[str], present: float, absent: float) -> float:
+    return present if stripped_lines(text)[-len(lines) :] == lines else absent
 
 
 def stripped_lines(text: str) -> list[str]:

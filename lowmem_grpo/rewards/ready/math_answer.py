@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.ready.answers import same_answer
+from lowmem_grpo.rewards.ready.answers import same_answer, same_text
 from lowmem_grpo.rewards.ready.reading import Place, boxed
+from lowmem_grpo.rewards.reward import check_settings
 from lowmem_grpo.rewards.verifier import Verdict, Verifier, any_of
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class MathMatch(Verifier):
     """The verifier that `math_match` returns."""
 
     def __init__(self, column: str, where: Place) -> None:
+        check_settings(same_text, column, {"where": where})
         self.name, self.columns, self.where = "math_match", (column,), where
 
     def verdicts(self, completions: list[str], **columns: list[Any]) -> list[Verdict]:

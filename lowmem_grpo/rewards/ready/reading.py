@@ -56,9 +56,12 @@ def last_line(text: str) -> str | None:
 
 def in_tag(opening: str, closing: str | None = None) -> Place:
     """Return a Place that finds the content of the last complete pair of tags: `in_tag("answer")` for
-    <answer>...</answer>, or with both tags, as `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag."""
-    if not opening or closing == "":
-        raise ValueError(f"in_tag got {opening!r} and {closing!r}; a tag has at least one character")
+    <answer>...</answer>, or with both tags, as `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag, and
+    for "<answer>" alone."""
+    tags = (opening,) if closing is None else (opening, closing)
+    if not all(isinstance(tag, str) and tag for tag in tags) or (closing is None and "<" in opening):
+        raise ValueError(f"in_tag got {opening!r} and {closing!r}; a tag has at least one character: in_tag('answer'), "
+                         "or both tags with their brackets")
     pair = (f"<{opening}>", f"</{opening}>") if closing is None else (opening, closing)
     return functools.partial(between, opening=pair[0], closing=pair[1])
 
@@ -75,8 +78,8 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 def after(mark: str) -> Place:
     """Return a Place: the rest of the line after the last `mark`, such as GSM8K's "####". ValueError if it is empty."""
-    if not mark:
-        raise ValueError("after got an empty mark; give the characters that stand before the answer")
+    if not isinstance(mark, str) or not mark:
+        raise ValueError(f"after got the mark {mark!r}; give the characters that stand before the answer")
     return functools.partial(behind, mark=mark)
 
 

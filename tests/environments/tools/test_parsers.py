@@ -102,6 +102,15 @@ def test_a_call_is_read_as_it_was_meant(form: str, text: str, calls: list[ToolCa
     assert (found.calls, found.errors) == (calls, [])
 
 
+@every_row(("text", "content"), [
+    ("[CALL, CALL]", ""), ("[ CALL ]\n", ""), ("CALL, CALL", ""), ("```json\n[\n  CALL\n]\n```", ""),
+    ("```\nCALL\n```", ""), ("It is in [1]: CALL", "It is in [1]:"), ("```json\n[1]\n``` CALL", "```json\n[1]\n```"),
+])
+def test_brackets_of_a_list_of_calls_and_its_fence_are_no_words_of_the_policy(text: str, content: str) -> None:
+    found = read("json", text.replace("CALL", WRITTEN["json"]))
+    assert (found.content, {*map(str, found.calls)}, found.errors) == (content, {str(ROME)}, [])
+
+
 @every_row(("form", "text", "why"), [
     ("hermes", hermes('{"name": "weather", "arguments": {"city": "Rome"}'), "not valid JSON: Expecting"),
     ("hermes", hermes(""), "not valid JSON"),

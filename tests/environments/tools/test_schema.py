@@ -21,8 +21,19 @@ def written(arguments: str, told: str = "a: One.", name: str = "add", docs: str 
     return scope[name]
 
 
+def yielding(define: str) -> Any:
+    """A function that yields its result."""
+    scope: dict[str, Any] = {}
+    exec(f'{define} add(a: int):\n    """Add.\n\n    Args:\n        a: One.\n    """\n    yield a', scope)  # noqa: S102
+    return scope["add"]
+
+
 class Thing:
     """A thing."""
+
+    def part(self, a: int) -> int:
+        """Return a part."""
+        return a
 
 
 def rich(
@@ -89,8 +100,12 @@ def test_a_decorated_function_is_a_tool() -> None:
     (written("a: 'NoSuchType'"), "NoSuchType"), (written("", name="_hidden"), "cannot be called '_hidden'.*rename"),
     (written("a: int", "a (int): One."), "argument 'a' of the tool add has no description.*without its type"),
     (lambda: 3, "no docstring"), (Thing, "must be a function"),
+    (Thing.part, "'self' of the tool part has no type: pass an object's method"),
     (Thing(), "must be a function"), ("add", "must be a function"), (print, "takes|no type"),
-    (functools.partial(weather, "Rome"), "must be a function"), (Tool("a b", {}, weather), "cannot be called 'a b'"),
+    (functools.partial(weather, "Rome"), "must be a function"),
+    (functools.update_wrapper(functools.partial(weather, "Rome"), weather), "must be a function"),
+    (yielding("def"), "the tool add yields, and a call has one result: return it"),
+    (yielding("async def"), "the tool add yields"), (Tool("a b", {}, weather), "cannot be called 'a b'"),
 ])
 def test_a_function_that_cannot_be_a_tool_says_what_to_write(function: Any, why: str) -> None:
     with pytest.raises(ToolSchemaError, match=f"(?s){why}"):

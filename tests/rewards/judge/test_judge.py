@@ -3,6 +3,7 @@
 import logging
 import pickle
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ def test_replies_are_read_as_the_attacks_on_a_judge_expect() -> None:
 
 
 @every_row(("reply", "fault"), [
-    ("They are both fine.", "not just one JSON object: 'They are both fine.'"), ("", "it is empty"),
+    ("They are both fine.", "not just one JSON object with each key once: 'They are both fine.'"), ("", "it is empty"),
     (f"<think>a</think><think>{scores(1, 1)}", "not just one"), (f"</think>{scores(1, 1)} No: 0", "not just one"),
     ('{"scores": 1}', "no valid scores (Input should be a valid list)"), (scores(0.2), "not 1 to 2, each once"),
     (scores(0.2, 0.4, 0.6), "not 1 to 2, each once"), (scores(0.2, 0.4, ids=[1, 1]), "not 1 to 2, each once"),
+    (scores(0.2, 0.4).replace('"id": 2', '"score": 1, "id": 2'), "each key once"),
     (scores(0.2, 1.1), "not within 0 to 1"), (scores(0.2, True), "no valid scores.1.score (Input should be a valid"),
     (scores(0.2, float("nan")), "finite number"), (scores(0.2, 0.4).replace("0.4", "9" * 5000), "not just one"),
 ])
@@ -59,7 +61,7 @@ def test_a_single_score_is_read_on_its_own_scale_and_every_reason_can_be_written
     read = Question("p", ("a",), "r", high=10.0).read
     assert read('{"reason": "nice \\ud83d <think>", "score": 7}') == [(7.0, "nice ? <think>")]
     assert read('{"score": 7}') == [(7.0, "")]
-    for reply in ('{"score": 11}', '{"reason": "good"}', scores(1)):
+    for reply in ('{"score": 11}', '{"reason": "good"}', scores(1), '{"score": 1, "score": 9}'):
         with pytest.raises(BadReplyError):
             read(reply)
 
@@ -181,11 +183,18 @@ def test_missing_prompts_are_an_error() -> None:
         rewards.ruler(Scripted())(completions=["a"])
 
 
+made: Any = rewards  # with arguments of other types
+
+
 @every_row(("make", "kind", "message"), [
-    (lambda: rewards.ruler("http://127.0.0.1"), TypeError, r"got a str: give rewards.UrlJudge\(base_url"),
+    (lambda: made.ruler("http://127.0.0.1"), TypeError, r"got a str: give rewards.UrlJudge\(base_url"),
     (lambda: rewards.judged(Scripted(), " "), ValueError, "rubric is ' '; it must be a text"),
     (lambda: rewards.judged(Scripted(), score_range=(5, 5)), ValueError, r"score_range is \(5, 5\)"),
-    (lambda: rewards.judged(Scripted(), score_range=(0, float("inf"))), ValueError, "score_range"),
+    *[(partial(made.judged, Scripted(), score_range=bad), ValueError, "score_range is .*worst below best")
+      for bad in ((0, float("inf")), (0, "5"), (0, 1, 2), 5, None)],
+    *[(partial(make, Scripted(), **{name: bad}), ValueError, "column is .*; it must be a text")
+      for make in (made.judged, made.ruler) for name in ("reference", "rubric_column") for bad in ("", 5, ["a"])],
+    (lambda: made.SelfJudge("tiny"), TypeError, "got a str; give it the model from FastLanguageModel"),
     (lambda: rewards.ruler(Scripted(), reference="prompt"), ValueError, "cannot read a column named prompt"),
 ])
 def test_settings_that_make_no_sense_are_refused(make: Any, kind: type[Exception], message: str) -> None:

@@ -95,7 +95,7 @@ def test_a_reply_without_scores_is_asked_for_again(scripted: Scripted) -> None:
     scripted.says = ["Well, well."]
     reward = judged(scripted, GOOD)
     assert [params.temperature for params in scripted.params] == [0.0, 0.7]
-    assert "could not be used: it is not just one JSON object. Reply" in scripted.asked[1][0]
+    assert "could not be used: it is not just one JSON object with each key once. Reply" in scripted.asked[1][0]
     assert (reward.judge.meter.calls, reward.judge.meter.retried, reward.judge.meter.failed) == (1, 1, 0)
     scripted.says = ["Well.", "Well."]
     assert reward(prompts=["q"] * 4, completions=TEXTS) == [None] * 4
@@ -140,7 +140,8 @@ def test_a_tokenizer_without_a_template_works(scripted: Scripted) -> None:
 
 
 def test_settings_that_make_no_sense_are_refused(scripted: Scripted) -> None:
-    for name, value in (("max_tokens", 0), ("temperature", -1), ("time_limit", 0)):
+    for name, value in (("max_tokens", 0), ("temperature", -1), ("time_limit", 0), ("seed", 1.5),
+                        ("chat_template_kwargs", {"tokenize": True})):
         with pytest.raises(ValueError, match=f"{name} is {value}"):
             rewards.SelfJudge(scripted, **{name: value})
 

@@ -98,7 +98,7 @@ def test_no_more_requests_are_open_than_allowed() -> None:
 
 
 @pytest.mark.parametrize(("answer", "kind", "said"), [
-    (chat("Both are lovely."), "babble", "not just one JSON object: 'Both are lovely.'"),
+    (chat("Both are lovely."), "babble", "not just one JSON object with each key once: 'Both are lovely.'"),
     (chat(None), "babble", "it is empty"), (chat('{"scores": [', "length"), "cut", "was cut off"),
 ])
 def test_text_in_place_of_scores_is_not_paid(
@@ -193,6 +193,7 @@ def test_answers_before_the_deadline_are_kept_without_the_late_ones(never: Any) 
     ({"model": ""}, "model is"), ({"timeout": 0}, "timeout is 0"), ({"deadline": float("inf")}, "deadline is inf"),
     ({"retries": -1}, "retries is"), ({"concurrency": 0}, "concurrency is 0"),
     ({"cache_size": -1}, "cache_size is -1"), ({"options": {"temprature": 0}}, "options has .'temprature'"),
+    ({"options": 5}, "options is 5; it must be a dict"),
     ({"options": {"n": 2}}, "options has .'n'.; it must be .* without model, messages"),
 ])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

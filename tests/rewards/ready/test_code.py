@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from sandboxed import working_verifier
 from tables import every_row
@@ -135,6 +136,17 @@ def test_the_same_code_runs_once(verifier: CodeVerifier, runs: SimpleNamespace) 
     assert runs.codes[4:] == ["three", "one"]  # what the last call asked is kept, no more
 
 
+def test_long_arrays_of_tests_that_differ_in_the_middle_are_two_rows(
+    verifier: CodeVerifier, runs: SimpleNamespace
+) -> None:
+    rows = [np.array([f"assert {place + (at == place == 1500)}" for place in range(3000)]) for at in (0, 1500)]
+    for tests in (rows, [{"tests": np.array([row, row[:1]], dtype=object)} for row in rows]):
+        verifier.verdicts(["code"] * 2, tests=tests)
+        verifier.verdicts(["other"], tests=tests[:1])
+        assert runs.codes == ["code", "code", "other"]
+        runs.codes.clear()
+
+
 def test_no_more_codes_run_at_a_time_than_asked_for(verifier: CodeVerifier, runs: SimpleNamespace) -> None:
     running: set[str] = set()
     most: list[int] = []
@@ -205,6 +217,7 @@ def test_after_a_fault_no_other_code_begins(
     ({"isolation": "docker"}, "isolation is 'docker'"), ({"workers": 0}, "workers is 0"),
     ({"workers": True}, "workers is"), ({"limits": {"seconds": 3}}, "it must be a Limits"),
     ({"batch_seconds": 0}, "batch_seconds is 0"), ({"batch_seconds": None}, "batch_seconds is None"),
+    ({"where": "last"}, "where is 'last'; it must be a function"), ({"function": 5}, "column is 5; it must be a text"),
     ({"column": "completions"}, "cannot read a column named completions"),
 ])
 def test_a_setting_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

@@ -1,5 +1,6 @@
 """The ready-made verifiers and rewards: what they say and pay, and bad arguments."""
 
+import math
 import pickle
 import random
 import subprocess
@@ -116,7 +117,8 @@ def test_the_report_draws_verdicts_apart_from_what_they_pay() -> None:
     (rewards.number_match(), "0", "-0", True), (rewards.number_match(), "0.1", 0.1, True),
     (rewards.number_match(tolerance=0.1), "11", "10", True), (rewards.number_match(tolerance=0.1), "11.1", "10", False),
     (rewards.number_match(tolerance=0.1), "-10", "10", False), (rewards.number_match(), "5", "five", None),
-    (rewards.number_match(where=rewards.boxed), "5", "5", False),
+    (rewards.number_match(where=rewards.boxed), "5", "5", False), (rewards.number_match(), "~70", "~70", True),
+    *[(rewards.number_match(), label, label, None) for label in ("2:30 PM", "about 70", "70 apples")],
     (rewards.boxed_match(), r"\boxed{1{,}000}", "1000", True),
     (rewards.boxed_match(), r"\boxed{$x + 1$}", "x+1", True), (rewards.boxed_match(), r"\boxed{x}", r"\boxed{x}", True),
     (rewards.boxed_match(), "5", "5", False), (rewards.boxed_match(), r"\boxed{5}", "", None),
@@ -339,41 +341,93 @@ def test_every_reward_can_be_pickled() -> None:
         assert pay(again, "10", **ROW) == pay(reward, "10", **ROW) and again.__name__ == reward.__name__
 
 
+made: Any = rewards  # with arguments of other types
+
+
 @every_row(("make", "message"), [
-    (lambda: rewards.MeanOf(0.0, 0), "log nothing"),
-    (lambda: rewards.number_match(tolerance=-1), "tolerance is -1; it must be 0 or above"),
-    (lambda: rewards.number_match(tolerance=float("nan")), "tolerance is nan"),
-    (lambda: rewards.proximity(exact=-2), "needed: exact > outlier, reach > 0"),
-    (lambda: rewards.proximity(reach=0), "needed: exact > outlier, reach > 0"),
-    (lambda: rewards.regex_match("(a"), "is no regular expression"),
-    (lambda: rewards.regex_match(None), "None, which is no regular"),  # type: ignore[arg-type]
-    (lambda: rewards.regex_match(b"a"), "b'a', which is no regular"),  # type: ignore[arg-type]
-    (lambda: rewards.json_match(dict), r"the class dict; give its schema"),  # type: ignore[arg-type]
-    (lambda: rewards.repetition_penalty(worst=None), "worst is None; it must be finite"),  # type: ignore[arg-type]
-    (lambda: rewards.repetition_penalty(worst=float("-inf")), "worst is -inf; it must be finite, and 0 or below"),
-    (lambda: rewards.format_match(("<a>",)), "give an even number of strings"),
-    (lambda: rewards.format_match(("<a>", "<a>")), "'<a>' is part of '<a>'"),
-    (lambda: rewards.tags_counted(tags="<a></a>"), "give an even number"),  # type: ignore[arg-type]
-    (lambda: rewards.length_near(2, 0), "spread is 0; it must be a whole number, at least 1"),
-    (lambda: rewards.too_long(2.5), "longest is 2.5; it must be a whole number"),  # type: ignore[arg-type]
-    (lambda: rewards.too_long(2, "lines"), "unit is 'lines'; allowed are tokens, words, characters"),
-    (lambda: rewards.repetition_penalty(0), "ngram is 0"), (lambda: rewards.repetition_penalty(worst=1), "worst is 1"),
-    (lambda: rewards.soft_overlong_penalty(True, True), "max_completion_length is True"),
-    (lambda: rewards.soft_overlong_penalty(10, 0), "cache_length is 0"),
-    (lambda: rewards.soft_overlong_penalty(10, 11), r"it must be at most max_completion_length \(10\)"),
-    (lambda: rewards.signed(" \n"), "empty signature"), (lambda: rewards.after(""), "empty mark"),
-    (lambda: rewards.in_tag(""), "a tag has at least one character"),
-    (lambda: rewards.number_equal(column="completion_ids"), "cannot read a column named completion_ids"),
+    (lambda: made.MeanOf(0.0, 0), "log nothing"),
+    (lambda: made.number_match(tolerance=-1), "tolerance is -1; it must be 0 or above"),
+    (lambda: made.number_match(tolerance=float("nan")), "tolerance is nan"),
+    (lambda: made.number_match(tolerance="1%"), "tolerance is '1%'; it must be 0 or above; 0.01 is one per cent"),
+    (lambda: made.proximity(exact=-2), "exact is -2; it must be a finite number above outlier .-1.5."),
+    (lambda: made.proximity(reach=0), "reach is 0; it must be above 0"),
+    (lambda: made.proximity(reach=math.inf), "reach is inf; it must be above 0"),
+    (lambda: made.proximity(exact="3"), "exact is '3'; it must be a finite number"),
+    (lambda: made.proximity(exact=10**400), "it must be a finite number"),
+    (lambda: made.tags_counted(once="a"), "once is 'a'; it must be a finite number"),
+    (lambda: made.tags_counted(otherwise=None), "otherwise is None; it must be a finite number"),
+    (lambda: made.tags_counted(opened="no"), "opened is 'no'; it must be True or False"),
+    (lambda: made.too_long(2, pay=math.nan), "pay is nan; it must be a finite number"),
+    (lambda: made.too_long(2, pay=True), "pay is True; it must be a finite number"),
+    (lambda: made.number_present(present=math.inf), "present is inf; it must be a finite number"),
+    (lambda: made.keyword_present(absent="0"), "absent is '0'"),
+    (lambda: made.recipient_named(unnamed=math.nan), "unnamed is nan"),
+    (lambda: made.signed("Ada", present=[1]), r"present is \[1\]"),
+    (lambda: made.signed(None), "signature is None"),
+    (lambda: made.number_match().reward(right=math.nan), "right is nan; it must be a finite number"),
+    (lambda: made.format_kept(wrong=-math.inf), "wrong is -inf; it must be a finite number"),
+    (lambda: made.answer_match().reward(name=5), "name is 5; it must be a text"),
+    (lambda: made.answer_match(ignore_case="yes"), "ignore_case is 'yes'; it must be True or False"),
+    (lambda: made.answer_match(column=None), "column is None; it must be a text"),
+    (lambda: made.keyword_present(column=["a", "b"]), r"column is \['a', 'b'\]; it must be a text"),
+    (lambda: made.answer_match(where="boxed"), "where is 'boxed'; it must be a function .* such as rewards.boxed"),
+    (lambda: made.number_match(where=made.in_tag), "where is <function in_tag.* or rewards.in_tag.'answer'"),
+    (lambda: made.number_present(where=made.after), "where is <function after"),
+    (lambda: made.format_match(None), "tags is None; give an even"),
+    (lambda: made.format_match(2), "tags is 2; give an even number"),
+    (lambda: made.regex_match("(a"), "is no regular expression"),
+    (lambda: made.regex_match(None), "None, which is no regular"),
+    (lambda: made.regex_match(b"a"), "b'a', which is no regular"),
+    (lambda: made.json_match(dict), r"the class dict; give its schema"),
+    (lambda: made.repetition_penalty(worst=None), "worst is None; it must be finite"),
+    (lambda: made.repetition_penalty(worst=float("-inf")), "worst is -inf; it must be finite, and 0 or below"),
+    (lambda: made.format_match(("<a>",)), "give an even number of strings"),
+    (lambda: made.format_match(("<a>", "<a>")), "'<a>' is part of '<a>'"),
+    (lambda: made.tags_counted(tags="<a></a>"), "give an even number"),
+    (lambda: made.length_near(2, 0), "spread is 0; it must be a whole number, at least 1"),
+    (lambda: made.too_long(2.5), "longest is 2.5; it must be a whole number"),
+    (lambda: made.too_long(2, "lines"), "unit is 'lines'; it must be one of tokens, words, characters"),
+    (lambda: made.repetition_penalty(0), "ngram is 0"), (lambda: made.repetition_penalty(worst=1), "worst is 1"),
+    (lambda: made.soft_overlong_penalty(True, True), "max_completion_length is True"),
+    (lambda: made.soft_overlong_penalty(10, 0), "cache_length is 0"),
+    (lambda: made.soft_overlong_penalty(10, 11), r"it must be at most max_completion_length \(10\)"),
+    (lambda: made.signed(" \n"), "signature is ' .n'; it must be a text that is not empty: give the lines"),
+    (lambda: made.after(""), "the mark ''; give the characters"), (lambda: made.after(5), "the mark 5"),
+    (lambda: made.in_tag(""), "a tag has at least one character"), (lambda: made.in_tag(5), "in_tag got 5"),
+    (lambda: made.in_tag("<answer>"), "got '<answer>' and None; .* or both tags with their brackets"),
+    (lambda: made.number_equal(column="completion_ids"), "cannot read a column named completion_ids"),
 ])
 def test_an_argument_that_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_schema_that_is_none_is_refused() -> None:
+LIST = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}}
+
+
+@every_row(("schema", "message"), [
+    ({"type": "strin"}, r"an invalid schema: .*'strin'"), ({"$ref": "#/nope"}, "'#/nope'} leads to nothing in it"),
+    ({"properties": {"a": {"prefixItems": [{"$ref": "#/$defs/b"}]}}}, "leads to nothing"),
+    ({"$dynamicRef": "#nope"}, "leads to nothing"), ({"$ref": "http://127.0.0.1:9/x"}, "http.*as nothing is fetched"),
+    ({"$ref": "#"}, "'#'} .* or back to itself without end"), ({"items": {"$ref": "#/items"}}, "without end"),
+    ({"$defs": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "without end"),
+])
+def test_a_schema_that_is_none_or_refers_to_none_is_refused(schema: dict[str, Any], message: str) -> None:
     pytest.importorskip("jsonschema")
-    with pytest.raises(ValueError, match=r"an invalid schema: .*'strin'"):
-        rewards.json_match({"type": "strin"})
+    with pytest.raises(ValueError, match=message):
+        rewards.json_match(schema)
+
+
+@every_row(("schema", "verdicts"), [
+    (LIST, [True, False]), ({"properties": {"next": {"$ref": "#/$defs/a"}}, "$defs": {"a": LIST}}, [True, False]),
+    ({"$ref": "http://json-schema.org/draft-07/schema#"}, [True, True]), ({"enum": [{"$ref": "#/nope"}]}, [False] * 2),
+    ({"$ref": "urn:x", "$defs": {"a": {"$id": "urn:x", "$ref": "#/$defs/b", "$defs": {"b": LIST}}}}, [True, False]),
+    ({"properties": {"$ref": {"type": "string"}}}, [True, True]),
+])
+def test_a_schema_may_refer_to_what_is_in_it(schema: dict[str, Any], verdicts: list[bool]) -> None:
+    pytest.importorskip("jsonschema")
+    texts = ['{"n": 1, "next": {"n": 2, "next": {}}}', '{"n": 1, "next": 3}']
+    assert rewards.json_match(schema).verdicts(texts) == verdicts
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
