@@ -167,7 +167,7 @@ def unlike_numbers(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def without_judgement(trial: RewardTrial) -> Iterator[Finding]:
-    """Find a function that could not judge some completions, and say why. A run leaves out the groups of these."""
+    """Find a function that could not judge some completions, and say why. A run leaves their groups out of the step."""
     missing = len(trial.pays) - len(trial.paid) - trial.invalid
     if trial.trouble is not None and missing:
         yield Finding("warning" if trial.paid else "error", trial.name, f"None for {missing} of {len(trial.pays)} "
