@@ -19,7 +19,8 @@ CHUNK = 1 << 20  # bytes read at a time
 ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
 EXACT = 1 << 53  # whole numbers from here on are rounded in floats
 DIGITS = r"\s*[-+]?(?:0[0-9]|[0-9]{16})"
-WORDS = {"keep_default_na": False, "na_values": [""]}  # in a .csv file, None and NA are words
+# In a .csv file None and NA are words: both may be answers, which pandas would leave out
+WORDS = {"keep_default_na": False, "na_values": ["", "NaN", "nan", "NULL", "null", "<NA>"]}
 PARQUET = b"PAR1"  # the first and the last bytes of a parquet file
 
 

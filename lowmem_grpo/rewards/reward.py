@@ -92,8 +92,8 @@ def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> N
 
 
 class TextReward(Reward):
-    """A reward that applies a rule to each text or, with a `column`, to each text and its row's value in that column,
-    where an empty value gives None. `settings` are further arguments of the rule."""
+    """A reward that applies a rule to each text. With a `column`, the rule also gets the row's value in that column; an
+    empty value gives None. `settings` are further arguments of the rule."""
 
     def __init__(self, name: str, rule: Callable[..., float | None], column: str | None = None,
                  **settings: Any) -> None:

@@ -167,7 +167,7 @@ def unlike_numbers(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def without_judgement(trial: RewardTrial) -> Iterator[Finding]:
-    """Find a function that could not judge some completions and gives a reason. A run makes no step on such groups."""
+    """Find a function that could not judge some completions, and say why. A run leaves their groups out of the step."""
     missing = len(trial.pays) - len(trial.paid) - trial.invalid
     if trial.trouble is not None and missing:
         yield Finding("warning" if trial.paid else "error", trial.name, f"None for {missing} of {len(trial.pays)} "
@@ -183,7 +183,7 @@ def silent(trial: RewardTrial) -> Iterator[Finding]:
 
 def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
     """Find a function that pays the same for all completions, or within each group, and so teaches nothing. If other
-    rewards differ (`telling`), a reward that all completions earn is only a note, as all may keep a format."""
+    rewards differ (`telling`), a reward that all completions earn is only a note, because all may keep a format."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
     if not trial.paid:
         yield from silent(trial)
@@ -230,7 +230,7 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
-    """Find that most completions were cut off, or that few groups carry signal, which takes rewards that differ.
+    """Find that most completions were cut off, or that few groups carry signal (their rewards differ).
     `failures` is the number of functions left out. If there are not `enough` groups to estimate a share, few groups
     are reported only if none carries signal."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]

@@ -59,7 +59,7 @@ class Round(Meter):
 
 
 class Judge:
-    """The base of judges, whose method `rate(questions) -> Round` may be async and raises no error for a failure."""
+    """The base of judges. The method `rate(questions) -> Round` may be async, and raises no error for a failure."""
 
     after_sampling = False  # `rate` uses the rollout engine
     time_limit: float  # seconds within which `rate` returns
@@ -203,9 +203,9 @@ def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[floa
     """Return a reward that scores each completion alone: the judge's score within `score_range`, mapped to 0 to 1.
 
     `reference` names a dataset column with a good answer, which the judge sees. `rubric_column` names a column with a
-    row's own rubric. A row with None there has no reference, or uses `rubric`. The reward is None if the judge failed,
-    and then no step is made on that group. TypeError if `judge` is not a judge, ValueError for an empty rubric or an
-    invalid score_range.
+    row's own rubric. A row with None in these columns has no reference, or uses `rubric`. The reward is None if the
+    judge failed; the group is then left out of the step. TypeError if `judge` is not a judge, ValueError for an empty
+    rubric or an invalid score_range.
     """
     require("score_range", bounds := as_python(score_range), RANGE)
     return reward(name, judge, rubric, rubric_column, reference, tuple(map(float, bounds)))
@@ -216,9 +216,9 @@ def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = N
     """Return a reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
     Multi-turn episodes are compared as a whole, with the results of their tools. Identical completions are shown once
-    and get the same score; if all of a group are identical, the judge is not asked, and all get 0.5, or 0 if the text
-    is empty. A group is consecutive completions with the same prompt, and for episodes the same seed. `reference` and
-    `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER (ART).
+    and get the same score; if all completions of a group are identical, the judge is not asked, and each gets 0.5, or 0
+    if it is empty. A group is consecutive completions with the same prompt, and for episodes the same seed. `reference`
+    and `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER (ART).
     """
     return reward(name, judge, rubric, rubric_column, reference)
 

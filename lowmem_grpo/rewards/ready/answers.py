@@ -65,7 +65,7 @@ def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Ver
 
 
 def labelled_number(label: Any) -> Fraction | None:
-    """Return the number that a label is, or that it states as its answer; None if there is none."""
+    """Return the number in a label: the whole label, or the answer that it states; None if there is no number."""
     number = read_number(label)
     return read_number(stated(label)) if number is None and isinstance(label, str) else number
 

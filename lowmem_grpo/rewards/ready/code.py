@@ -3,12 +3,13 @@
     tests = rewards.code_passes_tests()              # a verifier; `tests` is the dataset's column
     reward_funcs = [tests.reward(), tests.share()]   # 1 if all tests pass; the share of tests that pass
 
-A row's tests are asserts, pytest or unittest tests, calls or programs: one or a list of them, also as JSON text, or in
-a layout of a public dataset (docs/rewards.md):
+A row has one test or a list of tests, also as JSON text, or in the layout of a public dataset (docs/rewards.md). Tests
+are asserts, pytest or unittest tests, calls, or programs:
 
     "assert add(1, 2) == 3"    {"call": "add", "args": [1, 2], "expected": 3}    {"input": "1 2", "output": "3"}
 
-A test that no code can pass gives no verdict. Preflight refuses its row; in a run, code that passes the rest gets None.
+A test that no code can pass gives no verdict. Preflight refuses rows with such a test; in a run, code that passes the
+row's other tests gets None.
 
 `lowmem_grpo.rewards.sandbox` documents what the sandbox prevents and what it does not. For several rewards in one run,
 use `.reward()` and `.share()` of one verifier, which keeps its last verdicts, so that each completion runs only once.
@@ -239,7 +240,7 @@ def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
 
 
 def untestable(tests: list[TestVerdict] | None) -> str | None:
-    """Return the reason of the first test without a verdict; None if all have one."""
+    """Return why the first test without a verdict has none; None if every test has a verdict."""
     return next((f"a test has no verdict: {test.reason}" for test in tests or [] if test.untestable), None)
 
 

@@ -50,7 +50,7 @@ def whole(text: str) -> str | None:
 
 
 def last_line(text: str) -> str | None:
-    """Return the last line that is not blank, stripped; None if there is none."""
+    """Return the last line that is not blank, stripped; None if all lines are blank."""
     return text.strip().rpartition("\n")[2].strip() or None
 
 
@@ -100,12 +100,12 @@ def stated(label: str) -> str:
 
 
 def unwrapped(answer: str) -> str:
-    r"""Return an answer without what encloses it, as in **5**, $5$ or \(5\); of one with a box, the box's content."""
+    r"""Return an answer without the marks around it, as in **5**, $5$ or \(5\); or the content of its box."""
     return boxed(answer) or ENCLOSED.sub(r"\2\3\4", answer.strip()).strip()
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...}, with balanced braces; of nested boxes, the innermost."""
+    r"""Return the content of the last complete \boxed{...}, with balanced braces; of the innermost of nested boxes."""
     first = text.find("\\boxed")
     if first < 0:
         return None
@@ -125,8 +125,8 @@ def boxed(text: str) -> str | None:
 
 def unfenced(text: str, anywhere: bool) -> str:
     """Return the stripped text of the last complete block in ``` fences, without its language; the whole text if there
-    is none. If two fences begin lines, others count as text. Without `anywhere`, a block counts only if it is the whole
-    text."""
+    is none. If two fences begin lines, other fences count as text. Without `anywhere`, a block counts only if it is the
+    whole text."""
     text = text.strip()
     if not anywhere:
         whole = text.startswith(FENCE) and len(FENCE) <= text.rfind(FENCE) == len(text) - len(FENCE)
