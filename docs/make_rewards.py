@@ -244,8 +244,8 @@ If an answer has only one meaning, `boxed_match` and `math_match` parse it and c
 compared as text, because rewarding a wrong answer is worse than missing a right one.
 
 - **Notation** is ignored: white space (but `3 4` is not `34`), `$`, `\left`, `\,`, LaTeX's blank `~` (so `~70` is
-  `70`), `\dfrac`, braces around one character, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop at the end, a capital letter at the
-  beginning of a word.
+  `70`), `\dfrac`, braces around one character, `\text{...}`, Unicode's signs (minus, root, `π`, `²`, `½`), a full stop
+  at the end, a capital letter at the beginning of a word.
 - **Numbers** are compared exactly. These are equal: `1,234` and `1{,}234`, `1 1/2` and `1.5`, `3e6` and `3 \times
   10^{6}`, `0.\overline{3}` and `\frac13`, `5 \text{ million}` and `5000000`. But `0.333` is not `\frac13`, `3.14` is
   not `\pi`, and in brackets `(1,234)` is a pair.
