@@ -69,7 +69,11 @@ def finish_rows_ref(
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     ignored = targets == ignore_index
     columns = targets.masked_fill(ignored, 0)[:, None]
-    target = shape.apply_(logits, bias).gather(-1, columns)
+    try:
+        target = shape.apply_(logits, bias).gather(-1, columns)
+    except RuntimeError as error:
+        raise ValueError(f"targets are rows of the head, 0 to {logits.shape[1] - 1}: {error}. Give ignore_index=-100 "
+                         "if that stands where no token is to be scored") from error
     maximum = floor_(logits).amax(-1, keepdim=True)
     weights = logits.sub_(maximum).exp()
     total = weights.sum(-1, keepdim=True)
@@ -94,7 +98,8 @@ def logprob_rows_kernel(
     logits_ptr += row * logits_stride
     target = tl.load(targets_ptr + row)
     kept = target != ignore_index
-    target = tl.where(kept, target, 0)
+    held = (target >= 0) & (target < V)  # outside of the head the log-probability is NaN
+    target = tl.where(held, target, 0)
 
     row_max, total, weighted = row_statistics(
         logits_ptr, bias_ptr, V, temperature, scale, softcap, HAS_BIAS, HAS_SOFTCAP, BLOCK_V
@@ -104,7 +109,7 @@ def logprob_rows_kernel(
     target_raw = tl.load(logits_ptr + target)
     target_bias = tl.load(bias_ptr + target).to(tl.float32) if HAS_BIAS else 0.0
     target_z, _ = shape_logits(target_raw, target_bias, scale, softcap, temperature, HAS_SOFTCAP)
-    tl.store(results_ptr + row, tl.where(kept, target_z - row_max - log_sum, 0.0))
+    tl.store(results_ptr + row, tl.where(kept, tl.where(held, target_z - row_max - log_sum, float("nan")), 0.0))
     tl.store(results_ptr + R + row, tl.where(kept, log_sum - weighted / total, 0.0))
     tl.store(results_ptr + 2 * R + row, row_max)
     tl.store(results_ptr + 3 * R + row, log_sum)
