@@ -392,6 +392,6 @@ def test_tensors_that_would_be_broadcast_and_constants_with_a_gradient_are_refus
 
 def test_settings_and_options_together_are_refused() -> None:
     with pytest.raises(TypeError, match="settings is a dict; give LossSettings, or its fields as options"):
-        grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings={"epsilon": 0.1})  # type: ignore[arg-type]
+        grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings={"epsilon": 0.1})
     with pytest.raises(TypeError, match="settings and also epsilon"):
         grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings=LossSettings(), epsilon=0.1)
