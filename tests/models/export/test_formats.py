@@ -150,5 +150,5 @@ def test_folders_may_be_given_as_texts_and_one_of_pefts_names_of_adapters_names_
 ) -> None:
     assert export(str(copy), "adapter", str(tmp_path / "out")).folder == tmp_path / "out"
     shutil.copytree(copy, tmp_path / "named" / "mine")
-    with pytest.raises(RunError, match="neither a run nor an adapter.*; take mine, which it holds"):
+    with pytest.raises(RunError, match=r"neither a run nor an adapter.*; take mine, which it holds"):
         export(tmp_path / "named", "adapter", tmp_path / "other")
