@@ -72,6 +72,8 @@ def finish_rows_ref(
     try:
         target = shape.apply_(logits, bias).gather(-1, columns)
     except RuntimeError as error:
+        if "out of bounds" not in str(error):  # such as a shortage of memory
+            raise
         raise ValueError(f"targets are rows of the head, 0 to {logits.shape[1] - 1}: {error}. Give ignore_index=-100 "
                          "if that stands where no token is to be scored") from error
     maximum = floor_(logits).amax(-1, keepdim=True)

@@ -48,10 +48,10 @@ class NF4Weight:
     def from_bitsandbytes(cls, param: Any) -> "NF4Weight":
         """Borrow the tensors of a quantized Params4bit: no copy, and later changes of them are seen here."""
         state = getattr(param, "quant_state", None)
-        layer = isinstance(param, torch.nn.Module)
-        if state is None or layer or getattr(state, "packing_format_for_cpu", False):
+        if isinstance(param, torch.nn.Module):
+            raise ValueError(f"expected a Params4bit; got {type(param).__name__}: give its weight")
+        if state is None or getattr(state, "packing_format_for_cpu", False):
             why = "it has been repacked for the CPU's matrix units" if state else "it has no quant_state"
-            why = "give its weight" if layer else why
             raise ValueError(f"expected a Params4bit as bitsandbytes quantized it; got {type(param).__name__}: {why}")
         if len(state.shape) != 2 or state.blocksize not in BLOCKSIZES:
             raise ValueError(f"expected a matrix, blocks of {BLOCKSIZES}; got {tuple(state.shape)}, {state.blocksize}")
