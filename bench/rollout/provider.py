@@ -19,7 +19,7 @@ from bench.loop.phase_watch import used_bytes
 from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.kernels.lora import frozen_weight
+from lowmem_grpo.kernels.frozen import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy

@@ -7,6 +7,8 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -61,9 +63,13 @@ class Factories:
     def make(self, row: Mapping[str, Any]) -> Any:
         factory = self.by_name[self.name_of(row)]
         try:
-            return factory()
+            made = factory()
         except Exception as error:
             raise EnvironmentFailedError(f"{short(factory)}() raised {type(error).__name__}: {short(error)}") from error
+        if made is self.samples[self.name_of(row)]:
+            raise EnvironmentFailedError(f"{short(factory)}() returned the same {type(made).__name__} twice; episodes "
+                                         "run side by side, so each needs an environment of its own")
+        return made
 
     def columns_for(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row's columns that may be passed to `reset`, copied."""
@@ -86,6 +92,10 @@ def sample(factory: Callable[[], Any], name: str) -> Any:
                         "arguments (functools.partial gives them theirs)") from error
     if not callable(getattr(made, "reset", None)):
         raise TypeError(f"{label} made a {type(made).__name__} without a method reset(**row)")
+    for method in ("get_reward", "state_key"):
+        if isinstance(inspect.getattr_static(made, method, None), (property, cached_property, Real, str)):
+            raise TypeError(f"{label} made a {type(made).__name__} whose {method} is no method, so nothing would "
+                            f"call it; write it as a method: def {method}(self)")
     close_quietly(made)  # it is not played
     return made
 

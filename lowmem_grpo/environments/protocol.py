@@ -105,7 +105,7 @@ class EnvHandle:
         """Convert the value that `reset`, or `AskBase.then` after `reset`, returned to an Answer."""
         if isinstance(returned, AskBase):
             return Answer(asks=replace(returned, messages=messages_of(returned.messages, "AskBase")))
-        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
             returned = returned[0]  # Gym's (observation, info)
         return self.observed(returned, "reset")
 
@@ -123,7 +123,7 @@ class EnvHandle:
         observation, reward, done, *more = returned
         answer = self.observed(observation, "step")
         answer.reward = number(reward, f"{self.name}.step")
-        truncated = [flag for flag in more[:1] if len(more) == 2 or isinstance(plain(flag), bool)]  # else info
+        truncated = [flag for flag in more[:1] if len(more) == 2 or isinstance(plain(flag), Real)]  # else info
         answer.done = max(is_done(flag, f"{self.name}.step") for flag in (done, *truncated))
         return answer
 
@@ -182,7 +182,11 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
     """Return an environment's tools: those in `tools` if it has `step`, else its public methods."""
     if callable(getattr(made, "step", None)):
         tools = getattr(made, "tools", None) or []
-        return list(tools() if callable(tools) else tools)
+        try:
+            return list(tools() if callable(tools) else tools)
+        except TypeError as error:
+            raise TypeError(f"{type(made).__name__}.tools is {short(tools)}; it must be a list of functions, or a "
+                            f"method that returns one ({error})") from error
     names = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction)]
     return [getattr(made, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
 

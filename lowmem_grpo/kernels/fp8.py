@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.custom_op import check_tensors, custom_op
 from lowmem_grpo.kernels.nf4 import dequantized
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton, types_of
 
@@ -78,11 +78,8 @@ class FP8Weight:
 
 
 def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of the scales of a weight of this shape, in blocks (h, w). ValueError for other blocks."""
-    sides = block if isinstance(block, tuple | list) and len(block) == 2 else (0, 0)
-    if not all(isinstance(side, int) and side > 0 for side in sides):
-        raise ValueError(f"block is {block!r}; it must be (h, w), two whole numbers, each at least 1")
-    return -(shape[0] // -block[0]), -(shape[1] // -block[1])
+    """Return the shape of the scales of a weight of this shape, in blocks (h, w)."""
+    return -(shape[0] // -max(block[0], 1)), -(shape[1] // -max(block[1], 1))
 
 
 def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) -> FP8Weight:
@@ -102,11 +99,15 @@ def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) ->
 def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Weight:
     """Quantize a weight (out, in) of any floating dtype to FP8: each scale makes the largest value of its block 448.
     `block` None is a scale for each row. Takes a few rows of blocks at a time; NaN stays NaN."""
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        got = f"{tuple(weight.shape)} of {weight.dtype}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"expected a weight (out, in), a tensor of a floating dtype; got {got}")
+    check_tensors(weight=weight)
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise ValueError(f"expected a weight (out, in) of a floating dtype; got {tuple(weight.shape)} {weight.dtype}")
     rows, columns = weight.shape
-    block = block or (1, max(columns, 1))
+    sizes = (1, max(columns, 1)) if block is None else block if isinstance(block, Sequence) else (block,)
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes if block is not None):
+        raise ValueError(f"block is {block!r}; it must be (rows, columns), both whole numbers above 0, or None, which "
+                         "is a scale for each row")
+    block = sizes[0], sizes[1]
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(scales_shape((rows, columns), block), device=weight.device)
     height, step = block[0], max(1, REFERENCE_ELEMENTS // max(columns, 1) // block[0]) * block[0]
@@ -220,6 +221,8 @@ fp8_dequantize_op = custom_op("fp8_dequantize", fp8_dequantize_cpu, fp8_dequanti
 
 def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
     """Return the weight (out, in) in its dtype, or in `out` (contiguous, any floating dtype) if it is given."""
+    if not isinstance(weight, FP8Weight):
+        raise ValueError(f"expected an FP8Weight, as fp8_quantize makes it; got a {type(weight).__name__}")
     return dequantized(weight, out)
 
 

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import once_differentiable
+from lowmem_grpo.kernels.custom_op import check_tensors, once_differentiable
 from lowmem_grpo.kernels.few_rows import given_adapters
 from lowmem_grpo.kernels.few_rows_kernels import can_decode_fp8, can_decode_nf4, fp8_decode_op, nf4_decode_op
 from lowmem_grpo.kernels.fp8 import FP8Weight
@@ -195,17 +196,32 @@ def even_step(count: int, size: int, unit: int) -> int:
     return max(1, math.ceil(count / bands / unit)) * unit
 
 
+def frozen_weight(weight: Any) -> FrozenWeight:
+    """Return bitsandbytes' Params4bit as an NF4Weight, and other weights unchanged; ValueError for anything else."""
+    if hasattr(weight, "quant_state"):
+        return NF4Weight.from_bitsandbytes(weight)
+    if not isinstance(weight, NF4Weight | FP8Weight):
+        check_tensors(weight=weight)
+    return weight
+
+
+def check_frozen(weight: FrozenWeight) -> None:
+    """Raise ValueError for a weight that is trained: it would get no gradient."""
+    if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError("the weights are frozen: call weight.requires_grad_(False) and train LoRA")
+
+
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias (..., out) for x (..., in) of any floating dtype, in which codes are decoded. Nothing is kept
-    for the backward pass, which decodes them again: the weight takes no gradient, a bias may."""
-    if not isinstance(weight, FrozenWeight) or len(weight.shape) != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"expected a weight (out, {x.shape[-1]}), a tensor or codes; got "
-                         f"{tuple(getattr(weight, 'shape', ())) or 'a ' + type(weight).__name__}")
-    if not x.is_floating_point():
-        raise ValueError(f"expected x of a floating dtype; got {x.dtype}")
-    if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError("the weight is frozen: call weight.requires_grad_(False), or train it with "
-                         "torch.nn.functional.linear")
+    for the backward pass, which decodes them again: the weight takes no gradient, a bias may. ValueError if shapes do
+    not fit."""
+    weight = frozen_weight(weight)
+    check_tensors({"bias": bias}, x=x)
+    check_frozen(weight)
+    shapes = x.shape[-1:], tuple(weight.shape), None if bias is None else tuple(bias.shape)
+    if shapes[0] != weight.shape[1:] or shapes[2] not in (None, shapes[1][:1]) or not x.is_floating_point():
+        raise ValueError("expected x (..., in) of a floating dtype, weight (out, in), bias (out,); got "
+                         f"{tuple(x.shape)} {x.dtype}, {shapes[1:]}")
     return FrozenLinearFunction.apply(x, weight, bias)
 
 

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
+from lowmem_grpo.kernels.custom_op import check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # by activation: torch's name of its approximation
@@ -277,6 +277,7 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     if activation not in APPROXIMATE:
         raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
+    check_tensors({"up": up}, gate=gate)
     if not gate.is_floating_point():
         raise ValueError(f"expected a floating dtype; got {gate.dtype}")
     if up is None:

@@ -15,12 +15,13 @@ takes a gradient, the backward pass computes the logits again, tile by tile: thr
 own gradient. `README.md` beside this file derives all of it.
 """
 
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
+from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.logits import NONE_IGNORED, new_logits
 from lowmem_grpo.kernels.logprob_kernels import backward_tiles, forward_rows, new_gradients
 from lowmem_grpo.kernels.matmul import accumulator_dtype
@@ -58,16 +59,16 @@ def linear_logprobs(
     hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional. Returns
     logprobs (N,) in float32 (float64 for float64 input), or a tuple with the other values asked for, each (N,). Rows
     whose target is `ignore_index` give 0 and no gradient; other targets outside of the vocabulary are refused, or give
-    NaN on a card. The log-probability of the likeliest token has no gradient,
-    and ignored rows have it too; where it equals the target's, the target is the likeliest token.
+    NaN on a card, which does not wait for a check. The log-probability of the likeliest token has no gradient, and
+    ignored rows have it too; where it equals the target's, the target is the likeliest token.
 
     hidden, weight and bias get gradients if they require them. The entropy is a value without gradient unless
     `entropy_grad` is set, for a loss with an entropy bonus; that costs a third matrix product. `chunk_rows` rows of
     logits exist at a time, chosen from the device's memory by default.
     """
-    check_numbers(temperature=temperature, logit_scale=logit_scale, softcap=softcap)
+    check_numbers(temperature=temperature, logit_scale=logit_scale, softcap=0 if softcap is None else softcap)
     check_arguments(hidden, weight, targets, bias, temperature, chunk_rows)
-    ignored = NONE_IGNORED if ignore_index is None else ignore_index
+    ignored = NONE_IGNORED if ignore_index is None else int(ignore_index)
     numbers = float(temperature), float(logit_scale), softcap, ignored
     rows = default_rows(hidden.device, weight.shape[0]) if chunk_rows is None else chunk_rows
     learns, head = (torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
@@ -154,23 +155,14 @@ backward_op = custom_op("linear_logprobs_bwd", backward_tiles,
                         fake=lambda hidden, weight, bias, *others: new_gradients(hidden, weight, bias, others[-1]))
 
 
-def check_numbers(**numbers: Any) -> None:
-    """Raise ValueError for a tensor that holds more than a number, or whose gradient would be lost."""
-    for name, value in numbers.items():
-        if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
-            raise ValueError(f"{name} is a tensor {tuple(value.shape)}, requires_grad={value.requires_grad}; it must "
-                             "be one number, which gets no gradient: give a float, or divide the hidden states by it")
-
-
 def check_arguments(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, chunk_rows: int | None
 ) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
-    if isinstance(weight, torch.nn.Module):
-        raise ValueError(f"expected a head (V, D), a tensor; got a {type(weight).__name__}: give its weight, and bias")
-    if not isinstance(weight, Tensor) or hasattr(weight, "quant_state"):
+    if hasattr(weight, "quant_state") and isinstance(weight, Tensor):
         raise ValueError(f"expected a head (V, D) of the dtype of hidden; got a {type(weight).__name__} in 4 bits. "
                          "Dequantize it once, with nf4_dequantize, and leave lm_head out of quantization")
+    check_tensors({"bias": bias}, hidden=hidden, weight=weight, targets=targets)
     if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
@@ -186,5 +178,5 @@ def check_arguments(
                          f"{weight.dtype} on {weight.device}, targets on {targets.device}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
-    if chunk_rows is not None and not (isinstance(chunk_rows, int) and chunk_rows >= 1):
+    if chunk_rows is not None and (not isinstance(chunk_rows, Integral) or chunk_rows < 1):
         raise ValueError(f"chunk_rows is {chunk_rows!r}; it must be a whole number, at least 1")

@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import once_differentiable
-from lowmem_grpo.kernels.frozen import FrozenWeight, project, project_back, project_back_each, project_each
+from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
+from lowmem_grpo.kernels.frozen import (
+    FrozenWeight,
+    check_frozen,
+    frozen_weight,
+    project,
+    project_back,
+    project_back_each,
+    project_each,
+)
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
-from lowmem_grpo.kernels.nf4 import NF4Weight
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
@@ -37,6 +44,9 @@ def lora_linear(
     takes no gradient, and neither does a bias (out,). A quantized weight of several adjacent matrices stands for as
     many layers. A layer without LoRA has None in `loras`. Raises ValueError if shapes or dtypes do not fit.
     """
+    if isinstance(weights, Tensor) or isinstance(loras, LoRA):
+        raise ValueError("expected lists, with a weight and a LoRA or None of each layer: lora_linear(x, [weight], "
+                         "[lora])")
     frozen = [frozen_weight(weight) for weight in weights]
     added = [None] * len(loras) if biases is None else list(biases)
     check_linears(x, frozen, loras)
@@ -137,11 +147,6 @@ def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -
     return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
 
 
-def frozen_weight(weight: Any) -> FrozenWeight:
-    """Return bitsandbytes' Params4bit as an NF4Weight, and everything else unchanged."""
-    return NF4Weight.from_bitsandbytes(weight) if hasattr(weight, "quant_state") else weight
-
-
 def tensors_of(loras: Sequence[LoRA | None]) -> list[Tensor | None]:
     """Return [a, b] of each layer, None without LoRA, as an autograd function takes them."""
     return [tensor for lora in loras for tensor in ((None, None) if lora is None else (lora.a, lora.b))]
@@ -160,18 +165,22 @@ def pairs_of(tensors: Sequence[Tensor | None], scales: Sequence[float]) -> list[
 
 def check_linears(x: Tensor, weights: Sequence[FrozenWeight], loras: Sequence[LoRA | None]) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
+    check_tensors(x=x)
     for weight in weights:
         if len(weight.shape) != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
             raise ValueError(f"expected a weight (out, {x.shape[-1]}) of {x.dtype}; got {tuple(weight.shape)} of "
                              f"{weight.dtype}")
-        if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError("the weights are frozen: call weight.requires_grad_(False) and train LoRA")
+        check_frozen(weight)
     shapes = list(shapes_of(weights))
     if len(shapes) != len(loras):
         raise ValueError(f"expected one entry of loras for each weight; got {len(shapes)} and {len(loras)}")
     for (shape, _), lora in zip(shapes, loras, strict=True):
         if lora is None:
             continue
+        if not isinstance(lora, LoRA):
+            raise ValueError(f"expected LoRA(a, b, scale), or None, for each weight; got a {type(lora).__name__}")
+        check_tensors(a=lora.a, b=lora.b)
+        check_numbers(scale=lora.scale)
         rank = lora.a.shape[0]
         expected = ((rank, shape[1]), (shape[0], rank))
         if (tuple(lora.a.shape), tuple(lora.b.shape)) != expected:

@@ -43,7 +43,7 @@ class Factors:
 
     def add_to(self, outputs: Sequence[Tensor], x: Tensor) -> None:
         """Add LoRA of x (N, in) to the outputs y_i (N, out_i)."""
-        low = x @ self.a.T
+        low = torch.mm(x, self.a.T, out=x.new_empty(len(x), len(self.a)))  # autocast leaves `out` alone
         for y, b, columns, scale in zip(outputs, self.b, self.columns, self.scales, strict=True):
             if b is not None:
                 y.addmm_(low[:, columns], b.T, alpha=scale)
@@ -53,7 +53,7 @@ class Factors:
         scales = {scale for scale, b in zip(self.scales, self.b, strict=True) if b is not None}
         if len(scales) == 1:
             return x.new_empty(x.shape[0], self.a.shape[0]).addmm_(x, self.a.T, beta=0, alpha=scales.pop())
-        low = x @ self.a.T
+        low = torch.mm(x, self.a.T, out=x.new_empty(len(x), len(self.a)))
         for columns, scale in zip(self.columns, self.scales, strict=True):
             low[:, columns].mul_(scale)
         return low

@@ -13,6 +13,7 @@ that stops at the last saved tensor (as torch's non-reentrant one does) never co
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels import lora
 from lowmem_grpo.kernels.custom_op import once_differentiable
-from lowmem_grpo.kernels.frozen import FrozenWeight
+from lowmem_grpo.kernels.frozen import FrozenWeight, frozen_weight
 from lowmem_grpo.kernels.glu import APPROXIMATE, activate_ref, glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
 
@@ -47,17 +48,17 @@ def lora_mlp(
     With `tile_rows` (at least 1; out = in) rows are computed in tiles of that size, and the backward pass computes gate
     and up again. Without it, one backward pass uses up their buffers: a second one raises RuntimeError.
     """
-    inner = [lora.frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
+    inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     both = len(list(lora.shapes_of(inner))) == 1
     if both and up_lora is not None:
         raise ValueError("up_lora was given without up: with one matrix for gate and up, gate_lora covers both")
     loras = [gate_lora, down_lora] if both else [gate_lora, up_lora, down_lora]
-    weights = MLPWeights(inner, lora.frozen_weight(down), lora.scales_of(loras), activation)
+    weights = MLPWeights(inner, frozen_weight(down), lora.scales_of(loras), activation)
     lora.check_linears(x, inner, loras[:-1])
     check_mlp(x, weights, loras[-1])
     rows, tensors = x.reshape(-1, x.shape[-1]), lora.tensors_of(loras)
-    if tile_rows is not None and tile_rows < 1:
-        raise ValueError(f"tile_rows is {tile_rows}; it must be at least 1")
+    if tile_rows is not None and (not isinstance(tile_rows, Integral) or tile_rows < 1):
+        raise ValueError(f"tile_rows is {tile_rows!r}; it must be at least 1, and a whole number")
     if tile_rows is not None and weights.down.shape[0] != x.shape[-1]:
         raise ValueError(f"in tiles, expected out = in = {x.shape[-1]}; got a down weight {tuple(weights.down.shape)}")
     if not torch.is_grad_enabled() and (tile_rows is None or len(rows) <= tile_rows):
@@ -167,7 +168,7 @@ class TileForward(torch.autograd.Function):
 
 
 def tiles(rows: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, rows, size))
+    return (slice(start, start + size) for start in range(0, max(rows, 1), size))  # one empty tile of no rows
 
 
 def gradients(

@@ -48,6 +48,8 @@ class NF4Weight:
     def from_bitsandbytes(cls, param: Any) -> "NF4Weight":
         """Borrow the tensors of a quantized Params4bit: no copy, and later changes of them are seen here."""
         state = getattr(param, "quant_state", None)
+        if isinstance(param, torch.nn.Module):
+            raise ValueError(f"expected a Params4bit; got {type(param).__name__}: give its weight")
         if state is None or getattr(state, "packing_format_for_cpu", False):
             why = "it has been repacked for the CPU's matrix units" if state else "it has no quant_state"
             raise ValueError(f"expected a Params4bit as bitsandbytes quantized it; got {type(param).__name__}: {why}")
@@ -255,9 +257,9 @@ def dequantized(weight: Any, out: Tensor | None) -> Tensor:
     return out
 
 
-def nf4_dequantize(weight: NF4Weight, out: Tensor | None = None) -> Tensor:
-    """Return the weight (out, in) in its dtype, or in `out` (contiguous, any floating dtype) if it is given."""
-    return dequantized(weight, out)
+def nf4_dequantize(weight: Any, out: Tensor | None = None) -> Tensor:
+    """Return an NF4Weight or Params4bit (out, in) in its dtype, or in `out` (contiguous, any floating dtype)."""
+    return dequantized(weight if isinstance(weight, NF4Weight) else NF4Weight.from_bitsandbytes(weight), out)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

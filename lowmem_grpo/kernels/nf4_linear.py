@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import once_differentiable
+from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
 from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_back
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 
@@ -59,6 +59,7 @@ def check_arguments(
     bias: Tensor | None,
 ) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
+    check_tensors({"bias": bias}, x=x)
     out, columns = weight.shape
     if x.ndim < 1 or x.shape[-1] != columns or not x.is_floating_point():
         raise ValueError(f"expected x (..., {columns}) of a floating dtype; got {tuple(x.shape)} {x.dtype}")
@@ -75,6 +76,7 @@ def check_arguments(
         raise ValueError(f"expected bias ({out},); got {tuple(bias.shape)}")
     if isinstance(scale, Tensor) and (scale.ndim or scale.requires_grad):
         raise ValueError(f"expected scale () without a gradient; got {tuple(scale.shape)}, {scale.requires_grad}")
+    check_numbers(scale=scale)
     parts = {"weight": weight.packed, "lora_a": lora_a, "lora_b": lora_b, "bias": bias, "scale": scale}
     for name, part in parts.items():
         if isinstance(part, Tensor) and part.device != x.device:

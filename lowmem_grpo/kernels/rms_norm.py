@@ -12,7 +12,7 @@ Kept for backward: h, weight and rstd.
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
+from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, read, tl, triton, types_of
 
 MAX_WIDTH = 65536
@@ -254,6 +254,7 @@ def rms_norm(
     normalised. y has x's dtype, but as in transformers a float32 weight with offset 0 makes a float32 y. With offset 0,
     `round_once` rounds the product only, to x's dtype; without it, x / rms(x) is rounded before.
     """
+    check_numbers(eps=eps, offset=offset)
     check_arguments(x, weight, residual)
     if x.numel() == 0 or (x.device.type == "cpu" and not torch.is_grad_enabled()):
         return rms_norm_ref(x, weight, eps, residual=residual, offset=offset, round_once=round_once)
@@ -264,6 +265,7 @@ def rms_norm(
 
 def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
+    check_tensors({"residual": residual}, x=x, weight=weight)
     if x.ndim == 0 or not 0 < x.shape[-1] <= MAX_WIDTH:
         raise ValueError(f"expected x (..., D) with D from 1 to {MAX_WIDTH}; got {tuple(x.shape)}")
     if weight.shape != x.shape[-1:]:

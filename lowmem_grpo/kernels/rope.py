@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
+from lowmem_grpo.kernels.custom_op import check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, next_power_of_2, read, tl, triton, types_of
 
 MAX_WIDTH = 1024  # columns of cos and sin
@@ -186,6 +186,7 @@ def angles(values: Tensor) -> Tensor:
 
 def check_arguments(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
+    check_tensors(q=q, k=k, cos=cos, sin=sin)
     order = "(B, H, T, D)" if heads_first else "(B, T, H, D) or (T, H, D)"
     shapes = [tuple(x.shape) for x in (q, k)]
     if q.ndim != k.ndim or q.ndim not in ((4,) if heads_first else (3, 4)):

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
+from lowmem_grpo.kernels.custom_op import check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
@@ -58,6 +58,9 @@ def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack
 
 def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
+    check_tensors(x=x, ids=ids, weights=weights)
+    if wrong := [type(stack).__name__ for stack in (gate_up, down) if not isinstance(stack, FrozenStack)]:
+        raise ValueError(f"expected gate_up and down as FrozenStack, by FrozenStack.from_weights; got {wrong}")
     experts, size, inner = down.shape
     if gate_up.shape != (experts, 2 * inner, size):
         raise ValueError(f"expected gate_up (E, 2 I, D) and down (E, D, I); got {gate_up.shape}, {down.shape}")

@@ -241,9 +241,20 @@ class AdvantageSettings:
         return str(self.scale_rewards or (*ESTIMATORS[self.advantage_estimator].scales, "none")[0])
 
 
+def weights_of(settings: AdvantageSettings, count: int) -> list[float]:
+    """Return the weights of `count` rewards; ValueError if the settings have another number of them."""
+    weights = settings.reward_weights or [1.0] * count
+    if len(weights) != count:
+        raise ValueError(f"reward_weights has {len(weights)} numbers for {count} rewards: {weights}; give one for each")
+    return weights
+
+
 def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tensor | None = None) -> Tensor:
     """Return advantages (P, G) of rewards (P, G, R); completions without a reward are left out and get 0."""
-    weights = torch.tensor(settings.reward_weights or [1.0] * rewards.shape[-1], dtype=rewards.dtype)
+    if not isinstance(rewards, torch.Tensor) or rewards.ndim != 3 or not rewards.is_floating_point():
+        raise ValueError(f"expected rewards (P, G, R) of a floating dtype; got {getattr(rewards, 'dtype', rewards)}, "
+                         f"{tuple(getattr(rewards, 'shape', ()))}")
+    weights = torch.tensor(weights_of(settings, rewards.shape[-1]), dtype=rewards.dtype)
     if settings.multi_objective_aggregation == "normalize_then_sum":  # GDPO: each reward's z-scores in the groups
         each = [of_group(rewards[..., r], "group", None, 0) for r in range(rewards.shape[-1])]
         summed = combine_rewards(torch.stack(each, -1), weights)  # the batch's mean is 0, as each group's is
@@ -273,7 +284,7 @@ def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: Ad
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]
     widest = max(map(len, scored), default=0)
     scored = [[*group, *[[torch.nan] * len(names)] * (widest - len(group))] for group in scored]
-    weights = torch.tensor(settings.reward_weights or [1.0] * len(names), dtype=torch.float64)
+    weights = torch.tensor(weights_of(settings, len(names)), dtype=torch.float64)
     table = without_metrics_alone(torch.tensor(scored, dtype=torch.float64), weights)  # (P, G, R)
     baselines = None
     if settings.advantage_estimator == "remax":

@@ -5,7 +5,7 @@ part that the loss types of `loss_types.py` share, and its order.
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ def grpo_loss(
     option that the loss type does not use, contradictory options, and for missing log-probabilities, by name.
     """
     settings = settings_of(settings, options)
+    constants = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs,
+                 "rollout_logprobs": rollout_logprobs, "sequence_ids": sequence_ids, "policy_mask": policy_mask}
+    check_tokens({"logprobs": logprobs, "entropy": entropy} | constants, constants)
     kind, chosen = LOSS_TYPES[settings.loss_type], settings.chosen()
     correct = settings.vllm_importance_sampling_correction is True if correct_mismatch is None else correct_mismatch
     old = logprobs.detach() if old_logprobs is None else old_logprobs
@@ -79,10 +82,30 @@ def grpo_loss(
     return LossOutput(loss, report.metrics, report.counts, samples, policy_loss.detach())
 
 
+def check_tokens(tensors: Mapping[str, Any], constants: Container[str]) -> None:
+    """Raise ValueError for a tensor that is not (N,), or has a dtype of another kind, and for a constant that needs a
+    gradient. Tensors of other shapes would be broadcast, which changes the loss."""
+    size = getattr(tensors["logprobs"], "shape", "?")
+    for name, values in tensors.items():
+        if values is None:
+            continue
+        if not isinstance(values, Tensor) or values.ndim != 1 or values.shape != size:
+            shape = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise ValueError(f"{name} is {shape}; it must be a tensor (N,) with an entry for each trained token: "
+                             "select those of a tensor (B, T) by its mask, and repeat what belongs to a completion")
+        kind = {"sequence_ids": "int64", "policy_mask": "bool"}.get(name)
+        if kind and (values.is_floating_point() or (kind == "bool" and values.dtype != torch.bool)):
+            raise ValueError(f"{name} is {values.dtype}; it must be {kind}, as {name}.to(torch.{kind}) makes it")
+        if name in constants and values.requires_grad:
+            raise ValueError(f"{name} needs a gradient, which the loss would lose or send astray: {name}.detach()")
+
+
 def settings_of(settings: LossSettings | None, options: dict[str, Any]) -> LossSettings:
     """Return the settings, or those made of keyword options; TypeError if both are given."""
     if settings is not None and options:
         raise TypeError(f"grpo_loss got settings and also {', '.join(options)}; give one of them")
+    if settings is not None and not isinstance(settings, LossSettings):
+        raise TypeError(f"settings is a {type(settings).__name__}; give LossSettings, or its fields as options")
     return settings or LossSettings(**options)
 
 

@@ -3,6 +3,7 @@
 import difflib
 import re
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 from lowmem_grpo.utils import GIB, MIB
@@ -59,18 +60,20 @@ class Device:
 
 
 def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
-    """Return a card by name ("t4", "a100-40"), with a budget of 95%, or by size ("16GiB"), with a budget of 100%.
+    """Return a card by name ("t4", or the driver's name), with a budget of 95%, or by size ("16GiB"), with one of 100%.
     `gpu_memory_utilization` replaces that share. The ValueError for an unknown card lists cards with similar names."""
     share = gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
-        raise ValueError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
+    if not isinstance(name, str):
+        raise ValueError(f"the card is {name!r}; give its name, such as 'h100', or its memory with a unit: '16GiB'")
+    if share is not None and not (isinstance(share, Real) and 0 < share <= 1):
+        raise ValueError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
     plain = name.strip().lower()
     if size := SIZE.fullmatch(plain):
         total = int(float(size[1]) * UNITS[size[2]])
         return Device(name.strip(), total, int(total * (share or 1.0)))
     plain = re.sub(r"[\s_]+", "-", plain).removeprefix("nvidia-").removeprefix("geforce-").removeprefix("tesla-")
     plain = re.sub(r"(?<=\d)gi?b$", "", plain.replace("rtx-", "rtx"))
-    plain = SAME.get(plain, plain)
+    plain = SAME.get(plain, card_of(name) or plain)
     if plain not in CARDS:
         close = difflib.get_close_matches(plain, [*CARDS, *SAME], n=3)
         hint = f"did you mean {' or '.join(close)}? " if close else ""

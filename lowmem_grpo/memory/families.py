@@ -159,6 +159,9 @@ def model_type_of(config: Any) -> str:
 
 def fields_of(config: Any) -> Mapping[str, Any]:
     """Return the fields of a transformers config; a mapping, as of a config.json, is returned as it is."""
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise ValueError(f"the config is {config!r}; give a config of transformers, or the fields of a config.json, as "
+                         "planning.named_config(name) reads them")
     return config if isinstance(config, Mapping) else config.to_dict()
 
 

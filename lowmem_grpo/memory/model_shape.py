@@ -60,6 +60,8 @@ class ModelShape:
         missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]
         if missing:
             raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
+        if low := next((name for name in NEEDED if fields[name] < 1), None):
+            raise ValueError(f"the config's {low} is {fields[low]}; it must be at least 1")
         heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
         row, mixed = families.FAMILIES.get(kind, PLAIN), families.has_experts(fields)
         if mixed and row.experts is None:
@@ -256,9 +258,13 @@ def named_shapes() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in SHAPES.iterdir())
 
 
-def named_config(name: str) -> dict[str, Any]:
+def named_config(name: str | Path) -> dict[str, Any]:
     """Return the fields of a model's config.json, by its name here or on the hub, or by a folder or file. Case, owner,
     and endings such as -Instruct are ignored. The ValueError for an unknown name lists similar ones."""
+    name = str(name) if isinstance(name, Path) else name
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the model is {name!r}; give one of {', '.join(named_shapes())}, or a folder with a "
+                         "config.json")
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".json":
         return read_config(path / "config.json" if path.is_dir() else path)

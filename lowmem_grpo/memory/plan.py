@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES, Device, in_8_bits
 from lowmem_grpo.memory.cutting import Limits, cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
-from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, one_of
+from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, number, one_of
 
 OPTIMIZER_BYTES = {  # optimizer state per trained number
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,
@@ -104,10 +104,14 @@ class Workload:
     updates: int = 1  # optimizer steps
     forward_only: int = 0  # passes for log-probabilities only: of the old policy, of the reference
 
+    RANGES: ClassVar[dict[str, Rule]] = {
+        **dict.fromkeys(("prompts", "generations", "longest", "iterations", "updates"), COUNT),
+        **dict.fromkeys(("prompt_length", "completion_length"), number("at least 1", lambda value: value >= 1)),
+        "forward_only": at_least(0),
+    }
+
     def __post_init__(self) -> None:
-        for name in ("prompts", "generations", "prompt_length", "completion_length", "longest"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_ranges(self)
         if self.completion_length > self.longest:
             raise ValueError(f"completion_length is {self.completion_length:g}, the mean, and the longest completion "
                              f"has {self.longest} tokens; give a mean of at most {self.longest}, or a larger "

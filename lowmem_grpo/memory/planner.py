@@ -42,7 +42,7 @@ def plan(model_config: Any, run_config: RunSettings, device: Device, model: str 
     """Return the plan of a run on a device, with every open setting chosen so that the run fits, if possible. If it
     does not (`fits`), `advice` says what would. `model_config` holds a config.json's fields, or is a transformers
     config. ValueError if the context is longer than the model's."""
-    shape = ModelShape.from_config(model_config)
+    shape = checked_shape(model_config, run_config, device)
     if shape.context is not None and run_config.context > shape.context:
         raise ValueError(f"context is {run_config.context}; this model's is {shape.context} at most")
     asked = run_config.opened()
@@ -52,7 +52,16 @@ def plan(model_config: Any, run_config: RunSettings, device: Device, model: str 
 
 def max_context(model_config: Any, run_config: RunSettings, device: Device) -> int:
     """Return the longest context that fits, in steps of 128 tokens, whatever `run_config.context` is; 0 if none."""
-    return longest(ModelShape.from_config(model_config), run_config.opened(), device)
+    return longest(checked_shape(model_config, run_config, device), run_config.opened(), device)
+
+
+def checked_shape(model_config: Any, run_config: RunSettings, device: Device) -> ModelShape:
+    """Return the model's shape; ValueError for a run or a device that is none."""
+    for name, value, kind, made in (("run_config", run_config, RunSettings, "RunSettings(context=2048)"),
+                                    ("device", device, Device, "device('h100')")):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is {value!r}; it must be made as in planning.{made}")
+    return ModelShape.from_config(model_config)
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:

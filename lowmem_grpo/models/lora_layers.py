@@ -13,8 +13,8 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear, Linear4bit, LoraLayer
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels.frozen import FrozenWeight
-from lowmem_grpo.kernels.lora import frozen_weight, lora_linear
+from lowmem_grpo.kernels.frozen import FrozenWeight, frozen_weight
+from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import KEPT, LoRA, held
 from lowmem_grpo.models.fp8_layers import FP8Linear
 from lowmem_grpo.models.fused_weights import joined_weights

@@ -145,6 +145,8 @@ def rows_of(returned: Any, rows: int) -> dict[str, list[Any]]:
     if returned["logprobs"] is None:
         raise RolloutFuncError("rollout_func returned None as logprobs: the sampler's log-probability of each token is "
                                f"needed here; {GIVEN}")
+    if odd := [name for name in returned if not isinstance(name, str)]:
+        raise RolloutFuncError(f"rollout_func returned the key {odd[0]!r}; reward functions get keys as names: texts")
     columns = {}
     for name, value in returned.items():
         if name == "env_mask" and value is None:

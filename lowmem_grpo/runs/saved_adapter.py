@@ -136,7 +136,7 @@ def of_run(run_dir: Path, unfinished: bool) -> RunAdapter:
     good, broken = last_good(run_dir)
     if not summary and good is None and not broken:
         raise RunError(f"{run_dir} is neither a run nor an adapter: it holds no {SUMMARY}, no checkpoint and no "
-                       f"{ADAPTER_FILE}")
+                       f"{ADAPTER_FILE}{inner_adapters(run_dir)}")
     if summary.get("status") == "finished":
         return final_adapter(run_dir, good)
     state = f"its status is {summary.get('status')!r} after step {summary.get('steps')}" if summary else "no summary"

@@ -1,6 +1,7 @@
 """Episodes of several turns. `EpisodeSetup` makes a trainer's encoder, rewards and player from its tools, environments
 or rollout function. `Play` plays episodes without training, for evaluations and for `lowmem-grpo eval`."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,6 +33,17 @@ Function = Callable[..., Any]
 TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a tool call as a person types it
 
 
+def takes_two(function: Any) -> bool:
+    """Return whether this is a function, and no async one, that takes two arguments."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that says nothing of its arguments
+        pass
+    return not inspect.iscoroutinefunction(function)
+
+
 class EpisodeSetup:
     """Checks episode parameters before anything is loaded, and makes the encoder, rewards and player from them."""
 
@@ -48,8 +60,9 @@ class EpisodeSetup:
         self.factories = None if environment_factory is None else Factories(environment_factory)
         self.rollout_func = rollout_func
         self.specs: EnvSpecs | None = None
-        if rollout_func is not None and not callable(rollout_func):
-            raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer)")
+        if rollout_func is not None and not takes_two(rollout_func):
+            raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer), as "
+                            "in TRL 1.16, and not async: asyncio.run may run what is, inside of it")
         if rollout_func is not None and (self.tools or self.factories):
             raise ValueError("rollout_func makes the rollouts itself; leave tools and environment_factory out")
 

@@ -1,6 +1,7 @@
 """What a class given as an environment is, what its calls may give, and how the first joins the prompt of a row."""
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def test_a_game_gets_its_row_and_answers_in_order() -> None:
 @pytest.mark.parametrize(("first", "given"), [
     (("Begin.", {}), ("go", 1.0, False, True, {})), (None, (None, None, True)),
     ("Begin.", ("go", 1.0, False, torch.tensor(True))), ("Begin.", ("go", 1.0, True, {"TimeLimit.truncated": False})),
+    (("Begin.", MappingProxyType({})), ("go", 1.0, False, 1)),
     ([{"role": "user", "content": "Begin."}], ({"role": "user", "content": "x"}, 0, 1)),
 ])
 def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:
@@ -139,10 +141,24 @@ def test_a_column_of_the_row_picks_among_several_and_is_not_passed_on() -> None:
 @every_row(("given", "said"), [
     ("Game", "environment_factory is 'Game'; pass a class"), ({}, "pass a class"),
     (lambda price: Desk(), "made without arguments"), (object, "without a method reset"),
+    (type("Meter", (Game,), {"state_key": 3}), "made a Meter whose state_key is no method.*def state_key"),
+    (type("Shop", (Desk,), {"get_reward": property(lambda self: 0.5)}), "made a Shop whose get_reward is no method"),
 ])
 def test_what_makes_no_environments_is_refused_at_once(given: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         Factories(given)
+
+
+@every_row("tools", [5, lambda drawer: "x"])
+def test_tools_that_are_no_list_are_refused_by_name(tools: Any) -> None:
+    with pytest.raises(TypeError, match=r"Cupboard.tools is .*; it must be a list of functions"):
+        tools_of(type("Cupboard", (Game,), {"tools": staticmethod(tools) if callable(tools) else tools})())
+
+
+def test_an_environment_that_is_returned_again_is_a_fault_as_episodes_would_share_its_state() -> None:
+    desk = Desk()
+    with pytest.raises(EnvironmentFailedError, match="returned the same Desk twice; episodes run side by side"):
+        Factories(lambda: desk).make({})
 
 
 USER: Message = {"role": "user", "content": "Go."}

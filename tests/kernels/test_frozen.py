@@ -145,3 +145,10 @@ def test_autocast_and_deep_inputs_change_nothing() -> None:
     assert y.shape == (2, 3, 33)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(frozen_linear(x, weight), y)
+
+
+def test_a_weight_of_bitsandbytes_is_taken_as_it_is() -> None:
+    param, x = quantized(33, 64, torch.float32), random(2, 3, 64, dtype=torch.float32)
+    weight = NF4Weight.from_bitsandbytes(param)
+    assert torch.equal(frozen_linear(x, param), frozen_linear(x, weight))
+    assert torch.equal(nf4_dequantize(param), nf4_dequantize(weight))

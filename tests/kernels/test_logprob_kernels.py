@@ -93,11 +93,12 @@ def test_a_kernel_is_as_accurate_as_its_reference(
 
 @interpreted
 def test_row_kernel_gives_minus_infinity_for_a_target_without_weight_and_nan_for_nan() -> None:
-    given = logits_of(3, 1003)
-    given["targets"][:] = torch.tensor([0, 5, 5])
+    given = logits_of(6, 1003)
+    given["targets"][:] = torch.tensor([0, 5, 5, 1003, -1, -100])
     given["logits"][2, 700] = torch.nan
     logprobs, *_ = logprob_rows_triton(*given.values(), *NUMBERS[0], None)
     assert logprobs[0] == -torch.inf and logprobs[1].isfinite() and logprobs[2].isnan()
+    assert logprobs[3:5].isnan().all() and logprobs[5] == 0  # tokens that the head does not have, and an ignored one
 
 
 @interpreted

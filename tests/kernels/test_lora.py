@@ -1,5 +1,6 @@
 """Linear layers and MLPs with LoRA over frozen weights: accuracy, memory, and what autograd may do with them."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -206,9 +207,23 @@ def test_compiled_mlp_gives_what_the_eager_one_gives(tile_rows: int | None) -> N
         torch.testing.assert_close(value, expected[name], msg=name)
 
 
-def test_no_rows_give_no_outputs_and_gradients_of_zero() -> None:
-    results = outcome(lora_mlp, mlp_problem(0, torch.float32))
+@every_row("tile_rows", [None, 2])
+def test_no_rows_give_no_outputs_and_gradients_of_zero(tile_rows: int | None) -> None:
+    results = outcome(lora_mlp, mlp_problem(0, torch.float32), tile_rows=tile_rows)
     assert results["y"].shape == (0, IN) and not results["gate_lora.a"].any()
+
+
+@every_row("tile_rows", [None, 20])
+def test_autocast_around_the_call_and_its_backward_changes_nothing(tile_rows: int | None) -> None:
+    arguments = mlp_problem(60, torch.float32)
+    arguments["gate_lora"] = replace(arguments["gate_lora"], scale=0.5)  # with other scales, products are scaled apart
+    plain = outcome(lora_mlp, arguments, tile_rows=tile_rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = outcome(lora_mlp, arguments, tile_rows=tile_rows)
+        with torch.no_grad():
+            assert torch.equal(lora_mlp(**arguments, tile_rows=tile_rows), plain["y"])
+    for name, value in plain.items():
+        assert torch.equal(ours[name], value), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

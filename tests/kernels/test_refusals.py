@@ -1,8 +1,10 @@
 """Wrong arguments are refused by every function of the kernels, with what was got."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from logprob_problem import D, V
 from logprob_problem import problem as logprob_problem
@@ -10,13 +12,17 @@ from nf4_problem import ONE, quantized
 from nf4_problem import problem as nf4_problem
 from tables import every_row, not_refused
 
-from lowmem_grpo.kernels import fp8_quantize, frozen_linear, linear_logprobs
+from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.fp8 import fp8_dequantize, fp8_quantize
+from lowmem_grpo.kernels.frozen import FrozenStack, frozen_linear
 from lowmem_grpo.kernels.glu import geglu, glu_backward, glu_forward, swiglu
 from lowmem_grpo.kernels.lora import LoRA, lora_linear
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
+from lowmem_grpo.kernels.nf4 import nf4_dequantize
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
+from lowmem_grpo.kernels.routed_experts import routed_experts
 
 IN, INNER = 63, 130
 GLU: dict[str, Any] = {"gate": torch.zeros(3, 6), "up": torch.zeros(3, 6)}
@@ -24,9 +30,10 @@ SILU = GLU | {"activation": "silu"}
 ROPE: dict[str, Any] = {"q": torch.zeros(2, 4, 3, 8), "k": torch.zeros(2, 1, 3, 8), "cos": torch.zeros(2, 3, 8),
                         "sin": torch.zeros(2, 3, 8)}
 LINEAR: dict[str, Any] = {"x": torch.zeros(3, IN), "weights": [torch.zeros(INNER, IN)], "loras": [None]}
+PAIR = LoRA(torch.zeros(5, IN), torch.zeros(INNER, 5), 1.0)
 MLP: dict[str, Any] = {
     "x": torch.zeros(3, IN), "gate": torch.zeros(INNER, IN), "up": torch.zeros(INNER, IN),
-    "down": torch.zeros(IN, INNER), "up_lora": LoRA(torch.zeros(5, IN), torch.zeros(INNER, 5), 1.0),
+    "down": torch.zeros(IN, INNER), "up_lora": PAIR,
 }
 BF16, META, GRADIENT = {"dtype": torch.bfloat16}, {"device": "meta"}, {"requires_grad": True}
 # A function, arguments that are right, and changes that are not, with a part of the answer.
@@ -35,6 +42,7 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         ({"up": torch.zeros(3, 5)}, "(3, 5)"), ({"gate": torch.zeros(()), "up": torch.zeros(())}, "()"),
         ({"gate": torch.zeros(3, 7), "up": None}, "(3, 7)"), ({"up": torch.zeros(3, 6, dtype=torch.half)}, "float16"),
         ({"gate": torch.zeros(3, 6, dtype=torch.long)}, "int64"), ({"up": torch.zeros(3, 6, device="meta")}, "meta"),
+        ({"gate": [1.0]}, "gate is a list; it must be a tensor"), ({"up": 2.0}, "up is a float; it must be a tensor"),
     ]),
     (geglu, GLU, [({"approximate": "sigmoid"}, "'sigmoid'")]),
     (glu_forward, SILU, [({"activation": "relu"}, "'relu'")]),
@@ -46,6 +54,9 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         ({"weight": torch.zeros(33, device="meta")}, "meta"), ({"residual": torch.zeros(4, 33)}, "(4, 33)"),
         ({"residual": torch.zeros(3, 33, dtype=torch.bfloat16)}, "bfloat16"),
         ({"residual": torch.zeros(3, 33, device="meta")}, "meta"),
+        ({"weight": torch.nn.RMSNorm(33)}, "give its weight"), ({"x": np.zeros((3, 33))}, "x is a ndarray"),
+        ({"residual": 0.0}, "residual is a float"),
+        ({"eps": None}, "eps is None"), ({"offset": torch.tensor(1.0, **GRADIENT)}, "offset is a tensor ()"),
     ]),
     (rope, ROPE, [
         ({"q": torch.zeros(2, 4, 8)}, "(2, 4, 8)"),
@@ -60,6 +71,7 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         ({"cos": torch.zeros(3, 8, **BF16), "sin": torch.zeros(3, 8, **BF16)}, "bfloat16"),
         ({"q": torch.zeros(2, 4, 3, 8).long(), "k": torch.zeros(2, 1, 3, 8).long()}, "int64"),
         ({"k": torch.zeros(2, 1, 3, 8, **META)}, "meta"), ({"cos": torch.zeros(2, 3, 8, **GRADIENT)}, "detach"),
+        ({"k": None}, "k is a NoneType; it must be a tensor"),
     ]),
     (linear_logprobs, logprob_problem(3, torch.float32)[0], [
         ({"hidden": torch.zeros(3)}, "hidden"), ({"hidden": torch.zeros(3, 5)}, "(3, 5)"),
@@ -71,26 +83,16 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         ({"bias": torch.zeros(V, device="meta")}, "meta"),
         ({"hidden": torch.zeros(3, D, dtype=torch.long), "weight": torch.zeros(V, D, dtype=torch.long)}, "int64"),
         ({"temperature": 0.0}, "temperature is 0.0"), ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"chunk_rows": -1}, "chunk_rows is -1"), ({"weight": torch.nn.Linear(D, V)}, "got a Linear: give its weight"),
+        ({"chunk_rows": -1}, "chunk_rows is -1"), ({"weight": torch.nn.Linear(D, V)}, "give its weight, and bias"),
+        ({"chunk_rows": 2.5}, "chunk_rows is 2.5"), ({"weight": None}, "weight is a NoneType; it must be a tensor"),
+        ({"targets": [1, 2, 3]}, "targets is a list"), ({"bias": np.zeros(V)}, "bias is a ndarray"),
+        ({"temperature": "1"}, "temperature is '1'; it must be a number"),
+        ({"logit_scale": None}, "logit_scale is None"),
         *(({name: torch.tensor(2.0, **GRADIENT)}, f"{name} is a tensor (), requires_grad=True; it must be")
           for name in ("temperature", "logit_scale", "softcap")), ({"temperature": torch.ones(3)}, "a tensor (3,)"),
         ({"weight": quantized(V, 64, torch.float32)}, "got a Params4bit in 4 bits. Dequantize it once"),
-        ({"chunk_rows": 1.5}, "chunk_rows is 1.5"),
         *((trained | {"targets": torch.tensor([0, wrong, 5])}, f"hold {wrong}; they must be tokens, from 0 to {V - 1}")
           for wrong in (-100, V) for trained in ({}, {"ignore_index": -1}, {"weight": torch.zeros(V, D, **GRADIENT)})),
-    ]),
-    (frozen_linear, {"x": torch.zeros(3, IN), "weight": torch.zeros(INNER, IN)}, [
-        ({"weight": torch.zeros(INNER, IN, **GRADIENT)}, "the weight is frozen: call weight.requires_grad_(False)"),
-        ({"weight": torch.nn.Linear(IN, INNER)}, "a weight (out, 63), a tensor or codes; got a Linear"),
-        ({"weight": torch.zeros(2, INNER, IN)}, "(2, 130, 63)"),
-        ({"weight": fp8_quantize(torch.zeros(4, 5))}, "(4, 5)"), ({"x": torch.zeros(3, IN, dtype=torch.long)}, "int64"),
-    ]),
-    (fp8_quantize, {"weight": torch.zeros(4, 6)}, [
-        *(({"weight": torch.zeros(shape)}, f"expected a weight (out, in), a tensor of a floating dtype; got {shape} of")
-          for shape in ((), (4,), (2, 3, 4))), ({"weight": torch.zeros(4, 6).int()}, "int32"),
-        ({"weight": [[1.0]]}, "list"),
-        *(({"block": block}, f"block is {block!r}; it must be (h, w)")
-          for block in ((0, 4), (4, -1), (3,), 128, (2.0, 2))),
     ]),
     (nf4_linear, nf4_problem(3, ONE, torch.float32), [
         ({"x": torch.zeros(3, 191)}, "expected x (..., 192)"),
@@ -101,19 +103,46 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         ({"bias": torch.zeros(71)}, "expected bias (70,)"),
         ({"scale": torch.zeros(1)}, "expected scale ()"),
         ({"bias": torch.zeros(70, device="meta")}, "expected bias on the device of x, cpu; got meta"),
-        ({"weight": torch.zeros(70, 192)}, "expected a Params4bit"),
+        ({"weight": torch.zeros(70, 192)}, "expected a Params4bit"), ({"scale": None}, "scale is None"),
+        ({"weight": torch.nn.Linear(192, 70)}, "got Linear: give its weight"), ({"x": [1.0]}, "x is a list"),
+    ]),
+    (nf4_dequantize, {"weight": quantized(64, 64, torch.float32)}, [({"weight": torch.zeros(3, 5)}, "got Tensor")]),
+    (fp8_dequantize, {"weight": fp8_quantize(torch.ones(2, 3))}, [({"weight": torch.zeros(3, 5)}, "got a Tensor")]),
+    (fp8_quantize, {"weight": torch.ones(6, 16)}, [
+        *(({"block": block}, f"block is {block!r}; it must be")
+          for block in (128, (0, 8), (-1, 8), (2.0, 8.0), (1, 2, 3))),
+        *(({"weight": torch.zeros(shape)}, f"{shape}") for shape in ((), (4,), (2, 3, 4))),
+        ({"weight": torch.ones(2, 3).long()}, "int64"),
+        ({"weight": torch.nn.Linear(2, 3)}, "weight is a Linear; it must be a tensor: give its weight"),
+    ]),
+    (frozen_linear, {"x": torch.zeros(3, 8), "weight": torch.zeros(4, 8)}, [
+        ({"weight": torch.zeros(4, 8, **GRADIENT)}, "frozen"), ({"weight": torch.zeros(4, 9)}, "(4, 9)"),
+        ({"weight": torch.nn.Linear(8, 4)}, "give its weight"), ({"bias": torch.zeros(3)}, "(3,)"),
+        ({"x": np.zeros((3, 8))}, "x is a ndarray"), ({"weight": fp8_quantize(torch.zeros(4, 5))}, "(4, 5)"),
+        ({"x": torch.zeros(3, 8).long()}, "int64"),
+    ]),
+    (routed_experts, {"x": torch.zeros(3, 4), "ids": torch.zeros(3, 1).long(), "weights": torch.ones(3, 1),
+                      **dict.fromkeys(("gate_up", "down"), FrozenStack.from_weights(torch.ones(2, 8, 4)))}, [
+        ({"down": torch.zeros(2, 4, 4)}, "FrozenStack.from_weights; got ['Tensor']"), ({"ids": [[0]]}, "ids is a list"),
     ]),
     (lora_linear, LINEAR, [
         ({"biases": [torch.zeros(3)]}, "expected a bias (130,) of torch.float32; got (3,) of torch.float32"),
         ({"biases": [None, None]}, "expected one entry of biases for each weight; got 1 and 2"),
         ({"biases": [torch.zeros(INNER, **GRADIENT)]}, "biases are frozen"),
+        ({"weights": torch.zeros(INNER, IN)}, "expected lists"), ({"loras": PAIR}, "lora_linear(x, [weight], [lora])"),
+        ({"weights": [torch.nn.Linear(IN, INNER)]}, "give its weight"), ({"weights": [None]}, "weight is a NoneType"),
+        ({"loras": [(PAIR.a, PAIR.b, 0.5)]}, "expected LoRA(a, b, scale), or None, for each weight; got a tuple"),
+        ({"loras": [replace(PAIR, a=None)]}, "a is a NoneType"), ({"x": np.zeros((3, IN))}, "x is a ndarray"),
+        ({"loras": [replace(PAIR, scale=torch.tensor(1.0, **GRADIENT))]}, "scale is a tensor (), requires_grad=True"),
+        ({"loras": [replace(PAIR, scale="0.5")]}, "scale is '0.5'; it must be a number"),
     ]),
     (lora_mlp, MLP, [
         ({"gate": torch.zeros(INNER, 5)}, "(130, 5)"), ({"down": torch.zeros(IN, 5)}, "(63, 5)"),
         ({"up": torch.zeros(5, IN)}, "(5, 63)"), ({"gate": torch.zeros(INNER, IN, dtype=torch.bfloat16)}, "bfloat16"),
         ({"gate": torch.zeros(INNER, IN, requires_grad=True)}, "frozen"), ({"activation": "relu"}, "'relu'"),
         ({"gate_lora": LoRA(torch.zeros(5, IN), torch.zeros(5, 5), 1.0)}, "(5, 5)"), ({"up": None}, "up_lora"),
-        *(({"tile_rows": rows}, f"tile_rows is {rows}; it must be at least 1") for rows in (0, -3)),
+        *(({"tile_rows": rows}, f"tile_rows is {rows!r}; it must be at least 1") for rows in (0, -3, 2.0, "2")),
+        ({"down": torch.nn.Linear(INNER, IN)}, "give its weight"), ({"gate": None}, "weight is a NoneType"),
     ]),
 ]
 

@@ -392,3 +392,15 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 
 def test_unknown_and_contradictory_options_are_refused() -> None:
     assert not_refused(lambda given: AdvantageSettings(**given), CONTRADICTIONS) == []
+
+
+@every_row(("rewards", "weights", "message"), [
+    (torch.ones(2, 3), None, r"expected rewards \(P, G, R\) of a floating dtype; got torch.float32, \(2, 3\)"),
+    (torch.ones(2, 3, 1).long(), None, "got torch.int64"), ([[[1.0]]], None, "expected rewards"),
+    (torch.ones(2, 3, 1), [1.0, 2.0], "reward_weights has 2 numbers for 1 rewards"),
+])
+def test_rewards_of_another_shape_and_weights_of_another_number_are_refused(
+    rewards: Any, weights: list[float] | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        advantages_of(rewards, AdvantageSettings(reward_weights=weights))

@@ -369,6 +369,29 @@ def test_an_unknown_loss_type_and_what_an_option_needs_and_lacks_are_refused(
         ours(example(), {"loss_type": "grpo"} | options, **({missing: None} if missing else {}))
 
 
+@pytest.mark.parametrize("name", ["logprobs", "advantages", "sequence_ids", "old_logprobs", "ref_logprobs",
+                                  "rollout_logprobs", "entropy", "policy_mask"])
+def test_tensors_that_would_be_broadcast_and_constants_with_a_gradient_are_refused(name: str) -> None:
+    tokens = example()
+    tokens |= {"policy_mask": tokens["advantages"] == tokens["advantages"], "entropy": tokens["advantages"].abs()}
+    values = tokens[name].detach()
+    wrong: list[tuple[Any, str]] = [
+        (values[:, None], rf"{name} is \({len(values)}, 1\); it must be"), (values[:1], rf"{name} is \(1,\)"),
+        (values[0], rf"{name} is \(\)"), (values.tolist(), f"{name} is a list"),
+    ]
+    if name in ("sequence_ids", "policy_mask"):
+        wrong.append((values.float(), f"{name} is torch.float32; it must be .*{name}.to"))
+    elif name not in ("logprobs", "entropy"):
+        wrong.append((values.clone().requires_grad_(), rf"{name} needs a gradient.*{name}.detach\(\)"))
+    for changed, message in wrong:
+        if name == "logprobs":  # the others are measured by it
+            message = message if isinstance(changed, list) or changed.ndim != 1 else r"is \(\d\d+,\); it must be"
+        with pytest.raises(ValueError, match=message):
+            ours(tokens | {name: changed}, {"loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.1})
+
+
 def test_settings_and_options_together_are_refused() -> None:
+    with pytest.raises(TypeError, match="settings is a dict; give LossSettings, or its fields as options"):
+        grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings={"epsilon": 0.1})
     with pytest.raises(TypeError, match="settings and also epsilon"):
         grpo_loss(torch.zeros(1), torch.ones(1), torch.zeros(1).long(), settings=LossSettings(), epsilon=0.1)

@@ -18,13 +18,17 @@ from lowmem_grpo.utils import GIB
 
 def test_cards_are_found_by_their_usual_names_and_a_share_is_what_may_be_filled() -> None:
     cards = {"Tesla T4": 15360, "NVIDIA RTX 4090": 24564, "a100-40gb": 40960, "A100 80GB": 81920, "rtx5090": 32607,
-             "V100-32": 32768}
+             "V100-32": 32768, "NVIDIA H100 80GB HBM3": 81559, "NVIDIA A100-SXM4-80GB": 81920}
     found = {name: (device(name).total, device(name).budget) for name in ("16GiB", "24 gb", *cards)}
     assert found == {"16GiB": (16 * GIB, 16 * GIB), "24 gb": (24 * 10**9, 24 * 10**9)} | {
         name: (mib * 2**20, int(0.95 * mib * 2**20)) for name, mib in cards.items()}
     assert device("16GiB", 0.5).budget == 8 * GIB
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization is 1\.5"):
-        device("t4", 1.5)
+    for share in (1.5, "0.9"):
+        with pytest.raises(ValueError, match=f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1"):
+            device("t4", share)
+    for size in (16, None):
+        with pytest.raises(ValueError, match=f"the card is {size}; give its name.*its memory with a unit: '16GiB'"):
+            device(size)
 
 
 def test_every_card_has_a_speed() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.cutting import prompts_once, token_rows
 from lowmem_grpo.memory.layer_forms import ExpertForm
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes, shape_name
-from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings
+from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings, Workload
 from lowmem_grpo.memory.planner import EASE, chosen_for_rollout, max_context, plan
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.models.packing import pack
@@ -31,6 +32,7 @@ from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
 
 NEAR, LLAMA = 0.05, "llama-3.1-8b"
+QWEN3: Any = named_config("qwen3-4b")
 TARGETS = [  # case, GiB that it must fit into, and GiB for training alone
     ("llama-3.1-8b", 20480, 14, 11), ("llama-3.1-8b", 131072, 24, 24), ("qwen2.5-1.5b", 2048, 4, 4),
     ("phi-4-14b", 8192, 15, 15), ("llama-3.3-70b", 2048, 46, 46),
@@ -372,6 +374,21 @@ def test_a_plan_that_does_not_fit_is_told_what_would() -> None:
     assert not found.fits and found.advice[0].startswith("with kv_cache_dtype=fp8 it fits") and eight.fits
 
 
+@every_row(("call", "message"), [
+    (lambda: plan("qwen3-4b", RunSettings(256), device("h100")), r"config is 'qwen3-4b'.*named_config\(name\)"),
+    (lambda: plan(QWEN3, {"context": 256}, device("h100")), "run_config is {'context': 256}; .*RunSettings.context"),
+    (lambda: max_context(QWEN3, RunSettings(256), "h100"), r"device is 'h100'; .*planning.device\('h100'\)"),
+    (lambda: named_config(None), "the model is None; give one of gemma"),
+    (lambda: named_config(""), "the model is ''; give one of gemma"),
+    (lambda: Workload(2, 8, "10", 20, 30), "prompt_length is '10'; it must be at least 1"),
+    (lambda: Workload(2, 8, 10, 20, 30, updates=1.5), "updates is 1.5; it must be a whole number"),
+    (lambda: Workload(0, 8, 10, 20, 30), "prompts is 0; it must be"),
+])
+def test_arguments_of_a_plan_that_are_something_else_are_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def test_a_context_beyond_the_models_is_refused() -> None:
     with pytest.raises(ValueError, match="context is 50000; this model's is 40960 at most"):
         planned("qwen3-8b", "h100", 50000)
@@ -418,6 +435,8 @@ def test_qwen_of_27_billion_has_the_numbers_of_its_model_card() -> None:
 
 @every_row(("content", "message"), [
     ("{", "cannot be read"), ("[]", "holds no object"), ('{"hidden_size": 64}', "has no intermediate_size"),
+    *((json.dumps(named_config("qwen3-4b") | {name: size}), f"the config's {name} is {size}; it must be at least 1")
+      for name, size in (("num_hidden_layers", 0), ("hidden_size", -5))),
 ])
 def test_a_config_that_describes_no_decoder_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)

@@ -273,7 +273,7 @@ def test_extremes_take_a_finite_and_positive_time() -> None:
 def test_lengths_that_contradict_each_other_are_named() -> None:
     given: dict[str, Any] = {"prompts": 8, "prompt_length": 100, "completion_length": None, "longest": 512}
     assert not_refused(lambda changes: Workload.within(640, generations=8, **given | changes), [
-        ({"prompts": 0}, "prompts is 0; it must be at least 1"),
+        ({"prompts": 0}, "prompts is 0; it must be a whole number, at least 1"),
         ({"prompt_length": 0}, "prompt_length is 0"), ({"completion_length": 0}, "completion_length is 0"),
         ({"completion_length": 600}, "give a mean of at most 512"),
         ({"longest": 640}, "do not fit a context of 640; raise --context"),

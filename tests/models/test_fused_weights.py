@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import BareModel, FastPeftModel
-from lowmem_grpo.kernels.lora import frozen_weight
+from lowmem_grpo.kernels.frozen import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.models.fused_weights import fuse_weights, joined_weights
 from lowmem_grpo.models.lora_layers import JoinedWeights

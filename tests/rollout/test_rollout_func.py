@@ -105,7 +105,7 @@ def test_tensors_and_numpy_integers_are_taken_as_numbers() -> None:
     (GOOD | {"logprobs": None}, "None as logprobs.*generate_rollout_completions"),
     (GOOD | {"logprobs": 1.0}, "a float as logprobs; it is a list of 4 lists"),
     (GOOD | {"prompt_ids": [[5]] * 2}, "2 entries of prompt_ids for 4 prompts.*num_generations times already"),
-    (GOOD | {"won": [1]}, "1 entries of won for 4 prompts"),
+    (GOOD | {3: [1] * 4}, "the key 3; .*names: texts"), (GOOD | {"won": [1]}, "1 entries of won for 4 prompts"),
     (GOOD | {"completion_ids": [[]] * 4}, r"completion_ids\[0\] is empty"),
     (GOOD | {"completion_ids": ["text"] * 4}, r"completion_ids\[0\] is a str.*list of token ids"),
     (GOOD | {"completion_ids": [[7.5, 8, 2]] * 4}, "list of token ids"),

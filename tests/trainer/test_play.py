@@ -227,3 +227,13 @@ def test_a_trainer_shows_the_tools_that_the_policy_may_call_as_trl_does() -> Non
 
     players = EpisodeSetup(GRPOConfig(), [add], EngineWorker, None)
     assert [tool.__name__ for tool in players.functions] == ["add", "look"]  # get_reward and reset are no tools
+
+
+async def play_async(prompts: Any, trainer: Any) -> None: ...
+
+
+@pytest.mark.parametrize("function", ["play", lambda prompts: {}, lambda prompts, args, tokenizer: {}, play_async])
+def test_a_rollout_func_that_could_not_be_called_is_refused_before_anything_is_loaded(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"rollout_func is .*; it must be a function of \(prompts, trainer\)"):
+        EpisodeSetup(GRPOConfig(), None, None, function)
+    assert EpisodeSetup(GRPOConfig(), None, None, lambda prompts, trainer, more=3: {}).rollout_func

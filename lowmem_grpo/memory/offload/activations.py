@@ -107,7 +107,7 @@ def kept_layers(model: nn.Module) -> list[nn.Module]:
             and not hasattr(module, "gradient_checkpointing_enable")]
 
 
-def offload_activations(model: nn.Module | torch.device, enabled: bool = True) -> AbstractContextManager:
+def offload_activations(model: nn.Module | torch.device | str, enabled: bool = True) -> AbstractContextManager:
     """Return a context for forward passes that moves the tensors saved by checkpointed layers to pinned host memory; on
     the CPU it changes nothing. With a device instead of a model, only nn.Parameters are recognised as weights. A
     trainer should keep one `ActivationOffload` and enter it repeatedly."""
@@ -128,11 +128,11 @@ class ActivationOffload:
     `copies` replaces the CUDA side stream (for tests and fake tensors)."""
 
     def __init__(
-        self, model: nn.Module | torch.device, copies: Copies | None = None, min_bytes: int = MIN_BYTES,
+        self, model: nn.Module | torch.device | str, copies: Copies | None = None, min_bytes: int = MIN_BYTES,
         page_bytes: int = PAGE_BYTES,
     ) -> None:
         self.model = model if isinstance(model, nn.Module) else None
-        self.device = device_of(model) if isinstance(model, nn.Module) else model
+        self.device = device_of(model) if isinstance(model, nn.Module) else torch.device(model)
         if copies is None and self.device.type == "cuda":
             copies = StreamCopies(self.device)
         self.offloads = copies is not None  # False on the CPU

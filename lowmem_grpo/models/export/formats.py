@@ -33,6 +33,7 @@ from lowmem_grpo.runs.saved_adapter import (
     base_of_adapter,
     find_adapter,
 )
+from lowmem_grpo.utils import PATH
 
 FORMATS = ("adapter", "merged", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
@@ -52,8 +53,9 @@ class ExportSettings:
     llama_cpp: Path | None = None
 
 
-def export(run: Path, kind: str, out: Path, settings: ExportSettings | None = None, unfinished: bool = False,
-           overwrite: bool = False, repo: str | None = None, private: bool = True, api: Any = None) -> Exported:
+def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings | None = None,
+           unfinished: bool = False, overwrite: bool = False, repo: str | None = None, private: bool = True,
+           api: Any = None) -> Exported:
     """Export the adapter of `run` (a run, a checkpoint or a saved adapter) as one of FORMATS into `out`. With `repo`,
     push the folder to the hub as well.
 
@@ -62,6 +64,9 @@ def export(run: Path, kind: str, out: Path, settings: ExportSettings | None = No
     """
     settings = settings or ExportSettings()
     check_choices(kind, settings)
+    if wrong := [path for path in (run, out) if not PATH[1](path)]:
+        raise ExportError(f"run and out are {run!r} and {out!r}; {wrong[0]!r} must be {PATH[0]}")
+    run, out = Path(run), Path(out)
     if repo is not None:
         check_repo(repo)
     converter = gguf.find_converter(settings.llama_cpp, [settings.gguf_type]) if kind == "gguf" else None
@@ -80,12 +85,15 @@ def export(run: Path, kind: str, out: Path, settings: ExportSettings | None = No
 
 
 def check_choices(kind: str, settings: ExportSettings) -> None:
-    """Raise ExportError for an unknown format, dtype or GGUF type."""
+    """Raise ExportError for an unknown format, dtype or GGUF type, and settings of another kind."""
+    if not isinstance(settings, ExportSettings):
+        raise ExportError(f"settings is {settings!r}; give ExportSettings, as in ExportSettings(load_in_4bit=True)")
     choices = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
-             "gguf_type": (settings.gguf_type, gguf.TYPES)}
+               "gguf_type": (settings.gguf_type, gguf.TYPES),
+               "load_in_4bit": (settings.load_in_4bit, (None, True, False))}
     for name, (value, allowed) in choices.items():
         if value not in allowed:
-            raise ExportError(f"{name} is {value!r}; allowed are {', '.join(str(a) for a in allowed if a)}")
+            raise ExportError(f"{name} is {value!r}; allowed are {', '.join(str(a) for a in allowed if a is not None)}")
 
 
 def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:

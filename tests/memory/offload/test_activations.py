@@ -50,6 +50,7 @@ def test_on_the_cpu_and_switched_off_the_door_changes_nothing_and_holds_nothing(
     assert (offload.host_bytes, offload.host_bytes_peak) == (0, 0)
     offload.release()
     assert isinstance(offload_activations(torch.device("cuda"), enabled=False), nullcontext)
+    assert ActivationOffload("cpu").device == ActivationOffload(torch.device("cpu")).device == torch.device("cpu")
 
 
 # What goes to the host

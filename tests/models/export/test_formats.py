@@ -132,3 +132,23 @@ def test_a_base_with_only_pickled_weights_is_never_opened(copy: Path, tmp_path: 
     (base / "pytorch_model.bin").write_bytes(b"no pickle is read")
     with pytest.raises(OSError, match=r"holds no model.safetensors"):
         export(copy, "merged", tmp_path / "out", ExportSettings(base=str(base)))
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    ((None, "merged", "out"), "None must be a folder's name"), (("run", "merged", ""), "'' must be a folder's name"),
+    (("run", "merged", "out", {"base": "x"}), "settings is {'base': 'x'}; give ExportSettings"),
+    (("run", "merged", "out", ExportSettings(load_in_4bit="yes")), "load_in_4bit is 'yes'; allowed are True, False"),
+    (("run", "pdf", "out"), "format is 'pdf'; allowed are adapter, merged, gguf"),
+])
+def test_arguments_of_another_kind_are_refused_by_name(arguments: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(ExportError, match=says):
+        export(*arguments)
+
+
+def test_folders_may_be_given_as_texts_and_one_of_pefts_names_of_adapters_names_these(
+    copy: Path, tmp_path: Path
+) -> None:
+    assert export(str(copy), "adapter", str(tmp_path / "out")).folder == tmp_path / "out"
+    shutil.copytree(copy, tmp_path / "named" / "mine")
+    with pytest.raises(RunError, match=r"neither a run nor an adapter.*; take mine, which it holds"):
+        export(tmp_path / "named", "adapter", tmp_path / "other")
