@@ -29,7 +29,6 @@ from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linear
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
-from lowmem_grpo.utils import PATH, require
 
 logger = logging.getLogger(__name__)
 SAVED_ADAPTER = "fast_generate"  # PEFT's name of a saved adapter that is loaded for sampling
@@ -166,8 +165,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         An export reads from this record how the base's weights were stored."""
         if push_to_hub:
             raise ValueError("push_to_hub=True is not supported: call push_to_hub, which uploads the adapter, instead")
-        require("save_directory", save_directory, PATH)
-        save_directory = os.path.expanduser(save_directory)
+        save_directory = str(folder_at("save_directory", save_directory))
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
@@ -192,9 +190,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         Raises CheckpointError for a folder without an adapter, and AdapterError for one that is incomplete, not finite,
         or made for other layers or another base model. `any_base` skips the comparison of the base models' names.
         """
-        if not isinstance(path, str | Path) or not str(path):
-            raise ValueError(f"path is {path!r}; it must be a folder's name: what save_lora wrote, or a checkpoint")
-        folder = Path(path).expanduser()
+        folder = folder_at("path", path, ": what save_lora wrote, or a checkpoint")
         check_for(self, folder)
         if not any_base:
             check_base(folder, self.loaded.name, self.loaded.revision)
@@ -203,6 +199,13 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     def current_lora(self) -> LoraRequest:
         """Return a request for the model's adapter, with the weights that it has when `fast_generate` is called."""
         return LoraRequest(None)
+
+
+def folder_at(name: str, path: Any, kind: str = "") -> Path:
+    """Return a folder that the user named, in which "~" is the home folder; ValueError for anything else."""
+    if not isinstance(path, str | os.PathLike) or not str(path).strip():
+        raise ValueError(f"{name} is {path!r}; it must be a folder's name{kind}")
+    return Path(path).expanduser()
 
 
 @contextmanager

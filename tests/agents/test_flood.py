@@ -36,6 +36,7 @@ from lowmem_grpo.types import Rollout
 
 STATM = Path("/proc/self/statm")
 WARM = 4  # conversations of each client before: the engine keeps rows of twice as many conversations as go on at once
+SECONDS = 120  # until a call without a reply counts as lost; no conversation begins after it
 WORD = re.compile(r"w\d+-\d+-[0-9a-f]{8}")  # what each request has of its own
 
 
@@ -61,7 +62,7 @@ class Flood:
 
     def __init__(self, worker: EngineWorker, echoes: bool, turns: int) -> None:
         self.worker, self.chat, self.echoes, self.turns = worker, chat_over(worker), echoes, turns
-        self.client = openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-")
+        self.client = openai.OpenAI(base_url="http://127.0.0.1:1", api_key="-", timeout=SECONDS, max_retries=0)
         self.lock = threading.Lock()
         self.drawn: Counter[int] = Counter()  # turns that the engine drew, and that no trajectory has
         self.wrong: Counter[str] = Counter(lost=0, mixed=0, inexact=0)
@@ -99,6 +100,8 @@ class Flood:
     def work(self, endpoint: AgentEndpoint, numbers: Iterator[int]) -> None:
         """Hold conversations, each in a session of its own, and look at their trajectories."""
         for number in numbers:
+            if self.errors:
+                return
             words = [f"w{number}-{turn}-{secrets.token_hex(4)}" for turn in range(self.turns)]
             messages: list[Any] = []
             with endpoint.session() as session:
