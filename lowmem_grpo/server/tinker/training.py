@@ -82,6 +82,7 @@ class Training:
     def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
         """Add a model with its first request; return the promise's id. ValueError if the user is at the limit."""
         self.make_room(model, owner)
+        self.runs.touch(model)
         self.store.add_model(model, owner, settings, kind, body)
         self.pump(model)
         return f"{model}:0"
@@ -224,7 +225,8 @@ class Training:
         else:
             self.write_state(model.id, place)
         expires = None if call.ttl_seconds is None else now + call.ttl_seconds
-        saved = Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires)
+        settings = model.settings.with_metadata(call.user_metadata)
+        saved = Saved(path, model.owner, model.id, settings, place.name, size_of(place), now, expires)
         answer = ModelReply.from_json({"type": asked.kind, "path": path})
         return replace(answer, also=partial(self.checkpoints.put, saved))
 
