@@ -85,8 +85,7 @@ def values_of(tensor: Any, data: bytes, where: str, dtype: torch.dtype) -> Tenso
     floats = dtype.is_floating_point
     if tensor.dtype not in DTYPES or DTYPES[tensor.dtype].is_floating_point != floats:
         raise ValueError(f"{where} has the dtype {tensor.dtype}; it must be "
-                         + ("1 (float32) or 4 (bfloat16): give floats" if floats else
-                            "2 (int64) or 3 (int32): give integers"))
+                         + ("1 (float32) or 4 (bfloat16): give floats" if floats else "2 (int64) or 3 (int32)"))
     values = from_bytes(data, DTYPES[tensor.dtype], where)
     if floats and not bool(values.isfinite().all()):
         raise ValueError(f"{where} holds NaN or infinity; every value must be a finite number")

@@ -267,7 +267,7 @@ def stop_of(stop: Any, bounds: ModelBounds) -> dict[str, Any]:
     for kind, name in ((int, "stop_token_ids"), (str, "stop")):
         if isinstance(listed, list) and all(type(item) is kind and item != "" for item in listed):
             if wrong := [item for item in listed if kind is int and not 0 <= item < bounds.vocabulary]:
-                raise ValueError(f"sampling_params.stop has {wrong[0]}; the model's token ids are 0 to "
-                                 f"{bounds.vocabulary - 1}")
+                most = bounds.vocabulary - 1
+                raise ValueError(f"sampling_params.stop has {wrong[0]}; the model's token ids are 0 to {most}")
             return {name: listed}
     raise ValueError(f"sampling_params.stop is {stop!r}; it must be a text, a list of texts or of ids, or null")
