@@ -8,25 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from openai.types.chat.chat_completion import Choice
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from openai.types.chat.chat_completion import ChatCompletionMessage, Choice
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
 from lowmem_grpo.agents.progress import current, described, together
 
 Copied = TypeVar("Copied", bound=BaseModel)
 Metadata = float | int | str | bool | None
 Metrics = dict[str, float | int | bool]
-
-
-def as_entry(entry: Any) -> Any:
-    """Return a message object of the client as a plain message, and anything else as it is."""
-    is_message = isinstance(entry, BaseModel) and not isinstance(entry, Choice)
-    return entry.model_dump(mode="json", exclude_none=True) if is_message else entry
-
-
-Entry = Annotated[Choice | dict[str, Any], BeforeValidator(as_entry)]
 
 
 def with_own_containers(copied: Copied) -> Copied:
@@ -41,7 +32,8 @@ class History(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    messages_and_choices: list[Entry] = Field(default_factory=list)
+    messages_and_choices: list[Choice | dict[str, Any] | InstanceOf[ChatCompletionMessage]] = Field(
+        default_factory=list)
     tools: list[dict[str, Any]] | None = None
 
     def __copy__(self) -> Self:
@@ -229,7 +221,8 @@ def message_of(entry: Any) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": entry.message.content or ""}
         calls = [call.model_dump(mode="json") for call in entry.message.tool_calls or []]
         return message | ({"tool_calls": calls} if calls else {})
-    entry = as_entry(entry)
+    if isinstance(entry, BaseModel):  # a message object of the client
+        entry = entry.model_dump(mode="json", exclude_none=True)
     if not isinstance(entry, Mapping) or "role" not in entry:
         raise TypeError(f"messages_and_choices holds {described(entry)}; it takes the choices of a completion "
                         "(completion.choices[0]) and messages such as {'role': 'user', 'content': 'Hello'}")
