@@ -41,7 +41,8 @@ class AgentEndpoint(Endpoint):
 
 
 def history_of(conversation: RecordedConversation) -> History:
-    said = [Choice.model_validate(entry) if "turn" in entry else entry for entry in conversation.messages_and_choices]
+    entries = conversation.messages_and_choices
+    said: list[Any] = [Choice.model_validate(entry) if "turn" in entry else entry for entry in entries]
     return History(messages_and_choices=said, tools=conversation.tools)
 
 

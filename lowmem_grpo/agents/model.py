@@ -177,6 +177,9 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             raise ValueError("_openai_client_config does nothing: there is no server of its own beside the trainer. "
                              "Give options of the address to model.serve()")
         await super().register(backend)
+        self._client = None  # a run that was closed answers no more, nor at its address
+        if self._endpoint is not None and self._endpoint.closed:
+            self.inference_base_url = self.inference_api_key = None
 
     def judge(self, **options: Any) -> Judge:
         """Return the base model (the adapter off) as a judge that samples with the run's engine, for

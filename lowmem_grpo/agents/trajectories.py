@@ -10,8 +10,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from openai.types.chat.chat_completion import Choice
-from pydantic import BaseModel, ConfigDict, Field
+from openai.types.chat.chat_completion import ChatCompletionMessage, Choice
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
 from lowmem_grpo.agents.progress import CURRENT, Progress, described, together
 
@@ -32,7 +32,8 @@ class History(BaseModel):
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")  # NaN is read back as it was
 
-    messages_and_choices: list[Choice | dict[str, Any]] = Field(default_factory=list)
+    messages_and_choices: list[Choice | dict[str, Any] | InstanceOf[ChatCompletionMessage]] = Field(
+        default_factory=list)
     tools: list[dict[str, Any]] | None = None
 
     def __copy__(self) -> Self:

@@ -102,7 +102,9 @@ def make_server_app(
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for prefix, router in routers.items():
         app.include_router(router, prefix=prefix)
-    routes = routes or ", ".join(["GET /health", *(f"those below {prefix}" for prefix in routers)])
+    paths = {prefix: [getattr(route, "path", "") for route in router.routes] for prefix, router in routers.items()}
+    few = (f"{', '.join(each) if len(each) < 5 else 'those'} below {prefix}" for prefix, each in paths.items())
+    routes = routes or ", ".join(["GET /health", *few])
 
     @app.get(WITHOUT_KEY)
     async def health() -> dict[str, str]:

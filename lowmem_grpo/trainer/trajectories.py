@@ -33,7 +33,7 @@ from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, ma
 from lowmem_grpo.trainer.preflight.subject import Turns
 from lowmem_grpo.trainer.step_accumulator import members
 from lowmem_grpo.types import Rollout, RolloutGroup
-from lowmem_grpo.utils import check_ranges
+from lowmem_grpo.utils import check_ranges, field_value
 
 REWARD = "reward"  # the name of the caller's reward in `Rollout.rewards`
 PER_STEP = (  # settings that may differ from step to step
@@ -205,6 +205,7 @@ class StepSettings:
         if wrong := [name for name in changes if name not in PER_STEP]:
             raise ValueError(f"{', '.join(wrong)} cannot change from step to step; set it when the trainer is made. "
                              f"What can change: {', '.join(PER_STEP)}")
+        changes = {name: field_value(GRPOConfig, name, value) for name, value in changes.items()}
         check_ranges(GRPOConfig, changes)
         usual = dict(vars(self.config))
         of_step = LOSS_TYPES.get(changes.get("loss_type", ""))

@@ -129,7 +129,7 @@ def test_names_of_checkpoints_answer_and_old_ones_are_deleted(model: Any, loop: 
         live, first, base = [await ask(name) for name in ("agent", "agent@0", "tiny-games")]
         assert await ask("agent@1") == live and first == base, "LoRA starts at zero"
         await model.log(metrics={"reward": 0.25}, step=np.int64(0))
-        result = await model.train(played_again)
+        result = await model.train(played_again, learning_rate=np.float32(1e-5))
         assert (result.step, Path(result.checkpoint_path).name) == (2, "checkpoint-2")
         await model.delete_checkpoints()
         assert sorted(path.name for path in folder_of(model).glob("checkpoint-*")) == ["checkpoint-0", "checkpoint-2"]

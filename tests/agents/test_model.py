@@ -102,6 +102,25 @@ def test_an_address_serves_other_clients_and_litellm(model: art.TrainableModel[A
             assert asyncio.run(ask()) == "Yes."
 
 
+def test_a_model_that_is_registered_again_after_its_run_was_closed_answers_as_before(
+    model: art.TrainableModel[Any], backend: ScriptedBackend, tmp_path: Path
+) -> None:
+    async def answers() -> list[Any]:
+        other = AsyncOpenAI(base_url=model.inference_base_url, api_key=model.inference_api_key, max_retries=0)
+        async with other:
+            return [(await client.chat.completions.create(model="agent", messages=[{"role": "user", "content": "Hi"}])
+                     ).choices[0].message.content for client in (model.openai_client(), other)]
+
+    assert asyncio.run(answers()) == ["Yes.", "Yes."]
+    model.serve().close()
+    backend.worker.close()
+    again = ScriptedBackend(tmp_path)
+    asyncio.run(model.register(again))
+    assert asyncio.run(answers()) == ["Yes.", "Yes."]
+    model.serve().close()
+    again.worker.close()
+
+
 def test_the_address_is_opened_where_it_is_read_and_before_register_the_error_says_what_to_do(
     model: art.TrainableModel[Any]
 ) -> None:

@@ -53,9 +53,9 @@ def test_messages_are_those_that_a_model_is_sent() -> None:
     given = [{"role": "user", "content": None}, choice(None, tool_calls=[call]),
              ChatCompletionMessage(role="assistant", content="so"),
              {"role": "tool", "tool_call_id": "call_1", "content": "1"}]
-    trajectory = art.Trajectory()
+    trajectory, made = art.Trajectory(), art.Trajectory(messages_and_choices=given)  # type: ignore[arg-type]
     trajectory.messages_and_choices.extend(given)  # type: ignore[arg-type]
-    assert trajectory.messages() == [
+    assert trajectory.messages() == made.messages() == [
         {"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "assistant", "content": "so"}, {"role": "tool", "tool_call_id": "call_1", "content": "1"},
     ]

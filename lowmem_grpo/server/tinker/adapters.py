@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from lowmem_grpo.losses.token_losses import token_losses
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.lora_layers import use_kernel_layers
-from lowmem_grpo.models.lora_targets import Scope, lora_targets
+from lowmem_grpo.models.lora_targets import Scope
 from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.files import flush, remove, removed_after
@@ -36,6 +37,7 @@ AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else
 Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
 Share = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Metadata = dict[str, str | bool | int | float | None] | None  # a client's notes on a model, or on its saved weights
 
 
 class LoraSettings(Body, extra="forbid", populate_by_name=True):
@@ -46,6 +48,10 @@ class LoraSettings(Body, extra="forbid", populate_by_name=True):
     attention: bool = Field(True, alias="train_attn")
     mlp: bool = Field(True, alias="train_mlp")
     train_unembed: Any = Field(None, exclude=True)
+    user_metadata: Metadata = None
+
+    def with_metadata(self, metadata: Metadata) -> Self:
+        return self.model_copy(update={"user_metadata": metadata})
 
     @model_validator(mode="after")
     def check_trained(self) -> Self:
@@ -90,6 +96,7 @@ class Adapters:
         self.policy, self.packer, self.limits = policy, packer, limits
         self.model: Any = policy.model
         self.own: str = self.model.active_adapter
+        self.layers = [path for path, layer in policy.base.named_modules() if isinstance(layer, BaseTunerLayer)]
         self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
         self.held: dict[str, ClientModel] = {}
         self.numbers = itertools.count()
@@ -100,8 +107,10 @@ class Adapters:
         self.delete(model_id)
         name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
         scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)
-        config = LoraConfig(r=settings.rank, lora_alpha=ALPHA, task_type="CAUSAL_LM",
-                            target_modules=lora_targets(self.policy.base, None, scope))
+        chosen = [path for path in self.layers if scope.takes(path)]
+        if not chosen:
+            raise ValueError("train_attn is False, and of a mixture of experts only attention is trained; leave it out")
+        config = LoraConfig(r=settings.rank, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=chosen)
         use_kernel_layers(config, self.policy.base)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)

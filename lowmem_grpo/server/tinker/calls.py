@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from lowmem_grpo.server.requests import Body, Natural, Positive, shown, words_of
 from lowmem_grpo.server.tinker import wire
-from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
+from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings, Metadata
 from lowmem_grpo.server.tinker.datum import as_bytes, from_bytes
 from lowmem_grpo.server.tinker.request_store import JSON, ModelReply
 
@@ -71,6 +71,7 @@ class CreateModel(Body):
     model_seq_id: Natural
     optimizer_config: OnlyAdam = None
     lora_config: LoraSettings
+    user_metadata: Metadata = None
 
 
 class CreateSampler(Body):
@@ -88,6 +89,7 @@ class SaveWeights(Body):
     sampling_session_seq_id: Natural | None = None  # the number of the snapshot's sampling session
     overwrite: bool = False
     ttl_seconds: Positive | None = None  # None keeps the weights
+    user_metadata: Metadata = None
     kind: Literal["snapshot"] = "snapshot"
 
 
@@ -105,6 +107,7 @@ class LoadIntoNew(LoadWeights):
 
     model_seq_id: Natural
     base_model: str | None = None
+    user_metadata: Metadata = None
 
 
 class KeepFor(Body):
@@ -117,7 +120,8 @@ class ListPage(Body):
     """The requested part of a list."""
 
     offset: Natural = 0
-    limit: Positive = 20
+    limit: Positive | None = None
+    project_id: NotOffered = None
 
 
 def chunks_of(prompt: Any) -> Any:
@@ -148,7 +152,7 @@ class SampleRequest(Body):
     """The body of asample: a prompt, its sampling options, and the requested log-probabilities of the prompt."""
 
     sampling_session_id: str = ""
-    seq_id: Natural
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)]  # copies of a client begin at multiples of 10**9
     prompt: Annotated[list[Tokens], BeforeValidator(chunks_of)]
     num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
     sampling_params: SamplingSettings

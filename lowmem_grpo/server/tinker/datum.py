@@ -85,7 +85,7 @@ def values_of(tensor: Any, data: bytes, where: str, dtype: torch.dtype) -> Tenso
     floats = dtype.is_floating_point
     if tensor.dtype not in DTYPES or DTYPES[tensor.dtype].is_floating_point != floats:
         raise ValueError(f"{where} has the dtype {tensor.dtype}; it must be "
-                         + ("1 (float32) or 4 (bfloat16)" if floats else "2 (int64) or 3 (int32)"))
+                         + ("1 (float32) or 4 (bfloat16): give floats" if floats else "2 (int64) or 3 (int32)"))
     values = from_bytes(data, DTYPES[tensor.dtype], where)
     if floats and not bool(values.isfinite().all()):
         raise ValueError(f"{where} holds NaN or infinity; every value must be a finite number")
@@ -195,8 +195,9 @@ def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
     wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
     if len(wrong):
         place = int(wrong[0])
+        advice = "; for a token that is not to be learned, take any id and the weight 0" * (int(ids[place]) == -100)
         raise ValueError(f"{where}[{place}] is {int(ids[place])}; the model's token ids are 0 to "
-                         f"{bounds.vocabulary - 1}")
+                         f"{bounds.vocabulary - 1}{advice}")
 
 
 def output_of(logprobs: list[Tensor], metrics: Mapping[str, float]) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from lowmem_grpo.server.requests import ChatError, json_of
 from lowmem_grpo.server.tinker import calls, wire
 from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, Saved
 from lowmem_grpo.server.tinker.request_store import JSON, PASS, ModelReply, ModelRequest, StoredModel, UnknownError
-from lowmem_grpo.server.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, checked, route
+from lowmem_grpo.server.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, T, checked, route
 from lowmem_grpo.server.tinker.sampling import SampleService
 from lowmem_grpo.server.tinker.training import CREATE, LOAD, OPTIM_STEP, SAVE, SNAPSHOT, Training
 from lowmem_grpo.server.tinker.usage import SOON, UNLOAD
@@ -109,7 +110,8 @@ class ModelRoutes:
         self.served.check_base(body.get("base_model"))
         made = calls.read(calls.CreateModel, asked.body)
         model = f"{session}:train:{made.model_seq_id}"
-        promise = self.training.add_model(model, asked.owner, made.lora_config, CREATE)
+        settings = made.lora_config.with_metadata(made.user_metadata)
+        promise = self.training.add_model(model, asked.owner, settings, CREATE)
         return {"request_id": promise, "model_id": model, "type": CREATE}
 
     def model_info(self, asked: ApiRequest) -> Json:
@@ -147,7 +149,8 @@ class ModelRoutes:
         self.served.check_base(load.base_model or self.served.name)
         saved = self.checkpoints.find(load.path, asked.owner, TRAINING)
         model = f"{session}:train:{load.model_seq_id}"
-        promise = self.training.add_model(model, asked.owner, saved.settings, LOAD, asked.body)
+        settings = saved.settings.with_metadata(load.user_metadata)
+        promise = self.training.add_model(model, asked.owner, settings, LOAD, asked.body)
         return {"request_id": promise, "model_id": model, "type": LOAD}
 
     def weights_info(self, asked: ApiRequest) -> Json:
@@ -156,26 +159,22 @@ class ModelRoutes:
                 "train_mlp": settings.mlp, "train_attn": settings.attention}
 
     def list_checkpoints(self, asked: ApiRequest) -> Json:
-        saved = self.checkpoints.all(asked.owner)
-        return {"checkpoints": list(map(listed, saved)),
-                "cursor": {"offset": 0, "limit": len(saved), "total_count": len(saved)}}
+        return page_of(asked, "checkpoints", self.checkpoints.all(asked.owner), listed, 100)
 
     def checkpoints_of_run(self, asked: ApiRequest) -> Json:
         model = self.store.model(asked.path["model"], asked.owner)
         return {"checkpoints": list(map(listed, self.checkpoints.all(asked.owner, model.id)))}
 
     def training_runs(self, asked: ApiRequest) -> Json:
-        page, models = calls.read(calls.ListPage, asked.query), self.store.models(asked.owner)[::-1]
-        most = min(page.limit, MOST)
-        return {"training_runs": list(map(self.run, models[page.offset:page.offset + most])),
-                "cursor": {"offset": page.offset, "limit": most, "total_count": len(models)}}
+        return page_of(asked, "training_runs", self.store.models(asked.owner)[::-1], self.run, 20)
 
     def run(self, model: StoredModel) -> Json:
         saved = self.checkpoints.all(model.owner, model.id)
         newest = {kind: next((listed(entry) for entry in saved if entry.kind == kind), None) for kind in TYPES}
         return {"training_run_id": model.id, "base_model": self.served.name, "model_owner": model.owner,
                 "is_lora": True, "lora_rank": model.settings.rank, "last_request_time": moment(model.asked),
-                "corrupted": False, "last_checkpoint": newest[TRAINING], "last_sampler_checkpoint": newest[SAMPLING]}
+                "corrupted": False, "last_checkpoint": newest[TRAINING], "last_sampler_checkpoint": newest[SAMPLING],
+                "user_metadata": model.settings.user_metadata}
 
     def unload_model(self, asked: ApiRequest) -> Json:
         """Unload a model, and return a promise that is already fulfilled. A repeated call returns it again."""
@@ -209,8 +208,10 @@ class PromiseRoutes:
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def sampler(self, asked: ApiRequest) -> Json:
-        self.store.snapshot_of(asked.path["sampler"], asked.owner)
-        return {"sampler_id": asked.path["sampler"], "base_model": self.served.name, "model_path": None}
+        snapshot = self.store.snapshot_of(asked.path["sampler"], asked.owner)
+        named = {saved.file: saved.path for saved in self.training.checkpoints.all(asked.owner)}
+        return {"sampler_id": asked.path["sampler"], "base_model": self.served.name,
+                "model_path": named.get(Path(snapshot or "").name)}
 
     async def asample(self, request: Request) -> Response:
         """Answer with the promise of a sample. Thousands come at once, so small bodies are read without a thread."""
@@ -270,9 +271,18 @@ def path_in(asked: ApiRequest) -> str:
     return "tinker://{model}/{kind}/{name}".format(**asked.path)
 
 
+def page_of(asked: ApiRequest, name: str, entries: list[T], shown: Callable[[T], Json], usual: int) -> Json:
+    """Return the requested part of a list under its name, by default the first `usual` entries."""
+    page = calls.read(calls.ListPage, asked.query)
+    most = min(page.limit or usual, MOST)
+    return {name: list(map(shown, entries[page.offset:page.offset + most])),
+            "cursor": {"offset": page.offset, "limit": most, "total_count": len(entries)}}
+
+
 def listed(saved: Saved) -> Json:
     return {"checkpoint_id": "/".join(saved.path.split("/")[-2:]), "checkpoint_type": TYPES[saved.kind],
             "time": moment(saved.made), "tinker_path": saved.path, "size_bytes": saved.size, "public": False,
+            "user_metadata": saved.settings.user_metadata,
             "expires_at": None if saved.expires is None else moment(saved.expires)}
 
 

@@ -248,10 +248,10 @@ def params_of(asked: SampleRequest, bounds: ModelBounds) -> SamplingParams:
     settings = asked.sampling_params.model_dump(include={"temperature", "top_k", "top_p", "seed"}, exclude_none=True)
     room = bounds.context - len(asked.ids)
     return SamplingParams(max_tokens=min(asked.sampling_params.max_tokens or room, room), **settings,
-                          **stop_of(asked.sampling_params.stop))
+                          **stop_of(asked.sampling_params.stop, bounds))
 
 
-def stop_of(stop: Any) -> dict[str, Any]:
+def stop_of(stop: Any, bounds: ModelBounds) -> dict[str, Any]:
     """Return the stop options beside the end token: texts or token ids. An empty list ignores the end token."""
     if stop is None:
         return {}
@@ -260,5 +260,8 @@ def stop_of(stop: Any) -> dict[str, Any]:
     listed = [stop] if isinstance(stop, str) else stop
     for kind, name in ((int, "stop_token_ids"), (str, "stop")):
         if isinstance(listed, list) and all(type(item) is kind and item != "" for item in listed):
+            if wrong := [item for item in listed if kind is int and not 0 <= item < bounds.vocabulary]:
+                most = bounds.vocabulary - 1
+                raise ValueError(f"sampling_params.stop has {wrong[0]}; the model's token ids are 0 to {most}")
             return {name: listed}
     raise ValueError(f"sampling_params.stop is {stop!r}; it must be a text, a list of texts or of ids, or null")

@@ -89,6 +89,7 @@ class Training:
             if not left:
                 raise
             self.unload(left[0])
+        self.runs.touch(model)
         self.store.add_model(model, owner, settings, kind, body)
         self.pump(model)
         return f"{model}:0"
@@ -221,7 +222,8 @@ class Training:
         else:
             self.write_state(model.id, place)
         expires = None if call.ttl_seconds is None else now + call.ttl_seconds
-        saved = Saved(path, model.owner, model.id, model.settings, place.name, size_of(place), now, expires)
+        settings = model.settings.with_metadata(call.user_metadata)
+        saved = Saved(path, model.owner, model.id, settings, place.name, size_of(place), now, expires)
         answer = ModelReply.from_json({"type": asked.kind, "path": path})
         return replace(answer, also=partial(self.checkpoints.put, saved))
 

@@ -25,6 +25,13 @@ def adapters(tokens: int | None = None) -> Adapters:
     return Adapters(policy, Packer(policy.device, RunMemory().train), Limits(tokens))
 
 
+def of_attention() -> Adapters:
+    """As of a mixture of experts."""
+    made = adapters()
+    made.layers = [path for path in made.layers if ".self_attn." in path]
+    return made
+
+
 def created(made: Adapters, *models: str) -> Adapters:
     """Create models whose B is random too, so that every factor has a gradient."""
     for number, model in enumerate(models):
@@ -97,6 +104,22 @@ def gradients(made: Adapters, model: str) -> dict[str, Tensor]:
 @pytest.mark.every(2)
 def test_log_probabilities_and_gradients_are_those_of_whole_logits(loss: str, tokens: int | None) -> None:
     check_against_whole_logits(asked(loss, data()), tokens)
+
+
+@pytest.mark.parametrize("part", ["attention", "mlp"])
+def test_a_model_of_one_part_trains_the_layers_of_this_part_as_whole_logits_say(part: str) -> None:
+    made, chosen = adapters(), {"attention": part == "attention", "mlp": part == "mlp"}
+    made.create("a", LoraSettings(rank=3, seed=1, **chosen))
+    part_of = {name.split(".")[-4] for name in made.held["a"].parameters}
+    assert part_of == {"self_attn" if part == "attention" else "mlp"}
+    whole, expected, _ = dense(made, "a", asked("ppo", data()))
+    found, _ = made.run("a", asked("ppo", data()))
+    assert all(torch.allclose(logprobs.double(), other, rtol=1e-6)
+               for logprobs, other in zip(found, whole, strict=True))
+    got = gradients(made, "a")
+    assert any(slope.norm() > 0 for slope in expected.values())
+    for name, slope in expected.items():
+        assert (got[name] - slope).norm() <= 1e-9 * slope.norm(), name
 
 
 def wide_data() -> list[Datum]:
@@ -192,6 +215,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
     (lambda: read(OptimStep, b'{"adam_params": {"learning_rate": NaN}}'), "learning_rate is nan"),
     (lambda: read(OptimStep, b'{"adam_params": {"rho": 1}}'), "adam_params.rho is not .* Known are learning_rate"),
     (lambda: created(adapters(), "a").optim_step("a", Adam()), "call forward_backward"),
+    (lambda: of_attention().create("a", LoraSettings(rank=4, attention=False)), "train_attn is False"),
 ])
 def test_wrong_settings_are_refused_by_name(make: object, told: str) -> None:
     with pytest.raises(ValueError, match=told):

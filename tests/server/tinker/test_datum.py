@@ -60,6 +60,7 @@ def spoiled(spoil: Callable[[Any, Any], object]) -> Any:
     (request(ids=[]), "no tokens"), (request(ids=[5, 100, 7]), "is 100"),
     (request(ids=[5, -1, 7]), "is -1"), (request(targets=[1, 2, 2**40]), r"\[2\] is 1099511627776"),
     (request(targets=[1, 2]), r"shape \[2\]"), (request(ids=list(range(9))), "at most 8"),
+    (request(targets=[-100, 1, 2]), "is -100; .* the weight 0"),
     (request(weights=[1.0, float("nan"), 0.0]), "NaN"), (request(loss="ppo"), "lacks 'logprobs'"),
     (request(loss="stable_reinforce"), "importance_sampling"),
 ])

@@ -48,7 +48,7 @@ def bodies(server: Server) -> dict[str, st.SearchStrategy[Any]]:
     asked = {"model_id": models, "seq_id": SEQ}
     return {
         "create_model": some(session_id=sessions, model_seq_id=SEQ, base_model=known(MODEL), lora_config=lora | ANY,
-                             optimizer_config=ANY),
+                             optimizer_config=ANY, user_metadata=st.dictionaries(st.text(max_size=5), ANY) | ANY),
         "get_info": some(model_id=models), "unload_model": some(model_id=known(theirs, "x")),
         "optim_step": some(**asked, adam_params=adam | ANY),
         "save_weights": some(**asked, path=TEXT | ANY, ttl_seconds=ANY, overwrite=ANY),

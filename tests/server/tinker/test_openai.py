@@ -136,6 +136,11 @@ def test_a_plain_request_that_cannot_be_served_is_refused_by_name(client: Any, f
     assert refused.value.status_code == (404 if fields.get("model") else 400)
 
 
+def test_a_route_that_is_not_here_is_refused_with_those_that_are(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"no POST /v1/responses; .*/chat/completions, .* below /v1"):
+        client.responses.create(model=BASE, input="Hi")
+
+
 def test_nothing_of_another_users_is_served_or_told(served: Serving, trained: Any, client: Any) -> None:
     name = f"{trained.model_id}@first"
     with closing(served.openai(OTHER)) as other:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import MODEL, Serving, tinker_client
+from served import MODEL, OWNER, Serving, tinker_client
 
 tinker: Any = pytest.importorskip("tinker", reason="the client `tinker` is not installed: pip install tinker==0.38.0")
 
@@ -117,16 +117,20 @@ def test_samples_have_their_number_their_seed_and_their_log_probabilities(client
     assert tokens == [list(one.tokens) for one in again.sequences] and len({tuple(one) for one in tokens}) > 1
     assert [(len(one), sequence.stop_reason) for one, sequence in zip(tokens, first.sequences, strict=True)] == [
         (6, "length")] * 3
-    whole = base.compute_logprobs(tinker.ModelInput.from_ints([5, 6, 7, 8, *tokens[0]])).result()
+    copy = tinker.SamplingClient.from_sampler_handle(base.get_sampler_handle(), api_key=OWNER)  # for another process
+    whole = copy.compute_logprobs(tinker.ModelInput.from_ints([5, 6, 7, 8, *tokens[0]])).result()
     assert list(first.sequences[0].logprobs) == pytest.approx(whole[4:], rel=1e-3, abs=1e-4)
 
 
 def test_weights_under_a_name_are_trained_on_and_sampled_with(client: Any) -> None:
-    training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+    rest = client.create_rest_client()
+    training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1, user_metadata={"a": "b"}).result()
+    run = rest.get_training_run(training.model_id).result()
+    assert run.user_metadata == {"a": "b"} and run.last_request_time.year > 1970
     training.forward_backward(data(), "cross_entropy").result()
     training.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
     state = training.save_state("half").result().path
-    path = training.save_weights_for_sampler("half").result().path
+    path = training.save_weights_for_sampler("half", user_metadata={"step": "1"}).result().path
     again = client.create_training_client_from_state_with_optimizer(state).result()
     fresh = client.create_training_client_from_state(state).result()
     found = [one.forward(data(1), "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch().tolist()
@@ -135,10 +139,11 @@ def test_weights_under_a_name_are_trained_on_and_sampled_with(client: Any) -> No
     sampler = client.create_sampling_client(model_path=path).result()
     logprobs = sampler.compute_logprobs(tinker.ModelInput.from_ints([5, 6, 7, 8, 9])).result()
     assert logprobs[1:] == pytest.approx(found[0], rel=1e-4)
-    rest = client.create_rest_client()
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
-    names = {one.checkpoint_id for one in rest.list_user_checkpoints().result().checkpoints}
-    assert {"weights/half", "sampler_weights/half"} <= names
+    assert rest.get_sampler(sampler._sampling_session_id).result().model_path == path
+    pages = [rest.list_user_checkpoints(limit=1, offset=offset).result().checkpoints for offset in (0, 1)]
+    assert [[(entry.checkpoint_id, entry.user_metadata) for entry in page] for page in pages] == [
+        [("sampler_weights/half", {"step": "1"})], [("weights/half", None)]]
     rest.delete_checkpoint_from_tinker_path(state).result()
     with pytest.raises(Exception, match="no such weights"):
         client.create_training_client_from_state(state).result()

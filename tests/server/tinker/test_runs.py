@@ -90,6 +90,7 @@ def test_models_are_listed_to_their_user_only_the_newest_first(
     assert server.wait({"request_id": f"{models[0]}:unload_model"}).status_code == 404, "it is not gone"
     assert [run["training_run_id"] for run in server.get("training_runs", OTHER).json()["training_runs"]] == [theirs]
     assert server.get("training_runs?limit=x").status_code == 422
+    assert "project_id is 'p', which is not offered" in server.get("training_runs?project_id=p").text
 
 
 def test_the_newest_snapshots_are_kept(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
