@@ -1,5 +1,5 @@
-"""Registration of kernels as single PyTorch operations, for graphs, fake tensors and dispatch modes; backward passes
-that refuse to be differentiated a second time; and checks of what arguments of operations are.
+"""Registration of kernels as single PyTorch operations, for graphs, fake tensors and dispatch modes; and backward
+passes that refuse to be differentiated a second time.
 
 A call of `torch.library.custom_op` costs 20 to 90 microseconds of Python when it writes to its arguments, more than the
 launch itself. Here an operation is registered with the dispatcher directly, which costs about 2. A tensor that a kernel
@@ -9,8 +9,7 @@ The operations have no gradient: they are called inside autograd functions, or w
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,22 +96,3 @@ class FirstOrderOnly(torch.autograd.Function):
         raise RuntimeError(f"{ctx.name} has no second derivative, so a gradient penalty (create_graph=True) cannot "
                            "pass through it. Leave the penalty out, or compute it on a model whose layers are torch's "
                            "own")
-
-
-def check_tensors(optional: Mapping[str, Any] | None = None, **needed: Any) -> None:
-    """Raise ValueError for an argument that is no tensor; an optional one may be None."""
-    for name, value in {**{n: v for n, v in (optional or {}).items() if v is not None}, **needed}.items():
-        if not isinstance(value, Tensor):
-            fix = ": give its weight, and bias" if isinstance(value, torch.nn.Module) else ""
-            raise ValueError(f"{name} is a {type(value).__name__}; it must be a tensor{fix}")
-
-
-def check_numbers(**numbers: Any) -> None:
-    """Raise ValueError for an argument that is no number, or a tensor that holds more or whose gradient would be lost.
-    """
-    for name, value in numbers.items():
-        if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
-            raise ValueError(f"{name} is a tensor {tuple(value.shape)}, requires_grad={value.requires_grad}; it must "
-                             "be one number, which gets no gradient: give a float, or scale the tensors by it")
-        if not isinstance(value, (Real, Tensor)):
-            raise ValueError(f"{name} is {value!r}; it must be a number")

@@ -29,7 +29,7 @@ from lowmem_grpo.kernels.logits import (
     shape_logits,
     types_of_logits,
 )
-from lowmem_grpo.kernels.matmul import accumulator_dtype, addmm_fp32, matmul_fp32
+from lowmem_grpo.kernels.tensors import accumulator_dtype, addmm_fp32, matmul_fp32
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 ROWS = Launch({"BLOCK_V": 2048}, num_warps=8, num_stages=1)  # one row per program, 8 entries per thread

@@ -60,9 +60,14 @@ def check_adapter_folder(folder: Path) -> None:
                               f"when read; save the adapter again as {ADAPTER_FILE} (peft's save_pretrained does so)")
     for name in (ADAPTER_FILE, "adapter_config.json"):
         if not (folder / name).is_file():
-            inner = sorted(path.parent.name for path in folder.glob(f"[!.]*/{ADAPTER_FILE}"))  # a run's, or PEFT's
-            held = f"; take {' or '.join(inner)}, which it holds" if inner else ""
-            raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter{held}")
+            raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter"
+                                  f"{inner_adapters(folder)}")
+
+
+def inner_adapters(folder: Path) -> str:
+    """Return "; take A or B, which it holds" with the adapters in a run's folder or in PEFT's for names, or ""."""
+    inner = sorted(path.parent.name for path in folder.glob(f"[!.]*/{ADAPTER_FILE}"))
+    return f"; take {' or '.join(inner)}, which it holds" if inner else ""
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

@@ -1,4 +1,9 @@
-"""Matrix products of 16-bit operands with a 32-bit result, without a 32-bit copy of the larger operand."""
+"""Tensors that kernels take: checks that arguments are tensors and numbers; and matrix products of 16-bit tensors with
+a 32-bit result, without a 32-bit copy of the larger one."""
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -6,6 +11,25 @@ from torch import Tensor
 from lowmem_grpo.kernels.custom_op import custom_op
 
 MIN_BAND = 64  # columns upcast at a time on the CPU, at least
+
+
+def check_tensors(optional: Mapping[str, Any] | None = None, **needed: Any) -> None:
+    """Raise ValueError for an argument that is no tensor; an optional one may be None."""
+    for name, value in {**{n: v for n, v in (optional or {}).items() if v is not None}, **needed}.items():
+        if not isinstance(value, Tensor):
+            fix = ": give its weight, and bias" if isinstance(value, torch.nn.Module) else ""
+            raise ValueError(f"{name} is a {type(value).__name__}; it must be a tensor{fix}")
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Raise ValueError for an argument that is no number, or a tensor that holds more or whose gradient would be lost.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
+            raise ValueError(f"{name} is a tensor {tuple(value.shape)}, requires_grad={value.requires_grad}; it must "
+                             "be one number, which gets no gradient: give a float, or scale the tensors by it")
+        if not isinstance(value, (Real, Tensor)):
+            raise ValueError(f"{name} is {value!r}; it must be a number")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
