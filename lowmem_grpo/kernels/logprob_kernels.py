@@ -64,8 +64,8 @@ def forward_rows(
 def check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
     """Raise ValueError for a target on the CPU that is no token. A card is not waited for: its row is NaN there."""
     if type(targets) is Tensor and targets.is_cpu:  # a fake tensor has no values
-        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))]
-        if len(wrong):
+        ids = targets.numpy()
+        if len(wrong := ids[(ids != ignore_index) & ((ids < 0) | (ids >= vocabulary))]):
             raise ValueError(f"targets hold {wrong[0]}; they must be tokens, from 0 to {vocabulary - 1}. Give the "
                              "target of the rows to leave out as ignore_index, as in ignore_index=-100")
 
