@@ -18,9 +18,8 @@ LOOKED = 10_000  # lines that are checked before the library reads the file
 CHUNK = 1 << 20  # bytes read at a time
 ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
 EXACT = 1 << 53  # whole numbers from here on are rounded in floats
-DIGITS = r"\s*[-+]?(?:0[0-9]|[0-9]{16})"
-# In a .csv file None and NA are words: both may be answers, which pandas would leave out
-WORDS = {"keep_default_na": False, "na_values": ["", "NaN", "nan", "NULL", "null", "<NA>"]}
+DIGITS = {"int64": r"\s*[-+]?0[0-9]", "float64": r"\s*[-+]?(?:0[0-9]|[0-9]{16})"}  # a number of this dtype loses some
+EMPTY = ["", "NaN", "nan", "NULL", "null", "<NA>"]  # empty cells in columns of texts, where None and NA are words
 PARQUET = b"PAR1"  # the first and the last bytes of a parquet file
 
 
@@ -171,8 +170,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     path = Path(source)
     if is_file_name(source):
         refuse_unreadable(path)
-        wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train",
-                                  **(WORDS if path.suffix.lower() == ".csv" else {})}
+        wanted: dict[str, Any] = {"path": KINDS[path.suffix.lower()], "data_files": str(path), "split": "train"}
     else:
         from lowmem_grpo.models.hub import find_dataset
 
@@ -187,7 +185,7 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     if any(name.startswith("__index_level_") for name in rows.column_names or []) and path.suffix.lower() == ".csv":
         raise OSError(f"no rows from {source!r}: its lines have more fields than its first line names; put texts that "
                       "hold commas into double quotes")
-    return {"json": as_written, "csv": with_digits}.get(wanted["path"], lambda _, rows: rows)(path, rows)
+    return {"json": as_written, "csv": with_words}.get(wanted["path"], lambda _, rows: rows)(path, rows)
 
 
 def as_written(path: Path, rows: Any) -> Any:
@@ -208,17 +206,20 @@ def as_written(path: Path, rows: Any) -> Any:
     return rows.select_columns(names) if changed else rows
 
 
-def with_digits(path: Path, rows: Any) -> Any:
-    """Return the rows of a .csv file with, as texts, the columns in which a number would lose digits, such as 007."""
+def with_words(path: Path, rows: Any) -> Any:
+    """Return the rows of a .csv file with words that the library takes for empty cells, such as None, and with texts in
+    place of numbers that lose digits, such as 007. Only columns that may have such cells are read again."""
     from pandas import read_csv
 
     names = rows.column_names
-    texts = read_csv(path, dtype=str, **WORDS).astype(object)
-    for name in [name for name, kind in rows.features.items() if kind.dtype in ("int64", "float64")]:
-        if texts[name].str.match(DIGITS, na=False).any():
-            values = texts[name].where(texts[name].notna(), None).tolist()
-            rows = rows.remove_columns(name).add_column(name, values)
-    return rows.select_columns(names)
+    kinds = {name: kind.dtype for name, kind in rows.features.items()
+             if kind.dtype in DIGITS or (kind.dtype.endswith("string") and rows.data.column(name).null_count)}
+    for name, kind in kinds.items():
+        empty: dict[str, Any] = {} if kind in DIGITS else {"keep_default_na": False, "na_values": EMPTY}
+        texts = read_csv(path, dtype=str, usecols=[names.index(name)], **empty).iloc[:, 0].astype(object)
+        if kind not in DIGITS or texts.str.match(DIGITS[kind], na=False).any():
+            rows = rows.remove_columns(name).add_column(name, texts.where(texts.notna(), None).tolist())
+    return rows.select_columns(names) if kinds else rows
 
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:

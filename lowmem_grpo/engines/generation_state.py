@@ -183,8 +183,8 @@ class GenerationState:
     # Routes of a mixture of experts
 
     def keep_prompt_routes(self, prefill: Prefill, fed: Tensor | None) -> None:
-        """Record the routes of prompts: kept routes, then the routes of the tokens just `fed` (P, S, layers, k, aligned
-        right). `fed` is None without experts."""
+        """Record the routes of each prompt: those kept from earlier calls, followed by those of the tokens just `fed`
+        (P, S, layers, k, aligned right). `fed` is None without experts."""
         if fed is None:
             return
         for place, (prompt, held, own) in enumerate(zip(prefill.prompts, prefill.held, fed.cpu(), strict=True)):

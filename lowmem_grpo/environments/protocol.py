@@ -123,7 +123,7 @@ class EnvHandle:
         observation, reward, done, *more = returned
         answer = self.observed(observation, "step")
         answer.reward = number(reward, f"{self.name}.step")
-        truncated = [flag for flag in more[:1] if len(more) == 2 or isinstance(plain(flag), Real)]  # else info
+        truncated = [flag for flag in more[:1] if len(more) == 2 or isinstance(plain(flag), bool)]  # else info
         answer.done = max(is_done(flag, f"{self.name}.step") for flag in (done, *truncated))
         return answer
 

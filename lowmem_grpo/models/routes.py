@@ -195,8 +195,8 @@ class Replay:
 
 
 def replay_of(batch: MicroBatch, config: Any, layers: int) -> Replay | None:
-    """Return the replay of a micro-batch's routes for one pass; None if it has none. ValueError if they do not fit a
-    model of this config, `layers` of whose layers have experts."""
+    """Return the replay of a micro-batch's routes for one pass; None if it has none. ValueError if they do not fit
+    a model of this config that has experts in `layers` of its layers."""
     if batch.routes is None:
         return None
     got, needed = tuple(batch.routes.shape[1:]), (layers, config.get_text_config().num_experts_per_tok)

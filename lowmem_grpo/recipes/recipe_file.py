@@ -76,7 +76,7 @@ def run_module(module: Any, arguments: list[str], name: str) -> None:
         lacks = "run(options)" if not callable(run) else "OPTIONS"
         raise ValueError(f"{name} is not a recipe: it has no {lacks}. {NEEDED}")
     filled = fill(options, arguments)
-    with own_traceback(Path(name)):
+    with own_traceback(Path(name).expanduser()):
         run(filled)
 
 

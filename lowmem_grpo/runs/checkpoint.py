@@ -102,9 +102,11 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
         check_adapter(folder, adapter, held)
         settings, config = adapter_settings(folder), model.peft_config[checkpoint_state.ADAPTER]
         check_scaling(settings, config, folder)
-        if content.get("base") not in (None, checkpoint_state.base_digest(model)):  # older checkpoints have none
+        saved, own = content.get("base"), checkpoint_state.base_digest(model)
+        if saved not in (None, own):  # older checkpoints have none
             here = config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None)
-            tell_other_base(settings.get("base_model_name_or_path"), here, folder)
+            there = settings.get("base_model_name_or_path")
+            tell_other_base(there, here, saved.partition(":")[0] == own.partition(":")[0], folder)
         tensors, random = load_tensors(folder / "optimizer.safetensors"), load_tensors(folder / "rng.safetensors")
         steps, schedule = decode(content["optimizer"]["content"], tensors), decode(content["scheduler"], tensors)
         state: dict[str, Any] = content["state"]
@@ -175,9 +177,10 @@ def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
                                 "adapter; add LoRA as the saved run did")
 
 
-def tell_other_base(there: str | None, here: str | None, folder: Path) -> None:
-    """Raise MismatchError if a run's base has another name than the model, whose weights differ; else log a warning."""
-    if there and here and not same_model(there, here):
+def tell_other_base(there: str | None, here: str | None, same_dtypes: bool, folder: Path) -> None:
+    """Raise MismatchError if a run's base has another name than the model, whose weights differ although they have the
+    same dtypes; else log a warning."""
+    if there and here and same_dtypes and not same_model(there, here):
         raise MismatchError(f"{folder} was trained on {there}, and this model is {here}, with other weights; resume on "
                             "the base of the saved run, or begin a new run")
     logger.warning("%s was trained on other weights of %s than this model has, or on the same in another precision; "

@@ -54,13 +54,14 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
 
 
 def base_digest(model: PeftModel) -> str:
-    """Return a digest of 64 values of each frozen tensor, which tells models of equal shapes apart."""
-    digest = hashlib.sha256()
+    """Return the frozen tensors' dtypes and a digest of 64 values of each, which tell models of equal shapes apart."""
+    digest, dtypes = hashlib.sha256(), set()
     for name, held in model.named_parameters():
         part = getattr(getattr(held, "quant_state", None), "absmax", held)  # 4-bit codes may be repacked
         if not held.requires_grad and "lora_" not in name and not part.is_meta:
             digest.update(part.detach().flatten()[:64].view(torch.uint8).cpu().numpy().tobytes())
-    return digest.hexdigest()
+            dtypes |= {str(held.dtype), str(part.dtype)}
+    return f"{' '.join(sorted(dtypes))}: {digest.hexdigest()}"
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -74,7 +74,7 @@ def test_a_game_gets_its_row_and_answers_in_order() -> None:
 @pytest.mark.parametrize(("first", "given"), [
     (("Begin.", {}), ("go", 1.0, False, True, {})), (None, (None, None, True)),
     ("Begin.", ("go", 1.0, False, torch.tensor(True))), ("Begin.", ("go", 1.0, True, {"TimeLimit.truncated": False})),
-    (("Begin.", MappingProxyType({})), ("go", 1.0, False, 1)),
+    (("Begin.", MappingProxyType({})), ("go", 1.0, True, 3)),  # turns that are left
     ([{"role": "user", "content": "Begin."}], ({"role": "user", "content": "x"}, 0, 1)),
 ])
 def test_gyms_forms_and_silence_are_understood(first: Any, given: Any) -> None:

@@ -109,7 +109,8 @@ def test_answers_are_texts_and_empty_cells_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize(("answers", "texts"), [
-    ("None NA nan NULL 5", ["None", "NA", "5"]), ("007 12 -", ["007", "12"]), ("12 0 -", ["12", "0"]),
+    ("None NA nan NULL a", ["None", "NA", "a"]), ("007 12 -", ["007", "12"]), ("12 0 -", ["12", "0"]),
+    ("12 NA 7", ["12", "7"]), ("1 2 #N/A", ["1", "2"]), ("1234567890123456 56", ["1234567890123456", "56"]),
     ("0.5 1.50 -", ["0.5", "1.5"]), (f"{2**53 + 1} 3 -", [str(2**53 + 1), "3"]), ("True - False", ["true", "false"]),
 ])
 def test_words_and_digits_of_a_csv_file_are_those_that_it_has(

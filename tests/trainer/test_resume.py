@@ -21,7 +21,7 @@ from trainer_runs import make_dropping as make
 
 from lowmem_grpo.cli.main import main
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.runs import checkpoint
+from lowmem_grpo.runs import checkpoint, checkpoint_state
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.saved_adapter import CheckpointError, MismatchError
 from lowmem_grpo.runs.state import Interrupt
@@ -98,7 +98,7 @@ def test_other_settings_are_named_on_resume_and_other_data_refused(
 
 
 def test_a_resume_on_another_base_model_of_equal_shapes_is_refused_or_said(
-    tmp_path: Path, straight: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, straight: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, other = shutil.copytree(straight, tmp_path / "run"), load()
     name = other.loaded.name
@@ -110,6 +110,10 @@ def test_a_resume_on_another_base_model_of_equal_shapes_is_refused_or_said(
     with pytest.raises(MismatchError, match=f"was trained on {name}, and this model is meta/other, with other weights"):
         small_run.make(folder, model=other).train(resume_from_checkpoint=True)
     assert same(adapter_of(other), trained)
+    with monkeypatch.context() as patch:  # a renamed folder, loaded in another precision
+        patch.setattr(checkpoint_state, "base_digest", lambda model: "torch.bfloat16: 0")
+        small_run.make(folder, model=other).train(resume_from_checkpoint=True)
+    assert "or on the same in another precision" in caplog.text
     other.peft_config["default"].base_model_name_or_path = None
     small_run.make(folder, model=other).train(resume_from_checkpoint=True)
     assert f"was trained on other weights of {name} than this model has" in caplog.text

@@ -54,8 +54,8 @@ class Capacity:
 
     @property
     def wanted_seqs(self) -> int:
-        """Sequences to decode together if memory has room: the user's number, else a run's completions per call, but at
-        most MOST_SEQUENCES and twice as many as the longest that the cache holds, as if they were half as long."""
+        """Sequences to decode together if memory has room: the user's number, or else the completions per call, limited
+        to MOST_SEQUENCES and to twice the number of sequences of full length that the cache holds."""
         most = min(self.sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * (self.kv_budget // self.least_cache))
         return self.settings.max_num_seqs or max(1, most)
 

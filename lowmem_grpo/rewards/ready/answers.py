@@ -24,7 +24,6 @@ NUMERALS = {
     "half", "minus",
 }
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-VALUES = ("const", "default", "enum", "examples")  # keys of a schema that hold values and no schemas
 LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is matched against
 
 
@@ -139,7 +138,8 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
         raise ImportError("json_match with a schema needs the package jsonschema: pip install jsonschema")
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
-    from referencing import Registry
+    from referencing import Registry, Resource
+    from referencing.jsonschema import specification_with
 
     kind = validator_for(schema)
     try:
@@ -148,7 +148,8 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
         raise ValueError(f"json_match got an invalid schema: {error.message}") from error
     validator = kind(schema, registry=Registry())  # which fetches nothing from the network
     values: list[Any] = [None, True, 0, "", [], {}]
-    for reference in references(schema):
+    specification = specification_with(kind.META_SCHEMA["$schema"])
+    for reference in references(Resource.from_contents(schema, default_specification=specification)):
         try:
             list(map(validator.evolve(schema=reference).is_valid, values))
         except Exception as error:
@@ -158,11 +159,11 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
 
 
 def references(schema: Any) -> Iterator[dict[str, str]]:
-    """Yield the references in a schema, but for those in schemas with an address of their own."""
-    for name, part in schema.items() if isinstance(schema, dict) else enumerate(schema if type(schema) is list else ()):
-        if name in REFERENCES and isinstance(part, str):
-            yield {name: part}
-        elif name not in VALUES and not (isinstance(part, dict) and "$id" in part):
+    """Yield the references in a schema (a `Resource`), but for those in schemas with an address of their own."""
+    held = schema.contents if isinstance(schema.contents, dict) else {}
+    yield from ({name: held[name]} for name in REFERENCES if isinstance(held.get(name), str))
+    for part in schema.subresources():
+        if part.id() is None:
             yield from references(part)
 
 

@@ -5,6 +5,7 @@ parameters to False, so that no call can change the gradients of a model that it
 a single adapter would need copies at each change of model, and the same rank for all."""
 
 import itertools
+import json
 import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,7 +38,10 @@ AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else
 Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
 Share = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
-Metadata = dict[str, str | bool | int | float | None] | None  # a client's notes on a model, or on its saved weights
+# A client's notes on a model, or on its saved weights; the client reads texts
+Metadata = Annotated[dict[str, str] | None, BeforeValidator(lambda notes: {
+    key: note if isinstance(note, str) else json.dumps(note) for key, note in notes.items()
+} if isinstance(notes, dict) else notes)]
 
 
 class LoraSettings(Body, extra="forbid", populate_by_name=True):

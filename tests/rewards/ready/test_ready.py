@@ -422,7 +422,9 @@ def test_a_schema_that_is_none_or_refers_to_none_is_refused(schema: dict[str, An
     (LIST, [True, False]), ({"properties": {"next": {"$ref": "#/$defs/a"}}, "$defs": {"a": LIST}}, [True, False]),
     ({"$ref": "http://json-schema.org/draft-07/schema#"}, [True, True]), ({"enum": [{"$ref": "#/nope"}]}, [False] * 2),
     ({"$ref": "urn:x", "$defs": {"a": {"$id": "urn:x", "$ref": "#/$defs/b", "$defs": {"b": LIST}}}}, [True, False]),
-    ({"properties": {"$ref": {"type": "string"}}}, [True, True]),
+    ({"properties": {"$ref": {"type": "string"}}}, [True, True]), ({"example": {"$ref": "#/nope"}}, [True, True]),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "definitions": {"a": {"id": "http://x/a", "properties": {
+        "next": {"$ref": "#/definitions/b"}}, "definitions": {"b": LIST}}}}, [True, True]),
 ])
 def test_a_schema_may_refer_to_what_is_in_it(schema: dict[str, Any], verdicts: list[bool]) -> None:
     pytest.importorskip("jsonschema")
