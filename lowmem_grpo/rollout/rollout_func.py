@@ -224,8 +224,8 @@ def shown(value: Any) -> str:
 
 def rollout_of(histories: Sequence[History], prompt: list[int] | None = None) -> Rollout:
     """Return the rollout of these histories for a group with this prompt (P,); None takes the first turn's prompt.
-    Histories share a turn if it is the same object. Their order then decides which sequence holds the shared turn, but
-    not the gradient. ValueError if there is no turn."""
+    A turn is shared if several histories contain the same object. The order of the histories decides which sequence
+    holds a shared turn; it does not change the gradient. ValueError if there is no turn."""
     sequences = sequences_among(turns_of(histories))
     if not sequences:
         raise ValueError("a rollout without a turn of the policy has nothing to train")

@@ -130,7 +130,7 @@ class GRPOTrainer(Trainer):
         return self.collector.collect()
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on scored groups, in at most `at_most` of the settings' optimizer steps; returns metrics."""
+        """Train on scored groups, in the settings' optimizer steps or the first `at_most`; returns metrics."""
         if self.overlap is None:
             return super().update(groups, at_most)
         with self.clock.phase("train"), self.overlap.gradient(groups) as begun:

@@ -172,8 +172,8 @@ def serve(order: dict[str, Any], channel: Channel) -> None:
 
 
 def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Perform a request of the tests: an object of the code by name ("get"), all its public names ("names"), or an
-    operation of `of_code`."""
+    """Answer the tests: "get" finds an object of the tested module, "names" lists the module's public names, and
+    `of_code` performs any other request."""
     if do == "names":
         return [name for name in vars(link.module) if not name.startswith("_")]
     return find(link.module, args[0]) if do == "get" else of_code(link, do, args, kwargs)

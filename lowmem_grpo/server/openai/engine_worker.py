@@ -88,8 +88,8 @@ class EngineWorker:
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
         """Run a function (training, saving) in the worker's thread while no call is in the engine; return a future of
-        its result. The engine sleeps first, which frees its memory, unless `sleep` is false. RuntimeError in the
-        worker's own thread, which would wait for itself; the same holds for `submit`."""
+        its result. The engine sleeps first, which frees its memory, unless `sleep` is false. Like `submit`, raises
+        RuntimeError in the worker's own thread: waiting there for the future would never end."""
         self.check_elsewhere("call the function itself")
         job = WorkerTask(function, sleep)
         self.waiting.add(job)
