@@ -45,7 +45,7 @@ def lora_linear(
     takes no gradient, and neither does a bias (out,). A quantized weight of several adjacent matrices stands for as
     many layers. A layer without LoRA has None in `loras`. Raises ValueError if shapes or dtypes do not fit.
     """
-    if isinstance(weights, Tensor) or isinstance(loras, LoRA):
+    if (isinstance(weights, Tensor) and weights.ndim < 3) or isinstance(loras, LoRA):
         raise ValueError("expected lists, with a weight and a LoRA or None of each layer: lora_linear(x, [weight], "
                          "[lora])")
     frozen = [frozen_weight(weight) for weight in weights]

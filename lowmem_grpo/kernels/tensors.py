@@ -28,7 +28,7 @@ def check_numbers(**numbers: Any) -> None:
         if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
             raise ValueError(f"{name} is a tensor {tuple(value.shape)}, requires_grad={value.requires_grad}; it must "
                              "be one number, which gets no gradient: give a float, or scale the tensors by it")
-        if not isinstance(value, (Real, Tensor)):
+        if not isinstance(value, (Real, Tensor, torch.SymFloat)) and getattr(value, "ndim", None) != 0:
             raise ValueError(f"{name} is {value!r}; it must be a number")
 
 

@@ -106,7 +106,8 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
         if saved not in (None, own):  # older checkpoints have none
             here = config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None)
             there = settings.get("base_model_name_or_path")
-            tell_other_base(there, here, saved.partition(":")[0] == own.partition(":")[0], folder)
+            (dtypes, stored, _), (own_dtypes, own_stored, _) = saved.split(), own.split()
+            tell_other_base(there, here, dtypes == own_dtypes and stored != own_stored, folder)
         tensors, random = load_tensors(folder / "optimizer.safetensors"), load_tensors(folder / "rng.safetensors")
         steps, schedule = decode(content["optimizer"]["content"], tensors), decode(content["scheduler"], tensors)
         state: dict[str, Any] = content["state"]
@@ -177,10 +178,10 @@ def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
                                 "adapter; add LoRA as the saved run did")
 
 
-def tell_other_base(there: str | None, here: str | None, same_dtypes: bool, folder: Path) -> None:
-    """Raise MismatchError if a run's base has another name than the model, whose weights differ although they have the
-    same dtypes; else log a warning."""
-    if there and here and same_dtypes and not same_model(there, here):
+def tell_other_base(there: str | None, here: str | None, is_other: bool, folder: Path) -> None:
+    """Raise MismatchError if a run's base `is_other` than the model and has another name. Else log a warning: the same
+    weights may be in another precision."""
+    if there and here and is_other and not same_model(there, here):
         raise MismatchError(f"{folder} was trained on {there}, and this model is {here}, with other weights; resume on "
                             "the base of the saved run, or begin a new run")
     logger.warning("%s was trained on other weights of %s than this model has, or on the same in another precision; "

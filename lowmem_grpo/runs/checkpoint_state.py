@@ -54,14 +54,16 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
 
 
 def base_digest(model: PeftModel) -> str:
-    """Return the frozen tensors' dtypes and a digest of 64 values of each, which tell models of equal shapes apart."""
-    digest, dtypes = hashlib.sha256(), set()
+    """Return "DTYPES A B" of the frozen tensors, with digests of 64 values of each, which tell models of equal shapes
+    apart: A of tensors as they are stored, B of scales of those in 4 bits, which other devices may round otherwise."""
+    digests, dtypes = (hashlib.sha256(), hashlib.sha256()), set()
     for name, held in model.named_parameters():
-        part = getattr(getattr(held, "quant_state", None), "absmax", held)  # 4-bit codes may be repacked
+        state = getattr(held, "quant_state", None)
+        part = held if state is None else state.absmax  # 4-bit codes may be repacked
         if not held.requires_grad and "lora_" not in name and not part.is_meta:
-            digest.update(part.detach().flatten()[:64].view(torch.uint8).cpu().numpy().tobytes())
+            digests[state is not None].update(part.detach().flatten()[:64].view(torch.uint8).cpu().numpy().tobytes())
             dtypes |= {str(held.dtype), str(part.dtype)}
-    return f"{' '.join(sorted(dtypes))}: {digest.hexdigest()}"
+    return " ".join([",".join(sorted(dtypes)), *(digest.hexdigest() for digest in digests)])
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

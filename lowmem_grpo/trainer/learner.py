@@ -52,7 +52,7 @@ class Learner:
         self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
         self.ranks = ranks or Ranks()
         self.prepare_again: Callable[[], None] | None = None  # None once a pass or step has followed `prepare`
-        self.whole = True  # False while the optimizer's step is being applied
+        self.whole = True  # False from the optimizer's step until the trainer has counted it
 
     @property
     def limits(self) -> Limits:
@@ -279,12 +279,11 @@ class Learner:
         self.whole = False
         if not self.before.copy_state(parameters):
             step()
-            self.whole = True
             return
         failed = catch_oom(step, self.policy.device, self.before.restore)
         if isinstance(failed, OutOfMemory):
             self.bound.note(what, failed, "the caches are emptied, and it is made once more")
             failed = catch_oom(step, self.policy.device, self.before.restore)
-        self.whole = True
         if isinstance(failed, OutOfMemory):
+            self.whole = True
             self.bound.raise_exhausted(what, failed)

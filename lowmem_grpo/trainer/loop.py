@@ -87,7 +87,7 @@ class Trainer(TrlApi):
         if not self.samples:
             return timing
         updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
-        if plan is not None:
+        if plan is not None and updates:
             planned = plan.metrics(self.sampled or groups, groups, updates, getattr(self.args, "num_iterations", 1),
                                    self.objective.needed_before(updates))
         return {**timing, **planned, "memory/kv_bytes": self.engine.kv_bytes, **self.memory.metrics(),
@@ -151,6 +151,7 @@ class Trainer(TrlApi):
         metrics = self.learner.optim_step()
         self.state.global_step += 1
         self.state.policy_version += 1
+        self.learner.whole = True
         self.weights_changed()
         self.notify("on_optimizer_step")
         if getattr(self.args, "sync_ref_model", False) and not self.state.global_step % self.args.ref_model_sync_steps:

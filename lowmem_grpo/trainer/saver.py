@@ -19,6 +19,7 @@ from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.step_accumulator import RandomStates
 
 logger = logging.getLogger(__name__)
+SAVED = "Saved"  # the first word of the note on an error
 OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -108,7 +109,6 @@ class Saver:
         """Reset everything except the weights to the state at construction."""
         first, optimizer, scheduler = deepcopy(self.first)
         self.learner.optimizer.load_state_dict(optimizer)
-        self.learner.optimizer.zero_grad(set_to_none=True)
         self.learner.scheduler.load_state_dict(scheduler)
         self.restore(first)
         self.state.log_history = []
@@ -154,14 +154,15 @@ class Saver:
             yield
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             unsaved = CheckpointError, RecordError, *([KeyboardInterrupt] if interrupt.requested else [])
-            if (self.state.global_step and self.records.writes and self.learner.whole
+            told = any(note.startswith(SAVED) for note in getattr(error, "__notes__", ()))  # by an inner block
+            if (self.state.global_step and self.records.writes and self.learner.whole and not told
                     and not isinstance(error, unsaved)):
                 try:
                     self.go_back()
-                    told = f"Saved {save()}; mend the cause, then go on with train(resume_from_checkpoint=True)"
+                    note = f"{SAVED} {save()}; mend the cause, then go on with train(resume_from_checkpoint=True)"
                 except Exception as second:  # noqa: BLE001 - the first error is the one to raise
-                    told = f"Nothing could be saved: {second}"
-                error.add_note(told)
+                    note = f"Nothing could be saved: {second}"
+                error.add_note(note)
             raise
 
     def snapshot(self) -> dict[str, Any]:
@@ -203,4 +204,6 @@ class Saver:
         self.learner.objective.restore(saved.get("objective", {}))
         kept, generations = saved.get("replay", []), self.config.completions_per_prompt
         self.replay.restore(kept, self.source.dataset, self.reward_names, generations)
+        self.learner.optimizer.zero_grad(set_to_none=True)  # of a step that failed
+        self.learner.prepare_again, self.learner.whole = None, True
         self.mark()

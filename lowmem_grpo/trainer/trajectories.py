@@ -117,9 +117,11 @@ class TrajectoryTrainer(Trainer):
             self.start_step()
             with self.saver.saved_before(self.save_state, self.interrupt):
                 self.taken, self.extra = self.take_in(together, groups), dict(metrics or {})
-            self.train_step(together)
+                self.train_step(together)
         self.ended = time.perf_counter()
         if self.interrupt.requested:
+            if self.saver.saved < self.state.global_step:
+                self.save_state()
             raise KeyboardInterrupt("stopped after a step, which is saved")
         return {"step": self.state.global_step, **(self.state.unlogged or self.state.log_history)[-1]}
 

@@ -151,13 +151,15 @@ class TrlApi:
                                       for name in useless))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in NEVER_CALLED or (name in NOT_HERE and name[0] != "_"):
+        is_absent = value is None or value is False
+        if name in NEVER_CALLED or (name in NOT_HERE and name[0] != "_" and not is_absent):
             raise NotHereError(f"{type(self).__name__}.{name} is never called here: {NOT_HERE[name]}")
         if name in SETTINGS and hasattr(getattr(self, "args", None), name):
             return setattr(self.args, name, value)  # TRL's loss reads it here at each step, and ours there
-        made = name in MADE_ONCE and name in vars(self)
+        is_made = "saver" in vars(self)  # what a subclass sets before is replaced when the trainer is made
+        made = is_made and name in MADE_ONCE and name in vars(self)
         if made or getattr(getattr(type(self), name, None), "fset", name) is None:  # a property that cannot be set
-            if value is not getattr(self, name):
+            if not is_made or value is not getattr(self, name):
                 raise UnsupportedError(f"{type(self).__name__}.{name} cannot be changed; {MADE_ONCE.get(name, NEW)}")
             return
         super().__setattr__(name, value)

@@ -76,7 +76,8 @@ def moved(model: FastPeftModel) -> FastPeftModel:
 
 
 def make(folder: Path, reward: Any = digit_sum, rows: Any = ROWS, model: Any = None, **settings: Any) -> GRPOTrainer:
-    parts = {name: settings.pop(name) for name in ("callbacks", "eval_dataset", "processing_class") if name in settings}
+    names = ("callbacks", "eval_dataset", "processing_class", "optimizers")
+    parts = {name: settings.pop(name) for name in names if name in settings}
     config = GRPOConfig(output_dir=str(folder), **(SMALL | settings))
     return GRPOTrainer(model or load(), reward, config, rows, **parts)
 

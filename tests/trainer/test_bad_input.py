@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from trainer_runs import QUESTIONS, adapter, digit_sum, load, make, same
 
 from lowmem_grpo import GRPOTrainer, RLOOTrainer, SFTTrainer
@@ -103,6 +104,33 @@ def test_what_the_user_wrote_fails_and_leaves_a_checkpoint_of_the_steps_before_i
     assert resumed.train(resume_from_checkpoint=True).finished
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert same(adapter(resumed), adapter(straight))
+
+def test_a_trainer_goes_on_after_an_error_between_backward_and_step_without_that_gradient(tmp_path: Path) -> None:
+    errors = [ValueError("once")]
+
+    def fails(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 1 and errors:
+            raise errors.pop()
+
+    straight = make(tmp_path / "straight", max_steps=3)
+    straight.train()
+    trainer = make(tmp_path / "run", callbacks=[SimpleNamespace(on_pre_optimizer_step=fails)], max_steps=3)
+    with pytest.raises(ValueError, match="once"):
+        trainer.train()
+    assert trainer.train(resume_from_checkpoint=True).finished
+    assert same(adapter(trainer), adapter(straight))
+
+
+def test_a_schedule_that_fails_after_the_optimizers_step_does_not_replace_the_checkpoint(tmp_path: Path) -> None:
+    file, saved, model = tmp_path / "checkpoint-1" / "adapter_model.safetensors", list[bytes](), load()
+    optimizer = torch.optim.SGD([tensor for tensor in model.parameters() if tensor.requires_grad], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (2 - step))
+    read = SimpleNamespace(on_save=lambda *_, **__: saved.append(file.read_bytes()))
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path, model=model, optimizers=(optimizer, schedule), callbacks=[read], max_steps=3,
+             save_strategy="steps", save_steps=1).train()
+    assert saved == [file.read_bytes()]
+
 
 
 def equal(completions: list[Any], **kwargs: Any) -> list[float]:

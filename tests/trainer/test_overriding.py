@@ -91,6 +91,17 @@ def word_count(completions: list[Any], answer: list[str], log_metric: Any, **kwa
     return [None, *(float(len(completion[0]["content"].split())) for completion in completions[1:])]
 
 
+class Early(GRPOTrainer):
+    def __init__(self, model: Any, args: Any, **options: Any) -> None:
+        self.model, self.args, self.ref_model = "before", args, None  # as programs for TRL do
+        super().__init__(model, args=args, **options)
+
+
+def test_what_a_subclass_sets_before_the_trainer_is_made_is_replaced(tmp_path: Path) -> None:
+    trainer = Early(load(), GRPOConfig(output_dir=str(tmp_path), **SMALL), reward_funcs=digit_sum, train_dataset=ROWS)
+    assert trainer.ref_model is None and trainer.model is trainer.policy.model
+
+
 class Doubled(GRPOTrainer):
     """Pays double, and the first function only where the second one has an opinion."""
 

@@ -111,7 +111,7 @@ def test_a_resume_on_another_base_model_of_equal_shapes_is_refused_or_said(
         small_run.make(folder, model=other).train(resume_from_checkpoint=True)
     assert same(adapter_of(other), trained)
     with monkeypatch.context() as patch:  # a renamed folder, loaded in another precision
-        patch.setattr(checkpoint_state, "base_digest", lambda model: "torch.bfloat16: 0")
+        patch.setattr(checkpoint_state, "base_digest", lambda model: "torch.bfloat16 0 0")
         small_run.make(folder, model=other).train(resume_from_checkpoint=True)
     assert "or on the same in another precision" in caplog.text
     other.peft_config["default"].base_model_name_or_path = None

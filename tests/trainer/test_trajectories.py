@@ -1,10 +1,12 @@
 """Training on rollouts that the caller's own code played: the same as an environment's, resumed or not."""
 
 import json
+import signal
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +76,14 @@ class Games:
 @pytest.fixture(scope="module")
 def games(tmp_path_factory: pytest.TempPathFactory) -> Games:
     return Games(tmp_path_factory.mktemp("games"))
+
+
+def test_ctrl_c_in_a_step_saves_that_step(tmp_path: Path, games: Games) -> None:
+    trainer = make(tmp_path, save_steps=500)
+    trainer.callbacks.add_callback(SimpleNamespace(on_step_end=lambda *_, **__: signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt, match="which is saved"), trainer.running():
+        trainer.step(games.of(trainer))
+    assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").is_file()
 
 
 @pytest.fixture(scope="module")
