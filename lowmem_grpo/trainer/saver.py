@@ -204,6 +204,6 @@ class Saver:
         self.learner.objective.restore(saved.get("objective", {}))
         kept, generations = saved.get("replay", []), self.config.completions_per_prompt
         self.replay.restore(kept, self.source.dataset, self.reward_names, generations)
-        self.learner.optimizer.zero_grad(set_to_none=True)  # of a step that failed
+        self.learner.optimizer.zero_grad(set_to_none=True)  # gradients of a failed step
         self.learner.prepare_again, self.learner.whole = None, True
         self.mark()
