@@ -147,7 +147,7 @@ def template_of(config: Mapping[str, Any]) -> str | None:
     text, path = config.get("chat_template"), config.get("chat_template_path")
     if text is not None and path is not None:
         raise ValueError("_internal_config has chat_template and chat_template_path; give one of them")
-    return text if path is None else Path(path).read_text(encoding="utf-8")
+    return text if path is None else Path(path).expanduser().read_text(encoding="utf-8")
 
 
 def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

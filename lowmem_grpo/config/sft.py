@@ -9,7 +9,8 @@ from lowmem_grpo.config.unsupported import EVERY_TRAINER, RENAMED, Table, any_va
 from lowmem_grpo.utils import COUNT, TRUTH, Rule, one_of
 
 TEMPLATE: Rule = ("a file of a chat template, such as template.jinja; to take the template of another model, set "
-                  "tokenizer.chat_template", lambda value: isinstance(value, str) and Path(value).is_file())
+                  "tokenizer.chat_template",
+                  lambda value: isinstance(value, str) and Path(value).expanduser().is_file())
 
 FIXED: Table = EVERY_TRAINER | {
     **only("Rows are tokenised when they are needed, as their columns say; shape the dataset yourself.",

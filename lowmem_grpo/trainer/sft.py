@@ -60,7 +60,7 @@ def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
     """Set the tokenizer's chat template and end token from the settings, as TRL does. Raise ValueError for an end token
     that the tokenizer lacks."""
     if settings.chat_template_path is not None:
-        tokenizer.chat_template = Path(settings.chat_template_path).read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(settings.chat_template_path).expanduser().read_text(encoding="utf-8")
     if settings.eos_token is None:
         return
     if settings.eos_token not in tokenizer.get_vocab():

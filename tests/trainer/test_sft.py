@@ -70,12 +70,15 @@ def make(folder: Path, rows: Any = ROWS, model: Any = None, **settings: Any) -> 
     return SFTTrainer(model or load(), rows, SFTConfig(output_dir=str(folder), **known), **parts)
 
 
-def test_chat_template_and_end_token_of_the_settings_are_the_tokenizers(tmp_path: Path) -> None:
+def test_chat_template_and_end_token_of_the_settings_are_the_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As TRL's own scripts set them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}")
     trainer = make(tmp_path, [{"messages": [*question("3"), {"role": "assistant", "content": "4"}]}],
-                   chat_template_path=str(template), eos_token="<|im_start|>", activation_offloading=True)
+                   chat_template_path="~/template.jinja", eos_token="<|im_start|>", activation_offloading=True)
     rendered = trainer.tokenizer.decode(trainer.train_dataset[0]["input_ids"])
     assert rendered == "user: 3<|im_start|>assistant: 4<|im_start|>"
     assert trainer.tokenizer.eos_token == "<|im_start|>"
