@@ -205,7 +205,7 @@ METRICS = {
         "peak of allocated and of reserved memory so far; size of the key-value cache",
     "memory/generate_bytes, memory/train_bytes, memory/planned_generate_bytes, memory/planned_train_bytes":
         "on a card: the peak of each phase, and the planned peak",
-    "memory/oom_train, memory/oom_generate": "how often so far memory ran out without ending the run",
+    "memory/oom_train, memory/oom_generate": "how many times memory has run out so far without ending the run",
     "num_tokens, tokens_per_second, policy_version": "tokens so far, sampled tokens per second, optimizer steps",
     "mean_token_accuracy": "fine-tuning: the share of trained tokens that are the model's most probable token",
     "train_loss, train_runtime, train_samples_per_second, train_steps_per_second, total_flos":

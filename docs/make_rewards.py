@@ -129,7 +129,7 @@ called early too, set `GRPOConfig(score_while_sampling=True)`. With it you promi
   pass their number: `log_metric("solved", rewards.MeanOf(solved / tried, tried))`.
 - A function that uses random numbers needs its own generator, such as `random.Random(0)`. The module `random` would
   give the same numbers in every step, because vLLM's engine restores the random states of the process after sampling.
-- An engine of your own lists in `capabilities` what it can do beside `generate(prompts, params)`: a frozenset of
+- If you write an engine, its `capabilities` say what it can do beside `generate(prompts, params)`: a frozenset of
   `"on_group"`, `"meanwhile"` and `"converse"`. Without `"on_group"`, all rewards are computed after sampling, with one
   warning. Every run also uses the engine's `name`, `kv_bytes`, `on_policy_update(version)` and `sleep()`. An engine
   that lacks one of these is refused.
@@ -199,13 +199,13 @@ mark.parametrize, and the fixtures capsys, monkeypatch and tmp_path; other marks
 **Rows without a verdict.** Some tests can never give a verdict:
 
 - empty tests;
-- tests that cannot be read, or that import another package;
-- tests that no code can pass, because the tests never use the code (`assert True`, a `check(candidate)` that nothing
-  calls).
+- tests that cannot be read, or that import a package that the sandbox lacks;
+- tests that never use the code (`assert True`, a `check(candidate)` that nothing calls), so that passing them proves
+  nothing.
 
 Rows with such tests are refused before a run, and by `rewards.check`. If such a row occurs during a run, its reward is
-None, `tests/no_verdict` counts it, and a warning gives each reason once. A test also gives no verdict if its result
-depends only on the code's own objects. Examples: such an object is compared with data, or two such objects claim to be
+None, `tests/no_verdict` counts it, and a warning gives each reason once. A test also gives no verdict if only
+the code could decide a comparison: one of its own objects is compared with data, or two of its own objects claim to be
 equal although they hold different things. If another test of the row fails, the verdict is "wrong" all the same.
 
 **Trust.** If a test compares objects of the code's own classes with each other (`Vector(1, 2) < Vector(2, 3)`), it
@@ -287,8 +287,8 @@ warning shows such a label:
 
 - If a label is a sentence or a number in words, `boxed_match` and `math_match` accept only the same text, and return
   None for any other completion.
-- If a label neither is nor states a number or a time, as `70 apples`, `about 70` and `2:30 PM`, `number_match` returns
-  None.
+- If a label is neither a bare number or time nor one in a form listed above, `number_match` returns None. Examples:
+  `70 apples`, `about 70`, `2:30 PM`.
 
 `math_match` needs `pip install math-verify`, and `json_match` with a schema needs `pip install jsonschema`. math-verify
 runs in a process of its own, because an answer like `9^{9^{9}}` would keep it busy forever. The process ends after 2 s

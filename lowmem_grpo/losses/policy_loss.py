@@ -157,7 +157,8 @@ def factors(
 
 
 def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
-    """Return the policy term times its factors, (N,); 0 without gradient where A or a factor is 0, even beside inf."""
+    """Return the policy term times its factors, (N,). Beside factors, a token whose advantage or any factor is 0 gets 0
+    and no gradient, even if its other values are infinite."""
     if not term_factors:
         return token_loss(tokens)
     kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)

@@ -149,8 +149,8 @@ class MemoryAdvice:
         return f"Planned:\n{table}\n{helpful}" if table else helpful
 
     def wrong_row(self, phase: str, what: str, peak: int) -> str:
-        """Return a message with planned and measured bytes and the plan row to blame: one whose name is in `what`, or
-        the largest that grows with the batch. Empty without a plan."""
+        """Return a message with planned and measured bytes and the plan row to blame: one that the words of `what`
+        name, or else the largest that grows with the batch. Empty without a plan."""
         if self.plan is None or not self.plan.rows:
             return ""
         rows = self.plan.rows
