@@ -97,8 +97,8 @@ def without_text(group: RolloutGroup) -> RolloutGroup:
 
 def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
                 allowed: float = math.inf, per_step: int = 0) -> list[Finding]:
-    """Return the findings about functions. A function's time limit was `limit` seconds in these trials, and is
-    `allowed` seconds in the run, for the `per_step` completions of a step."""
+    """Return the findings about functions. `limit` is a function's time limit in these trials, in seconds. In the run
+    it is `allowed` seconds, for `per_step` completions in each step."""
     findings: list[Finding] = []
     telling = any(trial.weight and any(map(differs, in_groups(trial.pays, group_size))) for trial in trials)
     for trial in trials:
