@@ -106,7 +106,7 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
         if saved not in (None, own):  # older checkpoints have none
             here = config.base_model_name_or_path or getattr(model.get_base_model(), "name_or_path", None)
             there = settings.get("base_model_name_or_path")
-            (dtypes, stored, _), (own_dtypes, own_stored, _) = saved.split(), own.split()
+            (dtypes, stored, _), (own_dtypes, own_stored, _) = saved.split(" "), own.split(" ")
             tell_other_base(there, here, dtypes == own_dtypes and stored != own_stored, folder)
         tensors, random = load_tensors(folder / "optimizer.safetensors"), load_tensors(folder / "rng.safetensors")
         steps, schedule = decode(content["optimizer"]["content"], tensors), decode(content["scheduler"], tensors)
