@@ -1,17 +1,21 @@
-"""`LocalRun`: one model that is sampled from and trained in this process, and the folder of its run."""
+"""`LocalRun`: one model that is sampled from and trained in this process, and the folder of its run. An openai client
+reaches the model without a socket."""
 
 import asyncio
 import atexit
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
 
+import openai
 from openai import AsyncOpenAI
 
 from lowmem_grpo.agents.dev import ModelOptions
@@ -24,13 +28,71 @@ from lowmem_grpo.runs.checkpoint import prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
-from lowmem_grpo.server.openai.chat_handler import ChatHandler
-from lowmem_grpo.server.openai.client import client_of
+from lowmem_grpo.server.openai.chat_handler import DONE, ChatHandler, event, model_entry
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
+from lowmem_grpo.server.openai.sessions import RECORDER, SESSION
+from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.trainer.distributed import ranks
 from lowmem_grpo.trainer.trajectories import PER_STEP, TrajectoryTrainer
+
+# the HTTP library under openai's client: httpx, or its successor httpx2
+httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+
+
+def client_of(chat: ChatHandler, timeout: float | None = None) -> openai.AsyncOpenAI:
+    """Return a client whose `chat.completions` come from the model (`choices[i].turn` names the turn), and which lists
+    models; other routes answer 404. A call in a rollout's task belongs to that rollout. `timeout`: seconds per call."""
+    return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
+                              http_client=OpenClient(transport=ChatTransport(chat), trust_env=False))
+
+
+class OpenClient(openai.DefaultAsyncHttpxClient):
+    """An HTTP client that stays open when one of the openai clients that share it is closed."""
+
+    async def aclose(self) -> None:
+        """Do nothing: there is no socket to close."""
+
+
+class ChatTransport(httpx.AsyncBaseTransport):
+    """An httpx transport that passes requests to a ChatHandler."""
+
+    def __init__(self, chat: ChatHandler) -> None:
+        self.chat = chat
+
+    async def handle_async_request(self, request: Any) -> Any:
+        seconds = request.extensions.get("timeout", {}).get("read")
+        try:
+            return await asyncio.wait_for(self.answer(request), seconds)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no answer within {seconds:g} seconds") from None
+        except ChatError as error:
+            return as_json(error.body(), error.status)
+
+    async def answer(self, request: Any) -> Any:
+        """Return the list of models, or the model's reply (a stream as a whole). ChatError for any other route."""
+        place = f"{request.method} {request.url.path}"
+        if place == "GET /v1/models":
+            return as_json({"object": "list", "data": list(map(model_entry, self.chat.names()))})
+        if place != "POST /v1/chat/completions":
+            raise ChatError(404, f"there is no {place}: the model in training answers chat completions only: "
+                                 "client.chat.completions.create(...)", None, "unknown_route")
+        body, session, recorder = json.loads(request.content), SESSION.get(), RECORDER.get()
+
+        async def record(choices: list[dict[str, Any]]) -> None:
+            if recorder is not None:
+                recorder.record(body, choices, self.chat.parent)
+
+        if not body.get("stream"):
+            return as_json(await self.chat.create(body, session, record))
+        chunks = [event(chunk) async for chunk in self.chat.stream(body, session, record)]
+        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=b"".join([*chunks, DONE]))
+
+
+def as_json(reply: dict[str, Any], status: int = 200) -> Any:
+    return httpx.Response(status, content=json.dumps(reply), headers={"Content-Type": "application/json"})
+
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,15 @@ from pydantic import BaseModel
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.trajectories import History, Trajectory, TrajectoryGroup, message_of
 from lowmem_grpo.rewards.judge.judge import EQUAL, Judge, Round
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question, Transcript, as_line, compared, transcript_of
-from lowmem_grpo.rewards.judge.reply import Ratings
+from lowmem_grpo.rewards.judge.question import (
+    GROUP_RUBRIC,
+    Question,
+    Ratings,
+    Transcript,
+    as_line,
+    compared,
+    transcript_of,
+)
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge, is_address
 from lowmem_grpo.server.openai.request_queue import Call

@@ -80,7 +80,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.data.files import check_prompt_column, columns_of, is_file_name
-        from lowmem_grpo.rewards.by_name import refuse_unknown
+        from lowmem_grpo.recipes.recipe_file import refuse_unknown
         from lowmem_grpo.runs.files import check_place
 
         SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # raises for invalid values
@@ -198,7 +198,7 @@ def tokens_of_run(subject: Candidate) -> int | None:
 
 def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int, Any]:
     """Return rows, reward functions (the first decides what is right), most tokens of an answer, `Play` or None."""
-    from lowmem_grpo.rewards.by_name import find_function
+    from lowmem_grpo.recipes.recipe_file import find_function
     from lowmem_grpo.rollout.assessment import rows_of
 
     functions = [find_function(name) for name in chosen["rewards"]]

@@ -6,13 +6,12 @@ import sys
 import click
 
 from lowmem_grpo import __version__
-from lowmem_grpo.cli.doctor import doctor
 from lowmem_grpo.cli.eval import evaluate
 from lowmem_grpo.cli.export import export
 from lowmem_grpo.cli.generate import generate
 from lowmem_grpo.cli.jobs import cancel, jobs, logs, resume, submit
 from lowmem_grpo.cli.new import new
-from lowmem_grpo.cli.plan import plan
+from lowmem_grpo.cli.plan import doctor, plan
 from lowmem_grpo.cli.run import report, run
 from lowmem_grpo.cli.serve import serve, watch
 

@@ -13,8 +13,8 @@ from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, prepare
+from lowmem_grpo.recipes.tasks import take
 from lowmem_grpo.recipes.tasks.arithmetic import last_integer, problems
-from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS: dict[str, Any] = {

@@ -14,8 +14,8 @@ from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
+from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.recipes.tasks.arithmetic import last_integer
-from lowmem_grpo.recipes.tasks.splits import distinct, take
 from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.trainer.play import Play
 

@@ -18,10 +18,10 @@ from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, prepare
-from lowmem_grpo.recipes.tasks.splits import distinct, take
+from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
-from lowmem_grpo.rewards.sandbox.isolation import SandboxError
 from lowmem_grpo.rewards.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox.trial import SandboxError
 from lowmem_grpo.rewards.texts import completion_text
 
 DEFAULTS = USUAL | {"output_dir": "runs/code", "max_steps": 100, "max_completion_length": 256, "warmup_ratio": 0.05}

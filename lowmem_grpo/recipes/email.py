@@ -19,7 +19,7 @@ from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
-from lowmem_grpo.recipes.tasks.splits import distinct, take
+from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.rewards.ready.mail import email_rewards
 
 DEFAULTS = USUAL | {"output_dir": "runs/email", "max_steps": 100, "max_completion_length": 192, "warmup_ratio": 0.05}

@@ -18,10 +18,10 @@ from lowmem_grpo.recipes.eval_task import Exam, won
 from lowmem_grpo.recipes.judge import SELF, JudgeOptions, teach_judged
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
+from lowmem_grpo.recipes.tasks import take
 from lowmem_grpo.recipes.tasks.inbox import UNKNOWN, WRONG, Inbox, baselines, earned
 from lowmem_grpo.recipes.tasks.mail_database import check_sqlite
 from lowmem_grpo.recipes.tasks.mailbox import WORLDS, check_name, mailbox
-from lowmem_grpo.recipes.tasks.splits import take
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS = USUAL | {

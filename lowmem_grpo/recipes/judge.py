@@ -23,7 +23,7 @@ from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, Setup, on_cards, prepare
-from lowmem_grpo.recipes.tasks.splits import distinct, take
+from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.rewards.calling.contract import RewardError
 from lowmem_grpo.rewards.judge.judge import Judge, ruler
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge

@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from lowmem_grpo.rewards.ready.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
     from lowmem_grpo.rewards.ready.math_answer import math_match
     from lowmem_grpo.rewards.ready.reading import after, boxed, in_tag, last_line, last_number, whole
-    from lowmem_grpo.rewards.reward import MeanOf, Reward
-    from lowmem_grpo.rewards.verifier import Verifier
-    from lowmem_grpo.runs.findings import Finding
+    from lowmem_grpo.rewards.reward import MeanOf, Reward, Verifier
+    from lowmem_grpo.types import Finding
 
 __all__ = [
     "SYSTEM_PROMPT", "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores", "SelfJudge",
@@ -61,9 +60,8 @@ __all__ = [
 ]
 
 HOMES = {name: home for home, names in {
-    "runs.findings": "Finding",
-    "rewards.reward": "MeanOf Reward",
-    "rewards.verifier": "Verifier",
+    "types": "Finding",
+    "rewards.reward": "MeanOf Reward Verifier",
     "rewards.calling.scorer": "RewardError RewardScorer Scores",
     "rewards.checking.check": "RewardCheck check",
     "rewards.judge.judge": "judged ruler",

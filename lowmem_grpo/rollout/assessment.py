@@ -11,7 +11,7 @@ from lowmem_grpo.data import stream
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset
 from lowmem_grpo.rewards.calling.reward_batch import score_groups
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.verifier import Verifier
+from lowmem_grpo.rewards.reward import Verifier
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring, rollout_metrics
 from lowmem_grpo.runs.accuracy import Answers

@@ -10,8 +10,8 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.types import Finding
 
 logger = logging.getLogger(__name__)
 Line = Mapping[str, Any]

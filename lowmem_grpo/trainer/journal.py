@@ -8,12 +8,11 @@ from typing import Any
 
 from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.alarms import Alarms
-from lowmem_grpo.runs.findings import warn
 from lowmem_grpo.runs.records import RunRecords, prompt_text
 from lowmem_grpo.runs.state import TrainerState, mean_of
 from lowmem_grpo.runs.trajectory import transcript, turn_records
 from lowmem_grpo.runs.views.live import StepTimes
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup, warn
 from lowmem_grpo.utils import time_text
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from typing import Any
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rollout.replay import ReplayBuffer
-from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
@@ -24,7 +23,7 @@ from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_ag
 from lowmem_grpo.trainer.saver import Saver
 from lowmem_grpo.trainer.step_accumulator import StepAccumulator, members
 from lowmem_grpo.trainer.trl_api import NoLoader, TrlApi
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Finding, RolloutGroup
 
 logger = logging.getLogger(__name__)
 

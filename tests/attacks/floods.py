@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from lowmem_grpo.rewards.sandbox.cases import read_cases
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox
-from lowmem_grpo.rewards.sandbox.trial import run_tests
+from lowmem_grpo.rewards.sandbox.trial import Sandbox, run_tests
 from tests.attacks.attack import Verdict
 
 SECONDS = 0.4  # that a flood has

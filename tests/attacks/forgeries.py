@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from lowmem_grpo.rewards.sandbox.cases import read_cases
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox
-from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, run_tests
+from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, Sandbox, run_tests
 from tests.attacks.attack import Verdict
 from tests.attacks.floods import AT_ONCE
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import click
 
-from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, Sandbox, why_not
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 from lowmem_grpo.rewards.sandbox.plain import decode
 from lowmem_grpo.rewards.sandbox.rights import MACHINES
-from lowmem_grpo.rewards.sandbox.trial import Trial
+from lowmem_grpo.rewards.sandbox.trial import ISOLATIONS, Sandbox, Trial, why_not
 from lowmem_grpo.rewards.sandbox.worker import WorkerEnded, children_of
 from tests.attacks.attack import Verdict, attack_and_exit
 from tests.attacks.doors import DOORS

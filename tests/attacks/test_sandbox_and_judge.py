@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from lowmem_grpo.rewards.sandbox import rights
-from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, why_not
+from lowmem_grpo.rewards.sandbox.trial import ISOLATIONS, why_not
 from tests.attacks import floods, judge, judge_answers
 from tests.attacks.attack import Verdict, report
 from tests.attacks.outside import LIBC, Outside, outside

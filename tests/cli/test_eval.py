@@ -17,8 +17,8 @@ from lowmem_grpo.cli.eval import Candidate, find_subject, problems
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.recipes.proximity import STEPS, WORDS, Task
 from lowmem_grpo.recipes.proximity import make_dataset as proximity_problems
+from lowmem_grpo.recipes.recipe_file import find_function
 from lowmem_grpo.rewards import RewardError, Verifier
-from lowmem_grpo.rewards.by_name import find_function
 from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import (
     Answers,

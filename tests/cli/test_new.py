@@ -141,7 +141,7 @@ def test_marked_solutions_in_a_list_are_all_right_and_those_without_a_mark_are_n
 
 
 def test_true_steps_of_the_example_pays_for_true_lines(folder: Path) -> None:
-    from lowmem_grpo.rewards.by_name import load_file
+    from lowmem_grpo.recipes.recipe_file import load_file
 
     invoke("new", "first")
     pay = load_file(folder / "first.py").true_steps(completions=["1 + 2 = 3\n3 * 2 = 7\nAnswer: 7", "no", "5 - 9 = 4"])

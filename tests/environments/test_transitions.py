@@ -5,7 +5,7 @@ from tables import every_row
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.environments.renderer import Renderer
-from lowmem_grpo.environments.transitions import (
+from lowmem_grpo.trainer.preflight.template import (
     OF_REPLIES,
     OF_TOOLS,
     QUESTION,

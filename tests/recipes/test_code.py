@@ -8,11 +8,11 @@ from recipe_runs import run
 
 from lowmem_grpo.recipes import code
 from lowmem_grpo.recipes.code import HIDDEN_TESTS, TEMPLATES, CodeProblem, draw_problem
-from lowmem_grpo.recipes.tasks.splits import distinct, take
+from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.rewards.ready.code import code_passes_tests
-from lowmem_grpo.rewards.sandbox import surroundings
-from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, SandboxError, why_not
+from lowmem_grpo.rewards.sandbox import worker
 from lowmem_grpo.rewards.sandbox.limits import Limits
+from lowmem_grpo.rewards.sandbox.trial import ISOLATIONS, SandboxError, why_not
 
 WORKING = [name for name in ISOLATIONS if why_not(name) is None]
 PATIENT = Limits(seconds=60, total_seconds=120)  # right code on a busy machine
@@ -69,7 +69,7 @@ def test_only_a_block_that_defines_the_function_is_paid_for_its_form() -> None:
 
 @pytest.fixture
 def no_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(surroundings, "BWRAP", "no-such-bwrap")
+    monkeypatch.setattr(worker, "BWRAP", "no-such-bwrap")
     why_not.cache_clear()
     yield
     why_not.cache_clear()

@@ -4,7 +4,7 @@ from typing import Any
 
 from lowmem_grpo.recipes import email
 from lowmem_grpo.recipes.email import KINDS, NAMES, SIGNATURE, draw_request
-from lowmem_grpo.recipes.tasks.splits import distinct, take
+from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.rewards.ready.mail import email_rewards, has_word
 
 

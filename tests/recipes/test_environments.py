@@ -17,7 +17,7 @@ from lowmem_grpo.recipes.calculator import calculate, draw_sum
 from lowmem_grpo.recipes.eval_task import baselines, held_out_games, play
 from lowmem_grpo.recipes.game2048 import Game2048, Size
 from lowmem_grpo.recipes.guess import Guess, number_in
-from lowmem_grpo.recipes.tasks.splits import distinct, take
+from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.recipes.tictactoe import EMPTY, TicTacToe, best_moves, free, square_in, value, winner
 
 NO_NUMBER = ["", "no idea", "4 or 5", "9" * 5000, "٣", "\x00", "1e999999999999", "1-2"]

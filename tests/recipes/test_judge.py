@@ -8,7 +8,7 @@ from recipe_runs import records, run
 
 from lowmem_grpo.recipes import judge
 from lowmem_grpo.recipes.judge import KINDS, WORDS_ALLOWED, draw_report, share_kept
-from lowmem_grpo.recipes.tasks.splits import distinct, take
+from lowmem_grpo.recipes.tasks import distinct, take
 from tests.attacks.judge_server import by_length, serving
 
 # reports

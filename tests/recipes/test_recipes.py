@@ -27,7 +27,7 @@ from lowmem_grpo.recipes.lesson import SHOWN, Lesson, teach
 from lowmem_grpo.recipes.options import fill, parse
 from lowmem_grpo.recipes.presets import prepare
 from lowmem_grpo.recipes.tasks import arithmetic as arithmetic_problems
-from lowmem_grpo.recipes.tasks.splits import take
+from lowmem_grpo.recipes.tasks import take
 from lowmem_grpo.rewards import RewardError
 
 RULES: dict[str, Callable[[int, int], int]] = {

@@ -8,7 +8,7 @@ from recipe_runs import invoke, records, run, run_well
 from tables import every_row
 
 from lowmem_grpo.recipes.tasks import mail_database
-from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, why_not
+from lowmem_grpo.rewards.sandbox.trial import ISOLATIONS, why_not
 
 WORKING = [name for name in ISOLATIONS if why_not(name) is None]
 needs_isolation = pytest.mark.skipif(not WORKING, reason="no isolation works here: " + str(why_not("process")))

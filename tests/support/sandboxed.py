@@ -8,10 +8,9 @@ import pytest
 
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
 from lowmem_grpo.rewards.sandbox.cases import read_cases
-from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, Sandbox, why_not
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
 from lowmem_grpo.rewards.sandbox.plain import decode, encode
-from lowmem_grpo.rewards.sandbox.trial import Trial, run_tests
+from lowmem_grpo.rewards.sandbox.trial import ISOLATIONS, Sandbox, Trial, run_tests, why_not
 
 LIMITS = Limits(seconds=2, total_seconds=30, memory_bytes=128 * MIB, scratch_bytes=MIB, files=40, output_bytes=50_000)
 RIGHT = "def add(a, b):\n    return a + b\n"

@@ -16,11 +16,11 @@ from small_models import shallow
 from template_tokenizers import tokenizer_of
 
 from lowmem_grpo.agents.endpoint import AgentEndpoint
+from lowmem_grpo.agents.local_run import client_of
 from lowmem_grpo.agents.rewards import EngineJudge
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Conversation, Request
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
-from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE, Call

@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable
 
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox, open_sandbox
 from lowmem_grpo.rewards.sandbox.limits import Limits
-from lowmem_grpo.rewards.sandbox.trial import too_large, why_refused
+from lowmem_grpo.rewards.sandbox.trial import Sandbox, open_sandbox, too_large, why_refused
 from lowmem_grpo.rewards.sandbox.worker import CannotStart, Worker, WorkerEnded
 
 OWN_FRAME = '  File "code.py"'  # first traceback frame of the program; those above are the sandbox's

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from lowmem_grpo.recipes.tasks.splits import distinct
+from lowmem_grpo.recipes.tasks import distinct
 
 MAX_TOTAL = 99  # every intermediate total lies in [0, MAX_TOTAL]
 MIN_STEPS, MAX_STEPS = 2, 4

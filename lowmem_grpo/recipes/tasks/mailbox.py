@@ -7,7 +7,7 @@ from datetime import date, timedelta
 from functools import cache
 from itertools import product
 
-from lowmem_grpo.recipes.tasks.splits import check_split, split_of
+from lowmem_grpo.recipes.tasks import check_split, split_of
 
 FIRST_NAMES = ("Ines", "Tomas", "Aisha", "Jonas", "Mei", "Pavel", "Lucia", "Omar", "Hanna", "Ravi", "Elsa", "Kofi",
                "Clara", "Yusuf", "Marta", "Henrik")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_grpo.rewards.verifier import Verifier
+from lowmem_grpo.rewards.reward import Verifier
 
 RewardFunction = Callable[..., Any]
 

@@ -27,10 +27,9 @@ from lowmem_grpo.rewards.checking.diagnosis import (
     try_all,
 )
 from lowmem_grpo.runs.accuracy import wilson_interval
-from lowmem_grpo.runs.findings import Finding, by_severity, has_error
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.runs.views.console import any_console, plain, print_line, shortened
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Finding, RolloutGroup, by_severity, has_error
 
 if TYPE_CHECKING:
     from lowmem_grpo.fast_model import FastGeneration

@@ -18,11 +18,9 @@ from lowmem_grpo.rewards.calling.contract import (
 )
 from lowmem_grpo.rewards.calling.reward_batch import score_groups
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
-from lowmem_grpo.rewards.reward import Reward
-from lowmem_grpo.rewards.verifier import VerifiedReward
-from lowmem_grpo.runs.findings import Finding, by_severity
+from lowmem_grpo.rewards.reward import Reward, VerifiedReward
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Finding, RolloutGroup, by_severity
 
 LOW_SHARE = 0.25  # share of groups with signal, below which most samples of a step teach nothing
 MOSTLY_CUT = 0.5  # share of completions that reached the length limit

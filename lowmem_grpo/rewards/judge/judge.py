@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question, compared, transcript_of
-from lowmem_grpo.rewards.judge.reply import Ratings
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, SINGLE_RUBRIC, Question, Ratings, compared, transcript_of
 from lowmem_grpo.rewards.reward import Reward
-from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.records import prompt_text
+from lowmem_grpo.types import Finding
 from lowmem_grpo.utils import FINITE, TEXT, Rule, as_python, at_least, require
 
 logger = logging.getLogger(__name__)

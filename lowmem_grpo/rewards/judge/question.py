@@ -1,16 +1,148 @@
-"""The question to a judge: its instructions, and the material to judge, between marks that no answer can forge. Whole
-trajectories are written with one message per line, as JSON, so that no message can look like two."""
+"""The question to a judge and the strict reading of its reply: a reply in another form gives no score.
+
+The question has instructions and the material to judge, between marks that no answer can forge. Whole trajectories are
+written with one message per line, as JSON, so that no message can look like two. A space breaks control tokens in the
+material, so that no answer can end its turn or speak for others.
+"""
 
 import hashlib
 import json
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Annotated, Any
+
+from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from lowmem_grpo.data.prompt_inputs import HALF, with_object
-from lowmem_grpo.rewards.judge.controls import broken
-from lowmem_grpo.rewards.judge.reply import Ratings, read_reply
+from lowmem_grpo.rewards.ready.reading import unfenced
+
+Ratings = list[tuple[float, str]]  # (score, reason) of each answer of a question
+
+SHOWN = 80  # characters of a reply that messages show
+REASON = 2000  # characters of a reason that are kept
+
+
+class BadReplyError(ValueError):
+    """A reply without the required scores. The message quotes the reply's beginning. `fault` describes the problem
+    without a quote: only `fault` is sent to the judge, since words of the reply may come from an answer."""
+
+    def __init__(self, fault: str, reply: str) -> None:
+        text = " ".join(reply[: 4 * SHOWN].split())
+        said = repr(text if len(text) <= SHOWN else text[:SHOWN] + "...") if text else "it is empty"
+        super().__init__(f"{fault}: {said}")
+        self.fault = fault
+
+
+class Rating(BaseModel):
+    """The judge's verdict on one answer."""
+
+    id: int = 1
+    score: float = Field(strict=True, allow_inf_nan=False)
+    reason: Any = ""
+
+
+class GroupReply(BaseModel):
+    """The judge's verdict on several answers."""
+
+    scores: Annotated[list[Rating], FailFast()]
+
+
+def read_reply(reply: str, count: int, low: float, high: float, grouped: bool) -> Ratings:
+    """Return (score, reason) of answers 1 to `count`. BadReplyError unless each has exactly one score, in range."""
+    said = json_object(reply)
+    try:
+        ratings = GroupReply.model_validate(said if grouped else {"scores": [said]}).scores
+    except ValidationError as error:
+        wrong = error.errors(include_input=False)[0]
+        raise BadReplyError(f"it has no valid {'.'.join(map(str, wrong['loc']))} ({wrong['msg']})", reply) from None
+    ratings.sort(key=lambda rating: rating.id)
+    if [rating.id for rating in ratings] != [*range(1, count + 1)]:
+        raise BadReplyError(f"its ids are not 1 to {count}, each once", reply)
+    if not all(low <= rating.score <= high for rating in ratings):
+        raise BadReplyError(f"a score in it is not within {low:g} to {high:g}", reply)
+    return [(rating.score, HALF.sub("?", rating.reason[:REASON]) if isinstance(rating.reason, str) else "")
+            for rating in ratings]
+
+
+def json_object(reply: str) -> dict[str, Any]:
+    """Return the one JSON object in a reply, after any thinking and inside any code fence. BadReplyError if there is
+    any other text around it, because an object in such text may be a quote from an answer."""
+    for said in (reply, reply.rpartition("</think>")[2]):  # the whole first, because a reason may mention the tag
+        try:
+            value = json.loads(unfenced(said, anywhere=False), object_pairs_hook=once_each)
+        except (ValueError, RecursionError):  # also for an integer of thousands of digits
+            continue
+        if isinstance(value, dict):
+            return value
+    raise BadReplyError("it is not just one JSON object with each key once", reply)
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ValueError if it has a key twice, such as two scores."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key is in it twice")
+    return value
+
+
+# Names of control tokens of well-known model families, in angle brackets and in square ones.
+ANGLE = ("s", "bos", "eos", "pad", "unk", "mask", "cls", "sep", "sop", "eop", "eod", "eot", "eoh", "eoa", "eoc",
+         "endoftext", "think", "tools?", "tool_calls?", "tool_responses?", "tool_results?", "arg_key", "arg_value",
+         "im_start", "im_end", "role", r"\w{1,40}_token", r"(?:start|end|begin|beginning)_of_\w{1,40}",
+         r"seed:\w{1,40}", r"fim_\w{1,20}",
+         r"(?:unused_?|reserved_|reserved_token_|extra_id_|special_|tokens_unused_|mask:)\d{1,6}")
+SQUARE = ("INST", "SYSTEM_PROMPT", "MODEL_SETTINGS", "AVAILABLE_TOOLS", "TOOL_CALLS", "TOOL_RESULTS", "TOOL_CONTENT",
+          "ARGS", "CALL_ID", "THINK", "PREFIX", "MIDDLE", "SUFFIX", "IMG", "IMG_BREAK", "IMG_END", "AUDIO",
+          "BEGIN_AUDIO", "gMASK", "sMASK", "MASK", "CLS", "SEP", "PAD", "UNK", "BOS", "EOS", "EOT", "@BOS@",
+          "multimodal", "(?:start|end)_header_id", r"extra_id_\d{1,6}")
+CONTROL = re.compile(r"<(?=[|\uff5c][^\s<>]{1,80}[|\uff5c]>"  # <|im_end|>, and DeepSeek's with wide bars
+                     r"|/?[|\uff5c][\w\"]{1,40}>|/?[\w\"]{1,40}[|\uff5c]>"  # Gemma 4's <|turn> and <turn|>
+                     rf"|/?(?:{'|'.join(ANGLE)})>"  # </s>, <start_of_turn>
+                     r"|</?SYS>>)"  # Llama 2
+                     rf"|\[(?=/?(?:{'|'.join(SQUARE)})\]"  # Mistral, Kimi, GLM
+                     r"|\|[^\s\[\]]{1,40}\|\]"  # EXAONE's [|assistant|]
+                     r"|e~\[)|\](?=~!?b[\[\]]|<\])"  # MiniMax's [e~[, ]~b] and ]<]
+                     r"|>(?=>[a-z_]{3,20}<<)"  # Falcon's >>QUESTION<<
+                     r"|(?<!\S)/(?=(?:no_?)?think(?!\w))",  # Qwen's and GLM's switches /think and /no_think
+                     re.IGNORECASE)
+INVISIBLE = re.compile(r"[\u034f\u115f\u1160\u3164\u180b-\u180f\ufe00-\ufe0f]")  # in addition to Unicode category Cf
+TRIES = 20
+
+
+def broken(text: str) -> str:
+    """Return the text with a space inside each likely control token of well-known model families, for a judge whose
+    tokenizer is unknown. A token is also found if it appears only after the normalisation of many tokenizers, which
+    removes invisible characters and applies NFKC (wide characters become narrow)."""
+    pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
+             and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
+    matches = CONTROL.finditer("".join(char for char, _ in pairs))
+    ends = [pairs[match.end() - 1][1] + 1 for match in matches]
+    return " ".join(text[start:end] for start, end in pairwise([0, *ends, len(text)]))
+
+
+def without_controls(text: str, tokenizer: Any) -> str:
+    """Return the text with a space inside each part that the tokenizer would encode as a control token, even if only
+    after its normalisation (of wide characters, to lower case). This is repeated, at most TRIES times, since breaking
+    one token may create another."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
+    for control in sorted(controls, key=len, reverse=True):
+        text = text.replace(control, f"{control[0]} {control[1:]}")
+    numbers = {*tokenizer.convert_tokens_to_ids(sorted(controls))} - {tokenizer.unk_token_id}
+    for _ in range(TRIES if tokenizer.is_fast else 0):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        starts = [start for number, (start, end) in spans if number in numbers and end - start > 1]
+        for start in reversed(starts):
+            text = f"{text[:start + 1]} {text[start + 1:]}"
+        if not starts:
+            break
+    return text
+
 
 Transcript = tuple[str, ...]  # one line per message
 

@@ -6,10 +6,8 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.shared import TEMPLATE_VARIABLES
 from lowmem_grpo.data.prompt_inputs import chat_text, text_ids
 from lowmem_grpo.memory.oom import RunMemory
-from lowmem_grpo.rewards.judge.controls import without_controls
 from lowmem_grpo.rewards.judge.judge import Judge, Round
-from lowmem_grpo.rewards.judge.question import Question
-from lowmem_grpo.rewards.judge.reply import BadReplyError
+from lowmem_grpo.rewards.judge.question import BadReplyError, Question, without_controls
 from lowmem_grpo.utils import POSITIVE, require
 
 TOKENS_OF_A_RATING = 24  # the least room for a reply, in tokens for each answer

@@ -10,8 +10,7 @@ from typing import Any
 from pydantic import HttpUrl
 
 from lowmem_grpo.rewards.judge.judge import Judge, Round
-from lowmem_grpo.rewards.judge.question import Question
-from lowmem_grpo.rewards.judge.reply import BadReplyError, Ratings
+from lowmem_grpo.rewards.judge.question import BadReplyError, Question, Ratings
 from lowmem_grpo.utils import COUNT, OF_KINDS, POSITIVE, TEXT, at_least, require
 
 try:

@@ -10,9 +10,8 @@ from typing import Any
 
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
-from lowmem_grpo.rewards.reward import AMOUNT, TextReward
+from lowmem_grpo.rewards.reward import AMOUNT, TextReward, TextVerifier, Verdict, VerifiedReward
 from lowmem_grpo.rewards.texts import labels_of
-from lowmem_grpo.rewards.verifier import TextVerifier, Verdict, VerifiedReward
 from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, as_python, number, require
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong

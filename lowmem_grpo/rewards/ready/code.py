@@ -25,15 +25,13 @@ from typing import Any
 from lowmem_grpo.data.code_tests import function_in
 from lowmem_grpo.rewards.calling.background import run_side_by_side
 from lowmem_grpo.rewards.ready.reading import Place, in_tag
-from lowmem_grpo.rewards.reward import AMOUNT, PLACE, MeanOf, Reward
+from lowmem_grpo.rewards.reward import AMOUNT, PLACE, MeanOf, Reward, Verdict, VerifiedReward, Verifier
 from lowmem_grpo.rewards.sandbox.cases import AssertCase, Case, read_cases
-from lowmem_grpo.rewards.sandbox.isolation import SandboxError, open_sandbox
 from lowmem_grpo.rewards.sandbox.limits import Limits
-from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, run_tests
+from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, SandboxError, open_sandbox, run_tests
 from lowmem_grpo.rewards.sandbox.trial import Verdict as TestVerdict
 from lowmem_grpo.rewards.sandbox.worker import CannotStart
 from lowmem_grpo.rewards.texts import values_of
-from lowmem_grpo.rewards.verifier import Verdict, VerifiedReward, Verifier
 from lowmem_grpo.utils import as_python, at_least, number, require
 
 BATCH_SECONDS = 45.0  # with the time of the last completion, this stays below the trainer's reward_timeout of 60

@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lowmem_grpo.rewards.reward import Reward, TextReward, TokenReward
-from lowmem_grpo.rewards.verifier import TextVerifier, VerifiedReward
+from lowmem_grpo.rewards.reward import Reward, TextReward, TextVerifier, TokenReward, VerifiedReward
 from lowmem_grpo.utils import at_least, number, one_of, require
 
 THOUGHT = ("<think>", "</think>")

@@ -5,9 +5,8 @@ from typing import Any
 
 from lowmem_grpo.rewards.ready.answers import answer_match
 from lowmem_grpo.rewards.ready.formats import too_long
-from lowmem_grpo.rewards.reward import Reward, TextReward
+from lowmem_grpo.rewards.reward import Reward, TextReward, VerifiedReward
 from lowmem_grpo.rewards.texts import values_of
-from lowmem_grpo.rewards.verifier import VerifiedReward
 from lowmem_grpo.utils import TEXT, require
 
 GREETING_LINES = 2  # lines at the top of a mail that may hold the recipient's name

@@ -13,8 +13,7 @@ from typing import Any
 
 from lowmem_grpo.rewards.ready.answers import same_answer, same_text
 from lowmem_grpo.rewards.ready.reading import Place, boxed
-from lowmem_grpo.rewards.reward import check_settings
-from lowmem_grpo.rewards.verifier import Verdict, Verifier, any_of
+from lowmem_grpo.rewards.reward import Verdict, Verifier, any_of, check_settings
 
 logger = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ from lowmem_grpo.models.card_check import LARGER
 from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.checking.diagnosis import failed, faulty_rows
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors, version
-from lowmem_grpo.runs.findings import Finding, by_severity, has_error, mistakes, warn
 from lowmem_grpo.trainer.distributed import card_of
 from lowmem_grpo.trainer.preflight import prompts, template
 from lowmem_grpo.trainer.preflight import resources as room
 from lowmem_grpo.trainer.preflight.subject import Subject
 from lowmem_grpo.trainer.run_memory import how_long
+from lowmem_grpo.types import Finding, by_severity, has_error, mistakes, warn
 from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from lowmem_grpo import __version__
 from lowmem_grpo.memory.families import trained
 from lowmem_grpo.models.card_check import driver_version, missing_compiler, no_card
 from lowmem_grpo.runs.files import free_bytes
-from lowmem_grpo.runs.findings import Finding, has_error
+from lowmem_grpo.types import Finding, has_error
 from lowmem_grpo.utils import GIB, size_text
 
 PACKAGE = "lowmem-grpo"
@@ -82,7 +82,7 @@ def examine() -> Checkup:
         if why is not None:
             checkup.say(f"{name} cannot be imported ({why})", "install this package and its requirements again",
                         fatal=True)
-    sandbox, fault = attempt(lambda: import_module("lowmem_grpo.rewards.sandbox.isolation").what_works())
+    sandbox, fault = attempt(lambda: import_module("lowmem_grpo.rewards.sandbox.trial").what_works())
     checkup.used["code sandbox"] = sandbox or f"unknown ({fault})"
     checkup.used["model families"] = trained()
     checkup.used["sampled by vLLM"] = trained(by_vllm=True)

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.trainer.preflight.subject import Subject, spread
+from lowmem_grpo.types import Finding
 
 MANY_ALIKE = 0.1  # share of rows that may repeat the prompt of another row
 BLOCK = 64  # neighbouring rows compared together, since copies of a prompt are often adjacent

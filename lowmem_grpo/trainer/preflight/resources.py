@@ -16,9 +16,9 @@ from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
 from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
 from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.runs.files import existing, free_bytes, place_fault
-from lowmem_grpo.runs.findings import Finding
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.preflight.subject import Subject
+from lowmem_grpo.types import Finding
 from lowmem_grpo.utils import size_text
 
 # Bytes in completions.jsonl of a completion, and of each of its rewards, tokens, and turns.

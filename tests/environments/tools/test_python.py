@@ -12,8 +12,8 @@ from template_tokenizers import tiny_with
 from lowmem_grpo.environments.tools.python import NOTHING, python_tool
 from lowmem_grpo.environments.tools.results import ToolError, ToolOutage
 from lowmem_grpo.environments.tools.toolbox import Toolbox
-from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, Sandbox, why_not
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
+from lowmem_grpo.rewards.sandbox.trial import ISOLATIONS, Sandbox, why_not
 from lowmem_grpo.rewards.sandbox.worker import CannotStart
 
 LIMITS = Limits(seconds=60, total_seconds=60, memory_bytes=128 * MIB, scratch_bytes=MIB, output_bytes=50_000)

@@ -12,8 +12,7 @@ from tables import every_row
 
 from lowmem_grpo import rewards
 from lowmem_grpo.rewards.judge.judge import Round
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, Question
-from lowmem_grpo.rewards.judge.reply import BadReplyError
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, BadReplyError, Question
 from tests.attacks.judge_cases import REPLIES, scores
 
 

@@ -14,8 +14,7 @@ from trainer_runs import load
 from lowmem_grpo import SamplingParams, rewards
 from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.memory.oom import OutOfMemory
-from lowmem_grpo.rewards.judge.controls import without_controls
-from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, compared
+from lowmem_grpo.rewards.judge.question import GROUP_RUBRIC, compared, without_controls
 from lowmem_grpo.types import Rollout
 from tests.attacks.judge_cases import scores
 from tests.attacks.judge_server import answers_in

@@ -15,9 +15,8 @@ from tables import every_row
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.ready import code as code_rewards
 from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests, python_code
-from lowmem_grpo.rewards.sandbox.isolation import SandboxError, why_not
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
-from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, Verdict
+from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, SandboxError, Verdict, why_not
 from lowmem_grpo.rewards.sandbox.worker import CannotStart
 
 QUICK = Limits(seconds=0.5, total_seconds=1, memory_bytes=128 * MIB)

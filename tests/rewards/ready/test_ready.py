@@ -479,7 +479,7 @@ def test_a_worker_that_cannot_start_is_an_error_and_no_verdict(tmp_path: Path, m
 
 def test_rewards_and_the_trials_of_the_sandbox_do_not_load_heavy_libraries() -> None:
     script = ("import sys\nfrom lowmem_grpo.rewards import number_equal, RewardScorer\nnumber_equal()\n"
-              "from lowmem_grpo.rewards.sandbox.isolation import what_works\n"
+              "from lowmem_grpo.rewards.sandbox.trial import what_works\n"
               "what_works()\n"
               "print([name for name in ('torch', 'transformers', 'jsonschema', 'math_verify') if name in sys.modules])")
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=400, check=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from sandboxed import LIMITS, descendants
 
-from lowmem_grpo.rewards.sandbox.isolation import ISOLATIONS, Sandbox, why_not
+from lowmem_grpo.rewards.sandbox.trial import ISOLATIONS, Sandbox, why_not
 
 
 @pytest.fixture(params=ISOLATIONS)

@@ -11,8 +11,8 @@ from typing import Any
 
 from sandboxed import CALL, attempts, outcome
 
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
+from lowmem_grpo.rewards.sandbox.trial import Sandbox
 
 NEEDED = [
     "sqlite3.connect('a.db').execute('create table a (b)'); return os.path.getsize('a.db') > 0",
@@ -75,7 +75,7 @@ def test_the_scratch_directory_serves_and_goes(sandbox: Sandbox, tmp_path: Path,
 
 
 ENDS_EARLY = """
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.trial import Sandbox
 from lowmem_grpo.rewards.sandbox.limits import Limits
 worker = Sandbox({!r}, Limits()).start("serve", "while True: pass")
 print("started", flush=True)

@@ -9,17 +9,17 @@ import pytest
 from sandboxed import LIMITS
 from tables import every_row
 
-from lowmem_grpo.rewards.sandbox import isolation, rights, surroundings
-from lowmem_grpo.rewards.sandbox.isolation import SandboxError, open_sandbox, why_not
+from lowmem_grpo.rewards.sandbox import rights, trial, worker
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
+from lowmem_grpo.rewards.sandbox.trial import SandboxError, open_sandbox, why_not
 
 
 @pytest.fixture(autouse=True)
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without bubblewrap; nothing is remembered of any other machine."""
-    monkeypatch.setattr(surroundings, "BWRAP", "no-such-bwrap")
+    monkeypatch.setattr(worker, "BWRAP", "no-such-bwrap")
     for name in ("why_not", "warn_of_process"):
-        monkeypatch.setattr(isolation, name, cache(getattr(isolation, name).__wrapped__))
+        monkeypatch.setattr(trial, name, cache(getattr(trial, name).__wrapped__))
 
 
 def test_without_a_sandbox_the_error_names_every_way_out() -> None:
@@ -34,8 +34,8 @@ def test_the_plain_process_is_an_opt_in_that_warns_once(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "lowmem_grpo"):
         assert open_sandbox("process").isolation == "process"
         open_sandbox("process")
-    assert [record.getMessage() for record in caplog.records] == [isolation.PROCESS_WARNING]
-    assert f"Landlock {rights.COMPLETE} " in isolation.PROCESS_WARNING
+    assert [record.getMessage() for record in caplog.records] == [trial.PROCESS_WARNING]
+    assert f"Landlock {rights.COMPLETE} " in trial.PROCESS_WARNING
 
 
 def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(
@@ -44,7 +44,7 @@ def test_a_sandbox_that_is_installed_but_does_not_work_is_not_used(
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(surroundings, "BWRAP", str(broken))
+    monkeypatch.setattr(worker, "BWRAP", str(broken))
     with pytest.raises(SandboxError, match=r"No permissions to create new namespace"):
         open_sandbox()
 
@@ -64,14 +64,14 @@ def test_a_limit_that_limits_nothing_is_refused(name: str, value: Any) -> None:
 
 
 def test_command_lines_shut_everything_that_they_should() -> None:
-    words, _ = surroundings.command("bubblewrap", LIMITS, 7, "")
+    words, _ = worker.command("bubblewrap", LIMITS, 7, "")
     assert {"--unshare-all", "--die-with-parent", "--new-session", "--clearenv"} <= set(words)
     assert words[words.index("--size"):][:4] == ["--size", str(MIB), "--tmpfs", "/scratch"]
     assert words[words.index("--") - 2:][:2] == ["--remount-ro", "/"] and words[-1] == "7"
     bound = [words[at + 1] for at, word in enumerate(words) if word in ("--ro-bind", "--bind", "--dev-bind")]
     assert "--bind" not in words and not {"/", "/home", "/root", "/tmp", "/proc", "/etc"} & set(bound)
     assert not any(one.startswith(f"{other}/") for one in bound for other in bound if other != "/package")
-    words, _ = surroundings.command("process", LIMITS, 7, "/tmp/x")
+    words, _ = worker.command("process", LIMITS, 7, "/tmp/x")
     assert words[1:6] == ["-I", "-S", "-B", "-X", "utf8"]
 
 
@@ -82,5 +82,5 @@ def test_command_lines_shut_everything_that_they_should() -> None:
 def test_the_line_of_doctor_names_the_sandbox_that_the_rewards_take(
     bubblewrap: str | None, process: str | None, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "why_not", {"bubblewrap": bubblewrap, "process": process}.get)
-    assert isolation.what_works() == line
+    monkeypatch.setattr(trial, "why_not", {"bubblewrap": bubblewrap, "process": process}.get)
+    assert trial.what_works() == line

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.trial import Sandbox
 from lowmem_grpo.rewards.sandbox.worker import children_of, kill
 
 LAUNCHER = """
@@ -20,7 +20,7 @@ else:
 REAPER = """
 import ctypes, os
 from lowmem_grpo.rewards.sandbox.cases import read_cases
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox
+from lowmem_grpo.rewards.sandbox.trial import Sandbox
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.trial import run_tests
 from lowmem_grpo.rewards.sandbox.worker import children_of

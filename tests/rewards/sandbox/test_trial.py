@@ -13,9 +13,8 @@ from tables import every_row
 
 from lowmem_grpo.rewards.sandbox import trial
 from lowmem_grpo.rewards.sandbox.cases import read_cases
-from lowmem_grpo.rewards.sandbox.isolation import Sandbox
 from lowmem_grpo.rewards.sandbox.limits import MIB, Limits
-from lowmem_grpo.rewards.sandbox.trial import Trial, Verdict, run_tests
+from lowmem_grpo.rewards.sandbox.trial import Sandbox, Trial, Verdict, run_tests
 
 LOOSE = "def check(f):\n    assert f(1, 1) == 2\n    assert sorted([f(2, 2), 1]) == [1, 4]\ncheck(add)"
 

@@ -12,8 +12,8 @@ from random_talks import SCHEMAS
 from served import chat_over, scripted_worker
 from tables import every_row
 
+from lowmem_grpo.agents.local_run import client_of
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
-from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.sessions import RECORDER, SESSION, Session
 from lowmem_grpo.server.requests import Limits
 

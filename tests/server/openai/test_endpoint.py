@@ -18,7 +18,7 @@ from programs import program
 from scripted_chat import Gated, ScriptedChat, client_of, plain_client
 from tables import every_row
 
-from lowmem_grpo.server.openai.endpoint import Endpoint
+from lowmem_grpo.agents.endpoint import Endpoint
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -169,7 +169,7 @@ PROGRAM = """
 import sys, threading
 sys.path.insert(0, {support!r})
 from scripted_chat import Gated, ScriptedChat
-from lowmem_grpo.server.openai.endpoint import Endpoint
+from lowmem_grpo.agents.endpoint import Endpoint
 gate = Gated()
 endpoint = Endpoint(ScriptedChat(gate), owned=[lambda: print("closed", flush=True)])
 print(endpoint.base_url, endpoint.api_key, flush=True)

@@ -13,7 +13,7 @@ import pytest
 from scripted_chat import Gated, ScriptedChat, begun, client_of, until
 from tables import every_row
 
-from lowmem_grpo.server.openai.endpoint import Endpoint
+from lowmem_grpo.agents.endpoint import Endpoint
 from lowmem_grpo.server.requests import Limits
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

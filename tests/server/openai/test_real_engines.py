@@ -10,11 +10,11 @@ import torch
 from small_models import scatter
 from vllm_models import NEEDS_VLLM
 
+from lowmem_grpo.agents.local_run import client_of
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
-from lowmem_grpo.server.openai.client import client_of
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE

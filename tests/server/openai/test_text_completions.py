@@ -11,8 +11,8 @@ from served import chat_over, scripted_worker
 from small_models import TINY
 from transformers import AutoTokenizer
 
+from lowmem_grpo.agents.endpoint import Endpoint
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
-from lowmem_grpo.server.openai.endpoint import Endpoint
 from lowmem_grpo.server.openai.token_texts import TokenTexts
 
 ASKED: dict[str, Any] = {"model": "agent", "prompt": "Once upon"}

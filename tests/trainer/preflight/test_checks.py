@@ -18,11 +18,11 @@ from lowmem_grpo import GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.rewards.ready import code
 from lowmem_grpo.rewards.ready.code import code_passes_tests
-from lowmem_grpo.runs.findings import SEVERITIES
 from lowmem_grpo.trainer.preflight import resources as room
 from lowmem_grpo.trainer.preflight.checks import CHECKS
 from lowmem_grpo.trainer.preflight.subject import Subject, Turns
 from lowmem_grpo.trainer.run_memory import plan_run, settings_of
+from lowmem_grpo.types import SEVERITIES
 from lowmem_grpo.utils import GIB
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

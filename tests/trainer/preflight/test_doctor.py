@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from tables import every_row
 
 from lowmem_grpo import __version__
-from lowmem_grpo.cli.doctor import report
 from lowmem_grpo.cli.main import main
+from lowmem_grpo.cli.plan import report
 from lowmem_grpo.trainer.preflight import doctor
 from lowmem_grpo.trainer.preflight.doctor import NEEDED, TRIED, Checkup, examine
 
@@ -98,7 +98,7 @@ def light(name: str) -> Any:
 def test_without_an_installed_package_it_says_which_version_is_used_all_the_same() -> None:
     found = examined(light, without("lowmem-grpo"))
     assert found.versions["lowmem-grpo"] == f"{__version__} (not installed: used from its folder)"
-    assert found.used["code sandbox"] == "unknown (ImportError: no lowmem_grpo.rewards.sandbox.isolation)"
+    assert found.used["code sandbox"] == "unknown (ImportError: no lowmem_grpo.rewards.sandbox.trial)"
 
 
 def test_this_machine_can_train() -> None:
