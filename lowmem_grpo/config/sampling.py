@@ -157,7 +157,7 @@ class EpisodeSettings:
     max_turns: int | None = None
     """Maximum turns of the policy in an episode; None: only the number of tokens is limited."""
     max_tool_calling_iterations: int | None = None
-    """Maximum tool-calling turns of an episode, as in TRL; another way to set `max_turns`, which is one more."""
+    """Maximum tool-calling iterations of an episode, as in TRL. The value n means the same as `max_turns=n + 1`."""
     max_turn_tokens: int | None = None
     """Maximum tokens that the policy may sample in one turn; None: all that the episode has left."""
     history: str = "append"
@@ -172,12 +172,12 @@ class EpisodeSettings:
     out."""
     turn_discount: float | None = None
     """None: each token gets the advantage of its whole episode. A number from 0 to 1: a turn's advantage is its
-    reward-to-go with this discount, less the group's mean at that turn, divided as `scale_rewards` says. Rewards for
-    the whole episode count for its last turn."""
+    reward-to-go with this discount, less the group's mean at that turn, divided as `scale_rewards` says. A reward
+    for the whole episode is added to the reward of the last turn."""
     state_weight: float = 1.0
-    """Weight of the advantage among turns that acted in the same state (GiGPO, arXiv 2505.10978, equation 8), for
-    environments with a `state_key`; 0 turns it off. It compares the rewards-to-go, discounted by `turn_discount`, or
-    undiscounted if that is None."""
+    """Weight of the advantage among turns that begin in the same state (GiGPO, arXiv 2505.10978, equation 8); needs an
+    environment with `state_key`. 0 turns the comparison off. The comparison uses rewards-to-go, discounted by
+    `turn_discount`, or without a discount if `turn_discount` is None."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "max_turns": COUNT, "max_tool_calling_iterations": ZERO_OR_MORE, "max_turn_tokens": COUNT,

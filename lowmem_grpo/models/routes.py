@@ -127,8 +127,8 @@ def say_unrouted(rollouts: Sequence[Rollout]) -> bool:
     """Return whether some rollouts have no routes at all, and warn with their number."""
     lacking = sum(not rollout.routes and not any(turn.routes for turn in rollout.turns) for rollout in rollouts)
     if lacking:
-        logger.warning("%d of %d completions came without routes: the trainer's own router chooses their experts, "
-                       "which need not be those that they were sampled with. See docs/limits.md", lacking,
+        logger.warning("%d of %d completions came without routes, the record of the experts that they were sampled "
+                       "with. The trainer chooses their experts again, perhaps others. See docs/limits.md", lacking,
                        len(rollouts))
     return lacking > 0
 

@@ -100,7 +100,7 @@ class Episodes:
             in_a_row = f" in {self.failed_batches} batches in a row" if self.worked else ""
             said, error = failures[-1]
             raise EnvironmentFailedError(f"all {len(rollouts)} episodes failed{in_a_row}, so there is nothing to train "
-                                         f"on: {said}. Mend the environment, then begin again or go on") from error
+                                         f"on: {said}. Fix the environment, then start again or resume") from error
 
 
 def where_it_failed(error: BaseException) -> str:

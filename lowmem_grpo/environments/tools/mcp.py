@@ -173,9 +173,9 @@ def text_of(result: Any) -> str:
     """Return the text of an mcp.types.CallToolResult. ToolError for a failure, and for images and sound."""
     parts = [block.text for block in result.content if block.type == "text"]
     if result.is_error:
-        raise ToolError("\n".join(parts) or "the tool failed without a word")
+        raise ToolError("\n".join(parts) or "the tool failed without a message")
     if other := {block.type for block in result.content} - {"text"}:
-        raise ToolError(f"the tool returned what is no text: {', '.join(sorted(other))}")
+        raise ToolError(f"the tool returned content other than text: {', '.join(sorted(other))}")
     return "\n".join(parts)
 
 

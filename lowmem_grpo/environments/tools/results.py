@@ -56,7 +56,8 @@ def text_of(result: Any) -> str:
         data = plain(result)
         return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ToolError(f"the tool returned what is no text and no JSON ({type(result).__name__}: {error})") from error
+        raise ToolError("the tool returned a value that is neither text nor JSON "
+                        f"({type(result).__name__}: {error})") from error
 
 
 def plain(value: Any) -> Any:

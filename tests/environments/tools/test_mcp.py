@@ -119,7 +119,7 @@ def test_the_tools_of_a_server_are_tools_like_others_and_end_with_it(server: lis
         assert run_tool(box, "price", what="tea", count=2) == "2 tea for 6 euros"
         for name, arguments, why in (("price", {"what": 3}, "error: price: what must be string, got 3"),
                                      ("fail", {"why": "x"}, "Error executing tool fail"),
-                                     ("picture", {}, "no text: image")):
+                                     ("picture", {}, "content other than text: image")):
             with pytest.raises(ToolError, match=why):
                 run_tool(box, name, **arguments)
         process = process_of(box)

@@ -97,7 +97,7 @@ def test_results_become_text(result: Any, text: str) -> None:
 
 
 @every_row(("result", "text"), [
-    (b"\xff", "no text and no JSON (bytes: "), (object(), "(object: "), ({1: object()}, "(dict: "),
+    (b"\xff", "neither text nor JSON (bytes: "), (object(), "(object: "), ({1: object()}, "(dict: "),
     ((_ for _ in "a"), "(generator: "),
     (ValueError("no such row"), "ValueError: no such row"), (KeyError(), "KeyError"), (SystemExit(3), "SystemExit: 3"),
     (ToolError("closed on Sundays"), "error: closed on Sundays"), (RuntimeError("x " * 10_000), "characters left out"),
