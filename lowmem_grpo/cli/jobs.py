@@ -26,10 +26,11 @@ OVER = ("done", "failed", "stopped", "cancelled")
 @click.argument("recipe")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @SERVER
-@click.option("--priority", default=0, show_default=True, help="Higher ones start first.")
-@click.option("--time-limit", help="Of one go, as 90m or 2h; the run is then stopped after its step, and saved.")
-@click.option("--share", default=1.0, show_default=True, help="Its part of the card: jobs run together where their "
-              "parts do.")
+@click.option("--priority", default=0, show_default=True, help="Jobs with a higher priority start first.")
+@click.option("--time-limit", help="The limit of one start, such as 90m or 2h. The job then finishes its step, "
+              "saves and stops.")
+@click.option("--share", default=1.0, show_default=True, help="The job's share of the card's memory. Jobs run "
+              "together if their shares add up to at most 1.")
 def submit(
     recipe: str, options: tuple[str, ...], server: Path, priority: int, time_limit: str | None, share: float
 ) -> None:
@@ -47,7 +48,7 @@ def submit(
 @click.command(short_help="List the jobs of a server, and why they wait.")
 @click.argument("number", type=int, required=False)
 @SERVER
-@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 def jobs(number: int | None, server: Path, as_json: bool) -> None:
     """List the jobs, the newest first, or show the one with this NUMBER."""
     with plain_errors():
@@ -66,7 +67,8 @@ def jobs(number: int | None, server: Path, as_json: bool) -> None:
 @click.command(short_help="Print the log of a job.")
 @click.argument("number", type=int)
 @SERVER
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job is over; the exit status is 0 if it is done.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the log until the job ends. The exit status is 0 if "
+              "the job is done, else 1.")
 def logs(number: int, server: Path, follow: bool) -> None:
     """Print the output of job NUMBER."""
     with plain_errors():
@@ -103,7 +105,7 @@ def cancel(number: int, server: Path) -> None:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @SERVER
 def resume(number: int, options: tuple[str, ...], server: Path) -> None:
-    """Requeue job NUMBER, to continue from its last checkpoint; OPTIONS such as max_steps=500 are added."""
+    """Queue job NUMBER again, to continue from its last checkpoint. OPTIONS such as max_steps=500 are added."""
     with plain_errors():
         job = remote(server).post(f"/jobs/{number}/resume", {"options": list(options)})
         click.echo(f"job {number}: {job['state']}")

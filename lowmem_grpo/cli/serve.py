@@ -14,40 +14,39 @@ from lowmem_grpo.runs.views.terminal import UserPath, plain_errors
 
 LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
 HOST = click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Which address of this machine listens. Any but loopback "
-    "needs --key-file, and a proxy before it for TLS.")
+    "--host", default="127.0.0.1", show_default=True, help="The address of this machine to listen at. 0.0.0.0 accepts "
+    "requests from other machines; it needs --key-file, and a proxy for TLS.")
 
 
 @click.command(short_help="Serve this card over HTTP: a queue of jobs.")
-@click.option("--port", default=8400, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--port", default=8400, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free port.")
 @HOST
 @click.option("--folder", type=UserPath(file_okay=False), default=Path("~/.lowmem-grpo"),
               show_default=True, help="Where the server keeps its files; one server at a time uses it.")
 @click.option("--key-file", type=UserPath(exists=True, dir_okay=False),
-              help="Further users, a line NAME KEY each; with `jobs` after it, they may submit jobs. Limits of a user "
-              "come after it too, as in --limits.")
-@click.option("--limits", default="", help="The most that each key may have, such as \"requests=4096 bodies=1GiB "
-              "storage=100GiB models=64\": unanswered requests, their bodies, saved weights, and models. These are the "
-              "defaults.")
+              help="A file with further users: a line NAME KEY for each. The word `jobs` after KEY lets the user "
+              "submit jobs. Limits after KEY, such as models=8, are for this user.")
+@click.option("--limits", default="", help="Limits of each key. The defaults are \"requests=4096 bodies=1GiB "
+              "storage=100GiB models=64\": unanswered requests, bytes of stored requests, bytes on disk, and models.")
 @click.option("--model", type=UserPath(str),
-              help="A model that clients of the Tinker protocol train: its name on the hub, or a folder.")
+              help="A model for clients of the Tinker protocol to train: its name on the hub, or a folder.")
 @click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
-              help="Tokens of a sequence that clients train on.")
-@click.option("--4bit/--16bit", "load_in_4bit", default=None, help="How the model is stored.  [default: 4bit]")
-@click.option("--fp8", "load_in_fp8", is_flag=True, help="The same: in FP8, a scale for each row.")
+              help="The longest sequence, in tokens.")
+@click.option("--4bit/--16bit", "load_in_4bit", default=None, help="Load the model in 4 or 16 bits.  [default: 4bit]")
+@click.option("--fp8", "load_in_fp8", is_flag=True, help="Load the model in FP8, with a scale for each row.")
 @click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True,
-              help="What samples; vLLM does in recipes only.")
+              help="The engine that samples. vllm is refused: only recipes can use it.")
 @click.option("--offload-embedding", is_flag=True, help="Keep the embedding on the host, to save the card's memory.")
 @click.option("--recipes", type=UserPath(exists=True, file_okay=False),
-              help="A folder of recipe files that jobs may name.")
+              help="A folder of recipe files (NAME.py) that users may submit.")
 def serve(
     port: int, host: str, folder: Path, key_file: Path | None, limits: str, model: str | None, max_seq_length: int,
     load_in_4bit: bool | None, load_in_fp8: bool, engine: str, offload_embedding: bool, recipes: Path | None,
 ) -> None:
-    """Serve this card: submitted recipes wait in a queue, and run when the card is free.
+    """Run submitted recipes from a queue on this card, and show them on a live page.
 
-    It prints its address and key, and keeps both in the folder, where `lowmem-grpo submit` finds them. Running jobs
-    continue when the server ends, and the next server finds them."""
+    The command prints its address and a key. `lowmem-grpo submit` finds both in the folder. If the server ends, running
+    jobs continue, and the next server finds them."""
     with plain_errors():
         one_process("the server")
         check_loading(load_in_4bit, load_in_fp8, engine, model)
@@ -156,15 +155,15 @@ def address_of(host: str, listening: socket) -> str:
 
 @click.command(short_help="Watch runs on a live page in the browser.")
 @click.argument("runs_dir", type=UserPath(exists=True, file_okay=False))
-@click.option("--port", default=8401, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--port", default=8401, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free port.")
 @HOST
 @click.option("--key-file", type=UserPath(exists=True, dir_okay=False),
-              help="Who else may look, a line NAME KEY each.")
+              help="A file with further users who may watch: a line NAME KEY for each.")
 def watch(runs_dir: Path, port: int, host: str, key_file: Path | None) -> None:
     """Serve a live page of the runs in RUNS_DIR and the folders below it.
 
-    It only reads their files, so the runs may be on any machine that writes there. The printed link works once; the
-    key signs further browsers in."""
+    The page only reads files, so it also shows runs of other machines that write there. The printed link works once;
+    other browsers sign in with the key."""
     with plain_errors():
         try:
             from lowmem_grpo.server.page.page import Page, page_app
