@@ -47,11 +47,11 @@ LONGEST_WORDS = 40
 @dataclass
 class EmailOptions(RecipeOptions):
     train_size: int = 2048
-    """Requests to train on."""
+    """The number of training e-mails."""
     eval_problems: int = 128
-    """Held-out requests that are answered before and after training."""
+    """The number of held-out e-mails in each evaluation."""
     longest_words: int = LONGEST_WORDS
-    """Most words of a reply; a longer one loses 1."""
+    """The most words that `too_long` allows in a reply."""
 
 
 OPTIONS = EmailOptions

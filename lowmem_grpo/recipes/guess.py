@@ -94,11 +94,11 @@ PLAYERS = {"blind": blind, "in range": in_range, "bisection": bisect}
 @dataclass
 class GuessOptions(RecipeOptions):
     largest: int = 32
-    """The largest number that may be hidden; the smallest is 1."""
+    """The game hides a number from 1 to `largest`."""
     tries: int = 5
-    """Guesses in a game. Bisection always finds one of 2^tries - 1 numbers."""
+    """The most guesses in a game. Bisection always wins if `largest` is below 2^tries."""
     eval_problems: int = 256
-    """Held-out games before and after training."""
+    """The number of held-out games in each evaluation."""
 
     def __post_init__(self) -> None:
         Guess(self.largest, self.tries)  # raises ValueError for a game that cannot be played

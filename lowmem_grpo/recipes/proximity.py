@@ -160,7 +160,7 @@ STEPS = Task(arithmetic_problems.problems, "", "Answer = N", lambda lines,
 @dataclass
 class ProximityOptions(ProblemOptions):
     sft_steps: int = 15
-    """Steps of supervised fine-tuning before GRPO; 0 skips it."""
+    """The number of SFT steps before GRPO; 0 skips SFT."""
 
     def __post_init__(self) -> None:
         if self.sft_steps < 0:

@@ -193,12 +193,12 @@ OF_TINY, OF_OTHERS = WORLDS
 @dataclass
 class TwentyQuestionsOptions(RecipeOptions):
     world: str | None = None
-    """The possible answers: "numbers" (1 to 16; the game says which ones are left) or "things" (100 of them). None:
-    numbers for an embedded model, things for others."""
+    """The possible secrets: "numbers" (1 to 16) or "things" (100 things). None: numbers for an embedded model, things
+    for a hub model."""
     turns: int | None = None
-    """Questions and guesses in a game. None: 6 for numbers, 20 for things."""
+    """The most turns in a game; each turn is a question or a guess. None: 6 for numbers, 20 for things."""
     eval_problems: int = 256
-    """Held-out games before and after training."""
+    """The number of held-out games in each evaluation."""
 
     def __post_init__(self) -> None:
         self.chosen(tiny=True)
