@@ -86,7 +86,7 @@ class ProblemOptions(RecipeOptions):
     train_size: int = 4096
     """The number of training problems."""
     eval_problems: int = 256
-    """The number of held-out problems in each evaluation."""
+    """The number of held-out problems (or games) in each evaluation, before and after training."""
 
 
 def parse(arguments: list[str]) -> dict[str, str]:
