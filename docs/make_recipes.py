@@ -319,7 +319,7 @@ def shared_default(option: str) -> str:
     recipes = {name: default_of(kind, option) for name, kind in kinds.items() if has_option(kind, option)}
     lacking = ", ".join(name for name in RECIPES if name not in recipes)
     most = Counter(recipes.values()).most_common(1)[0][0]
-    others = [f"`{value}` in {', '.join(name for name in RECIPES if recipes[name] == value)}"
+    others = [f"`{value}` in {', '.join(name for name in recipes if recipes[name] == value)}"
               for value in dict.fromkeys(recipes.values()) if value != most]
     return "; ".join([f"`{most}`", *others, *[f"no such option in {lacking}"] * bool(lacking)])
 

@@ -1,8 +1,8 @@
-"""Recipe `guess`: find a hidden number by listening to "higher" and "lower". There is no data: a seed makes each game.
+"""Recipe `guess`: find a hidden number from the hints "higher" and "lower". No data: a seed makes each game.
 
     lowmem-grpo run guess                           # the embedded model of the games, in minutes on two CPU cores
     lowmem-grpo run guess largest=64 tries=6        # harder
-    lowmem-grpo run guess turn_discount=1           # each turn is credited with the rewards after it
+    lowmem-grpo run guess turn_discount=1           # an advantage for each turn (default on a CPU)
 """
 
 import random
@@ -32,7 +32,7 @@ FOUND, WRONG, UNREADABLE = 1.0, 0.0, -1.0  # what an episode earns
 
 
 class Guess:
-    """An environment without data: the seed alone decides which number is hidden."""
+    """An environment without data: the seed determines the hidden number."""
 
     def __init__(self, largest: int = LARGEST, tries: int = TRIES) -> None:
         if largest < 2 or tries < 1:

@@ -1,4 +1,4 @@
-"""Command-line options of a recipe: `key=value` or `--key value`, with the type of the dataclass field they name."""
+"""Command-line options of a recipe, `key=value` or `--key value`. A value has the type of the dataclass field `key`."""
 
 import difflib
 from dataclasses import dataclass, field, fields
@@ -21,7 +21,7 @@ IN_A_FILE = "a value that only a recipe file can give"
 
 @dataclass
 class RecipeOptions:
-    """The options of every recipe, beside the fields of GRPOConfig."""
+    """The options of every recipe, in addition to the fields of GRPOConfig."""
 
     gpu: str = "auto"
     """The preset: a card size in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest size that fits this machine."""
@@ -47,7 +47,7 @@ class RecipeOptions:
     """The LoRA alpha. None: lora_rank times the preset's ratio of alpha to rank."""
     gradient_checkpointing_mode: str = "auto"
     """Gradient checkpointing: "none", "device" (layer inputs stay on the GPU), "offload" (layer inputs move to host
-    memory) or "auto". "auto" is "offload", with fewer checkpointed layers if they fit; embedded models get "none"."""
+    memory) or "auto": "none" for embedded models, else "offload" for the layers whose activations do not fit."""
     resume: bool = False
     """Continue the run in `output_dir` from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)

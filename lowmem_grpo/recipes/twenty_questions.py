@@ -1,9 +1,9 @@
-"""Recipe `twenty_questions`: ask questions to find out what the base model, which is not trained, thinks of.
+"""Recipe `twenty_questions`: ask questions to find a secret. The base model answers, and is not trained.
 
     lowmem-grpo run twenty_questions                # the embedded model, in minutes on two CPU cores
-    lowmem-grpo run twenty_questions turns=5        # one question less
+    lowmem-grpo run twenty_questions turns=5        # one turn less
     lowmem-grpo run twenty_questions gpu=24         # 100 things, and a model from the hub
-    lowmem-grpo generate --recipe twenty_questions --you against   # you think of something, the model asks
+    lowmem-grpo generate --recipe twenty_questions --you against   # the model asks, you answer
 """
 
 import random
