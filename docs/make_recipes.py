@@ -70,8 +70,8 @@ Terms on this page:
 - A **group** has the completions of one prompt, or the games of one seed. A group **with signal** has unequal rewards,
   and therefore a gradient.
 - A reward **with weight 0** is logged, but not trained on.
-- **Scripted players** are programs that play the held-out games for comparison. `summary.json` has their accuracies
-  under `baselines`.
+- **Scripted players** are programs that play the held-out games for comparison. The `summary.json` of
+  a run has the accuracies of the players under `baselines`.
 
 ## Measured results
 """
@@ -81,9 +81,10 @@ MEASURED = """On {}:
 |---|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 FOOT = """
 - Accuracy is the share of held-out problems that the model solves, or of held-out games that it wins, at temperature 1.
-- The mean rewards are of the first five steps and of the last five steps, or of fewer steps in short runs.
+- Each mean reward covers the first or the last five steps, or fewer steps in short runs.
 - The time of the whole command includes loading the model and both evaluations.
-- On a CPU, peak memory is the peak resident size of the process. On a GPU, it is the peak that torch allocated."""
+- On a CPU, peak memory is the peak resident size of the process. On a GPU, peak memory is the most memory that torch
+  allocated."""
 NO_CARD = """
 **No row {}is from a GPU yet.** GPU memory in the presets is planned, not measured. Statements about hub models are
 expectations, not results."""
