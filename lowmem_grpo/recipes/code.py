@@ -136,9 +136,9 @@ class CodeOptions(ProblemOptions):
     isolation: str | None = None
     """The sandbox: "bubblewrap", or "process", which protects less. None: bubblewrap."""
     workers: int | None = None
-    """Functions tested at the same time. None: one per CPU."""
+    """The number of functions tested at the same time. None: one per CPU core."""
     seconds: float = 5.0
-    """Time limit of one test, in seconds."""
+    """The time limit of a test, in seconds."""
 
     def verifier(self) -> CodeVerifier:
         """Return the verifier that tests the code. Raises SandboxError, which says what to do, without a sandbox."""

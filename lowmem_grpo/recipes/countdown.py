@@ -54,15 +54,15 @@ class CountdownOptions(ProblemOptions):
     """The bounds of the puzzles that are drawn. Raises ValueError for bounds that allow no puzzle."""
 
     min_numbers: int = 3
-    """Fewest given numbers."""
+    """The fewest numbers in a puzzle."""
     max_numbers: int = 4
-    """Most given numbers."""
+    """The most numbers in a puzzle."""
     largest_number: int = 50
-    """Largest given number."""
+    """The largest number in a puzzle."""
     largest_target: int = 99
-    """Largest target."""
+    """The largest target."""
     operators: str = "+-*/"
-    """Operators that a solution may use."""
+    """The operators that the prompt allows."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers <= 6:

@@ -1,11 +1,11 @@
-"""Recipe `email`: replies to e-mails, with one reward for each quality of a good reply (`rewards.email_rewards`).
+"""Recipe `email`: replies to e-mails, with one reward for each criterion of a good reply (`rewards.email_rewards`).
 
     lowmem-grpo run email                           # model and settings fit the card, or gpu=24
     lowmem-grpo run email longest_words=25          # shorter replies
 
-A reply is right when it names the recipient, contains the keyword, is short enough and ends in the signature. A reply
-that equals the ideal one word for word earns more, but that is not required. On a CPU the recipe uses the embedded tiny
-model, which cannot learn this task: the run then only shows in a minute that everything works.
+A reply is right if it names the recipient, contains the keyword, is short enough and ends in the signature. A reply
+that equals the reference word for word earns more. On a CPU the recipe uses the embedded tiny model, which cannot learn
+this task: the run then only shows in a minute that everything works.
 """
 
 import random
@@ -47,11 +47,11 @@ LONGEST_WORDS = 40
 @dataclass
 class EmailOptions(RecipeOptions):
     train_size: int = 2048
-    """Requests to train on."""
+    """The number of training e-mails."""
     eval_problems: int = 128
-    """Held-out requests that are answered before and after training."""
+    """The number of held-out e-mails in each evaluation."""
     longest_words: int = LONGEST_WORDS
-    """Most words of a reply; a longer one loses 1."""
+    """The most words that `too_long` allows in a reply."""
 
 
 OPTIONS = EmailOptions

@@ -183,13 +183,13 @@ PLAYERS = {"random": random_move, "corner": corner, "greedy": greedy}
 @dataclass
 class Game2048Options(RecipeOptions):
     side: int | None = None
-    """Tiles in a row: 3 or 4. None: 3 for an embedded model, 4 for others."""
+    """The side of the board, 3 or 4 tiles. None: 3 for an embedded model, 4 for a hub model."""
     goal: int | None = None
     """The tile that wins. None: 32 on a 3x3 board, 256 on a 4x4 board."""
     moves: int | None = None
-    """Moves in a game. None: 25 on a 3x3 board, 250 on a 4x4 board."""
+    """The most moves in a game. None: 25 on a 3x3 board, 250 on a 4x4 board."""
     eval_problems: int = 256
-    """Held-out games before and after training."""
+    """The number of held-out games in each evaluation."""
 
     def __post_init__(self) -> None:
         self.size(tiny=True)

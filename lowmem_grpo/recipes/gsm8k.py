@@ -54,8 +54,8 @@ PRESETS: Presets = {
 @dataclass
 class Gsm8kOptions(RecipeOptions):
     dataset: str = HUB
-    """A dataset on the hub (OWNER/NAME, or OWNER/NAME:CONFIG), or a jsonl, json, csv or parquet file. Its rows have a
-    `question`, and an `answer` with the label after ####."""
+    """A hub dataset (OWNER/NAME or OWNER/NAME:CONFIG), or a jsonl, json, csv or parquet file. Each row has the columns
+    `question` and `answer`. The label in `answer` comes after `####`."""
 
 
 OPTIONS = Gsm8kOptions

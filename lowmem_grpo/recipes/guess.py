@@ -1,8 +1,8 @@
-"""Recipe `guess`: find a hidden number by listening to "higher" and "lower". There is no data: a seed makes each game.
+"""Recipe `guess`: find a hidden number from the hints "higher" and "lower". No data: a seed makes each game.
 
     lowmem-grpo run guess                           # the embedded model of the games, in minutes on two CPU cores
     lowmem-grpo run guess largest=64 tries=6        # harder
-    lowmem-grpo run guess turn_discount=1           # each turn is credited with the rewards after it
+    lowmem-grpo run guess turn_discount=1           # an advantage for each turn (default on a CPU)
 """
 
 import random
@@ -32,7 +32,7 @@ FOUND, WRONG, UNREADABLE = 1.0, 0.0, -1.0  # what an episode earns
 
 
 class Guess:
-    """An environment without data: the seed alone decides which number is hidden."""
+    """An environment without data: the seed determines the hidden number."""
 
     def __init__(self, largest: int = LARGEST, tries: int = TRIES) -> None:
         if largest < 2 or tries < 1:
@@ -94,11 +94,11 @@ PLAYERS = {"blind": blind, "in range": in_range, "bisection": bisect}
 @dataclass
 class GuessOptions(RecipeOptions):
     largest: int = 32
-    """The largest number that may be hidden; the smallest is 1."""
+    """The game hides a number from 1 to `largest`."""
     tries: int = 5
-    """Guesses in a game. Bisection always finds one of 2^tries - 1 numbers."""
+    """The most guesses in a game. Bisection always wins if `largest` is below 2^tries."""
     eval_problems: int = 256
-    """Held-out games before and after training."""
+    """The number of held-out games in each evaluation."""
 
     def __post_init__(self) -> None:
         Guess(self.largest, self.tries)  # raises ValueError for a game that cannot be played

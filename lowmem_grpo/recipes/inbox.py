@@ -54,15 +54,15 @@ RUBRIC = """\
 class InboxOptions(JudgeOptions):
     mailbox: str | None = None
     """The mailbox: "small" (500 mails of one line each) or "large" (4,000 mails as people write them). None: small for
-    the embedded model, large for others."""
+    an embedded model, large for a hub model."""
     calls: int | None = None
-    """Tool calls in an episode. None: 4 in the small mailbox, 10 in the large one."""
+    """The most tool calls in an episode. None: 4 in the small mailbox, 10 in the large mailbox."""
     reward: str = "rules"
-    """The main reward: "rules" (points for the expected text and its source) or "ruler" (a judge compares episodes)."""
+    """The main reward: "rules" (the reward `earned`) or "ruler" (a judge compares episodes)."""
     train_size: int = 400
-    """Questions to train on."""
+    """The number of training questions."""
     eval_problems: int = 64
-    """Held-out questions that are answered before and after training."""
+    """The number of held-out questions in each evaluation."""
 
     def __post_init__(self) -> None:
         if self.mailbox is not None:

@@ -135,11 +135,11 @@ class JudgeOptions(RecipeOptions):
     """The options that choose the judge."""
 
     judge: str = SELF
-    """The judge: "self" (the base model, in the engine that samples) or the address of an OpenAI-compatible server."""
+    """The judge: "self" (the base model of the run) or the address of an OpenAI-compatible server."""
     judge_model: str | None = None
-    """The name of the model on that server."""
+    """The name of the judge model on the server."""
     judge_key: str | None = None
-    """The server's API key. None: OPENAI_API_KEY. A server of your own accepts any text."""
+    """The server's API key. None: the variable OPENAI_API_KEY. If the server checks no key, give any text."""
 
     def url_judge(self) -> Judge | None:
         """Return the judge on a server; None if the base model judges. Raises ValueError for options that conflict."""
@@ -164,9 +164,9 @@ class JudgeOptions(RecipeOptions):
 @dataclass
 class SummaryOptions(JudgeOptions):
     train_size: int = 2048
-    """Reports to train on."""
+    """The number of training reports."""
     eval_problems: int = 128
-    """Held-out reports that are summarized before and after training."""
+    """The number of held-out reports in each evaluation."""
 
 
 OPTIONS = SummaryOptions

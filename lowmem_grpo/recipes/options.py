@@ -1,4 +1,4 @@
-"""Command-line options of a recipe: `key=value` or `--key value`, with the type of the dataclass field they name."""
+"""Command-line options of a recipe, `key=value` or `--key value`. A value has the type of the dataclass field `key`."""
 
 import difflib
 from dataclasses import dataclass, field, fields
@@ -21,35 +21,35 @@ IN_A_FILE = "a value that only a recipe file can give"
 
 @dataclass
 class RecipeOptions:
-    """The options of every recipe, beside the fields of GRPOConfig."""
+    """The options of every recipe, in addition to the fields of GRPOConfig."""
 
     gpu: str = "auto"
-    """The preset: a size of card in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest one that fits here."""
+    """The preset: a card size in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest size that fits this machine."""
     model: str | None = None
-    """A model on the hub, a folder, or an embedded model: "tiny", "tiny-games" and "tiny-talks" for games, or
-    "tiny-inbox" for mails. None: the preset's model."""
+    """A hub model, a folder, or an embedded model ("tiny", "tiny-games", "tiny-talks" or "tiny-inbox"). None: the
+    preset's model."""
     load_in_4bit: bool | None = None
-    """Hold the base model in 4 bits. None: yes, except for embedded models."""
+    """Load the base model in 4 bits. None: True, unless the model is embedded or load_in_fp8 is set."""
     load_in_fp8: bool = False
-    """Hold the base model in 8-bit floats with a scale for each row. This takes twice the memory of 4 bits."""
+    """Load the base model in FP8 with a scale for each row, which takes twice the memory of 4 bits."""
     engine: str = "auto"
-    """The engine that samples: "vllm", "transformers", or "auto" (vLLM if it is installed and there is a card)."""
+    """The engine that samples: "vllm", "transformers", or "auto" (vLLM if it is installed and there is a GPU)."""
     kv_cache_dtype: str = "auto"
-    """The dtype of vLLM's keys and values: "auto" is the model's dtype. The 8-bit floats "fp8" and "fp8_e5m2" need
-    half of the memory of 16 bits."""
+    """The dtype of vLLM's KV cache: "auto" (the model's dtype), "fp8" or "fp8_e5m2". FP8 takes half the memory of 16
+    bits."""
     card_share: float = 1.0
-    """The share of the card's memory that this run may use; below 1 if other programs need the rest."""
+    """The share of the GPU's memory that this run may use. Choose less than 1 if other programs need the rest."""
     max_seq_length: int | None = None
-    """Most tokens of prompt and completion together. None: the preset's value."""
+    """The maximum number of tokens in prompt and completion together. None: the preset's value."""
     lora_rank: int | None = None
-    """Rank of LoRA. None: the preset's rank."""
+    """The LoRA rank. None: the preset's rank."""
     lora_alpha: int | None = None
-    """Scale of LoRA. None: the preset's value, in proportion to lora_rank."""
+    """The LoRA alpha. None: lora_rank times the preset's ratio of alpha to rank."""
     gradient_checkpointing_mode: str = "auto"
-    """Gradient checkpointing: "none", or with layer inputs on the card ("device") or in host memory ("offload"). "auto"
-    is "offload", but the last layers keep all activations if the card has room, and embedded models get "none"."""
+    """Gradient checkpointing: "none", "device" (layer inputs stay on the GPU), "offload" (layer inputs move to host
+    memory) or "auto": "none" for embedded models, else "offload" for the layers whose activations do not fit."""
     resume: bool = False
-    """Continue the run in output_dir from its last checkpoint."""
+    """Continue the run in `output_dir` from its last checkpoint."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of GRPOConfig that differ from the recipe's settings."""
 
@@ -84,9 +84,9 @@ class ProblemOptions(RecipeOptions):
     """The options of recipes whose problems are generated."""
 
     train_size: int = 4096
-    """Problems to train on."""
+    """The number of training problems."""
     eval_problems: int = 256
-    """Held-out problems that are answered before and after training."""
+    """The number of held-out problems (or games) in each evaluation, before and after training."""
 
 
 def parse(arguments: list[str]) -> dict[str, str]:

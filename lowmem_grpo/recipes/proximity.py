@@ -1,7 +1,7 @@
-"""Recipe `proximity`: teach a new answer format by fine-tuning, then train with GRPO that pays more for closer answers.
+"""Recipe `proximity`: teach a new answer format by SFT, then train with GRPO and higher rewards for closer answers.
 
     lowmem-grpo run proximity                       # model and settings fit the card, or gpu=24
-    lowmem-grpo run proximity sft_steps=0           # without fine-tuning: does the model find the format by itself?
+    lowmem-grpo run proximity sft_steps=0           # without SFT: does the model discover the format?
 
 A hub model learns <start_working_out>...<end_working_out><SOLUTION>...</SOLUTION> on word problems with large numbers.
 The embedded tiny model, which the recipe uses on a CPU, has never seen these tokens, and LoRA does not train the
@@ -159,7 +159,7 @@ STEPS = Task(arithmetic_problems.problems, "", "Answer = N", lambda lines,
 @dataclass
 class ProximityOptions(ProblemOptions):
     sft_steps: int = 15
-    """Steps of supervised fine-tuning before GRPO; 0 skips it."""
+    """The number of SFT steps before GRPO; 0 skips SFT."""
 
     def __post_init__(self) -> None:
         if self.sft_steps < 0:
@@ -186,7 +186,7 @@ def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset
 
 
 def rewards(task: Task) -> list[Reward]:
-    """Return the rewards: near answers earn up to 1, exact ones 1 more, outliers lose 0.5, the format earns little."""
+    """Return the rewards: up to 1 for a near answer, 1 more for an exact one, -0.5 for an outlier, less for format."""
     return [*task.pays, proximity(exact=1.0, outlier=-0.5, where=task.place),
             number_equal(right=1.0, wrong=0.0, where=task.place)]
 

@@ -144,12 +144,12 @@ PLAYERS = {"random": random_move, "perfect": best_move}
 @dataclass
 class TicTacToeOptions(RecipeOptions):
     strengths: str = "0,0,0.5,1"
-    """The opponents' strengths in training; one is drawn for each game. A strength is the chance of playing the best
-    move: 0 is random play, 1 is perfect play."""
+    """The opponent's strengths in training, of which each game draws one. A strength is the probability of playing the
+    best move: 0 is random play, 1 is perfect play."""
     test_strength: float = 0.0
-    """The opponent's strength in the games before and after training."""
+    """The opponent's strength in evaluation."""
     eval_problems: int = 256
-    """Held-out games before and after training."""
+    """The number of held-out games in each evaluation."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.test_strength <= 1:

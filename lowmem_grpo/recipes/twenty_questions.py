@@ -1,9 +1,9 @@
-"""Recipe `twenty_questions`: ask questions to find out what the base model, which is not trained, thinks of.
+"""Recipe `twenty_questions`: ask questions to find a secret. The base model answers, and is not trained.
 
     lowmem-grpo run twenty_questions                # the embedded model, in minutes on two CPU cores
-    lowmem-grpo run twenty_questions turns=5        # one question less
+    lowmem-grpo run twenty_questions turns=5        # one turn less
     lowmem-grpo run twenty_questions gpu=24         # 100 things, and a model from the hub
-    lowmem-grpo generate --recipe twenty_questions --you against   # you think of something, the model asks
+    lowmem-grpo generate --recipe twenty_questions --you against   # the model asks, you answer
 """
 
 import random
@@ -193,12 +193,12 @@ OF_TINY, OF_OTHERS = WORLDS
 @dataclass
 class TwentyQuestionsOptions(RecipeOptions):
     world: str | None = None
-    """The possible answers: "numbers" (1 to 16; the game says which ones are left) or "things" (100 of them). None:
-    numbers for an embedded model, things for others."""
+    """The possible secrets: "numbers" (1 to 16) or "things" (100 things). None: numbers for an embedded model, things
+    for a hub model."""
     turns: int | None = None
-    """Questions and guesses in a game. None: 6 for numbers, 20 for things."""
+    """The most turns in a game; each turn is a question or a guess. None: 6 for numbers, 20 for things."""
     eval_problems: int = 256
-    """Held-out games before and after training."""
+    """The number of held-out games in each evaluation."""
 
     def __post_init__(self) -> None:
         self.chosen(tiny=True)
