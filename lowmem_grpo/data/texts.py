@@ -208,8 +208,8 @@ class UntoldError(DataError):
     def __init__(self, place: int) -> None:
         super().__init__(
             f"the chat template renders message {place + 1} of a conversation differently once others follow, "
-            "so it cannot be told which tokens are the assistant's. Leave assistant_only_loss out (the last message is "
-            "trained), split conversations into one row for each answer, or change tokenizer.chat_template"
+            "so the assistant's tokens in it cannot be found. Set assistant_only_loss=None, which trains only the last "
+            "answer, split conversations into one row for each answer, or change tokenizer.chat_template"
         )
 
 

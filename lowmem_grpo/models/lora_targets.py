@@ -20,8 +20,8 @@ from lowmem_grpo.utils import check_given, require
 logger = logging.getLogger(__name__)
 ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
 ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # part of the path of every linear layer of attention
-NO_EXPERTS = ("target_modules names {}. Of a mixture of experts, LoRA goes on attention only: the experts and their "
-              "router stay as they are. Leave them out: target_modules={}")
+NO_EXPERTS = ("target_modules names {}. In a mixture of experts, LoRA goes on attention only; the experts and their "
+              "router stay frozen. Leave these names out: target_modules={}")
 STARTS = 'True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s weights as they are'
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Targets = list[str] | str | None

@@ -112,8 +112,8 @@ class SFTTrainer(Trainer):
         longest, ends = longest_row(config, trained.context), trained.policy.eos_token_ids(trained.tokenizer)
         self.shown: dict[str, Any] = {}  # tokenised datasets by name
         if preprocess_logits_for_metrics is not None and compute_metrics is None:
-            raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics, which would read what it "
-                             "makes, is not; pass both or neither")
+            raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics is not; compute_metrics "
+                             "reads the preprocessed logits, so pass both or neither")
         self.predictions = Predictions(compute_metrics, preprocess_logits_for_metrics) if compute_metrics else None
         self.shapes = Shapes(config, trained.tokenizer, longest, ends, formatting_func)
         rows, self.encoder = self.shapes.read(train_dataset)
