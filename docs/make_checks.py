@@ -210,7 +210,7 @@ METRICS = {
         "mismatch/k3": "mean of rho - log rho - 1, in steps whose samples all come from the current policy",
         "staleness/k3": "mean of rho - log rho - 1, in steps with samples from an older policy",
         "mismatch/effective_samples, staleness/effective_samples":
-            "effective sample size under the weights rho, as a share: (sum rho)^2 / (N sum rho^2), in the steps that log "
+            "effective sample size under the weights rho, as a share: (sum rho)^2 / (N sum rho^2), in steps that log "
             "`mismatch/k3` or `staleness/k3`",
         "mismatch/corrected": "1 if a correction weighted the tokens of the step",
         "sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max":

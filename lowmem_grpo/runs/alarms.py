@@ -167,8 +167,8 @@ ALARMS = (
     Alarm(
         "nonfinite", "NaN or infinity", "nonfinite/rollouts is above 0", 1,
         outside(lambda rollouts: rollouts > 0, "nonfinite/rollouts"), "so the run skipped this step",
-        "read nonfinite.jsonl, which lists the affected rollouts and where NaN or infinity appeared. Let reward "
-        "functions return None for completions that they cannot judge, use bfloat16 instead of fp16, or lower learning_rate",
+        "read nonfinite.jsonl, which lists the affected rollouts and the place of the value. Let reward functions "
+        "return None for completions that they cannot judge, use bfloat16 instead of fp16, or lower learning_rate",
     ),
     Alarm(
         "unreadable_calls", "tool calls fail",
