@@ -30,7 +30,7 @@ An algorithm is a [loss type](#loss-types-loss_type) with an [advantage estimato
     GRPOConfig(loss_type="dapo", multi_objective_aggregation="normalize_then_sum")         # GDPO
     GRPOConfig(loss_type="dapo", off_policy_mask_threshold=0.5, use_bias_correction_kl=True, beta=0.01)  # DeepSeek-V3.2
 
-Each entry below has three lines: the formula, its use, and its source.
+Each entry below has three lines: formula, use, and source.
 
 With the same settings and inputs, loss, metrics and LoRA gradients agree within 1e-5 with TRL 1.16.0, and within 1e-10
 with token-by-token float64 formulas. How completions are ordered, packed and split into micro-batches does not change
@@ -50,7 +50,7 @@ trainer makes one or more optimizer steps on a generation.
 | `mean_t`, `sum_t`, `prod_t` | mean, sum and product over the tokens of a completion |
 | `mean_seq` | mean over the tokens of each completion, then over the completions of the optimizer step |
 | `mean_step` | mean over all tokens of the optimizer step |
-| `mean_gen` | sum over all tokens of the optimizer step, divided by (tokens of the generation / its optimizer steps) |
+| `mean_gen` | sum over all tokens of the optimizer step, divided by the generation's mean number of tokens per step |
 | `clipped(w, A)` | `min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)` |
 
 ## Loss types (`loss_type`)
@@ -67,10 +67,13 @@ If you set an option that the loss type does not have, `GRPOConfig` raises an er
 Two terms can be added to every loss:
 
 - `beta` times the KL divergence from the reference.
-    - `kl_reference="start"` (default) is the policy at the start of training, `"base"` the model without any adapter.
-    - `kl_estimator` is "k1": `d`, "k2": `d^2 / 2`, or "k3" (default): `exp(-d) - 1 + d`, where `d = logp - ref`.
+    - The reference is the policy at the start of training. With `kl_reference="base"`, the reference is the model
+      without any adapter.
+    - `kl_estimator` chooses the estimate. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3" (default) is
+      `exp(-d) - 1 + d`.
     - The estimate is multiplied by `w`, unless you set `use_bias_correction_kl=False`.
-    - `RLOOConfig` and `advantage_estimator="reinforce++"` subtract the KL term from the reward instead.
+    - `RLOOConfig` and `advantage_estimator="reinforce++"` subtract the KL term from the reward, and do not add it to
+      the loss.
 - `-entropy_coef` times the mean entropy of the tokens.
 
 The loss without these two terms is the policy term. Two options leave tokens out of the policy term:
@@ -96,8 +99,8 @@ GDPO = ("gdpo", "A = zscore_batch(sum_r weight_r zscore_group(R_r)), R_r: the re
 OFF_POLICY = """
 ## Off-policy corrections (`vllm_importance_sampling_mode`)
 
-If another policy than `old` made the samples, a correction multiplies the policy term of each token by a weight `c`.
-Corrections apply to every engine, in spite of the prefix `vllm_`.
+If the samples come from another policy than `old`, a correction multiplies the policy term of each token by a weight
+`c`. Corrections apply to every engine, in spite of the prefix `vllm_`.
 
 | symbol | meaning |
 |---|---|

@@ -54,7 +54,7 @@ from lengths. fp16 is always trained with a loss scale.
 ## The first two steps
 
 **Before the first step**, one line estimates the time of a step and of the run. The estimate assumes that completions
-have 40% of `max_completion_length`. It needs a GPU that `memory/cards.py` lists.
+have 40% of `max_completion_length`, and needs a GPU that `memory/cards.py` lists.
 
 **After the first step**, a warning reports each of these problems:
 
@@ -67,8 +67,8 @@ If the step has four or more groups, warnings also report these problems:
 
 - Fewer than a quarter of the groups have signal.
 - A reward function returned None for all completions.
-- In every group, a reward function gave all completions the same reward. A reward that all completions earn, for
-  example for a format, brings no warning if another function tells the completions apart.
+- A reward function did not distinguish the completions of any group. A reward that all completions earn, for example
+  for a format, brings no warning if another function distinguishes the completions.
 - Two reward functions gave exactly the same rewards.
 
 **After the second step**, one line has the measured time of a step, the shares of sampling, rewards and training, the
@@ -81,7 +81,7 @@ time left, and the time until the next checkpoint. These times leave out the fir
 
 An alarm warns when its condition has been true for the given number of steps in a row. The warning also sets
 `alarms/NAME` in that step's line of `metrics.jsonl`. After a warning, an alarm is silent until its condition has been
-false and becomes true again. The exception is `nothing_to_learn`, which repeats its warning.
+false and becomes true again. Only `nothing_to_learn` repeats its warning.
 
 | alarm | condition | steps in a row | what the alarm means | what to do |
 |---|---|---|---|---|"""
@@ -115,7 +115,7 @@ METRICS = {
         "data/skipped_rows": "rows of the dataset that were skipped so far because they cannot be used",
     },
     "Loss and optimizer": {
-        "loss": "loss of the step. It does not measure progress: on-policy, with centered advantages, it is near 0",
+        "loss": "loss of the step, which does not measure progress: on-policy, with centered advantages, it is near 0",
         "policy_loss": "loss without the entropy bonus",
         "kl": "estimate of the KL divergence from the reference (`kl_reference`)",
         "entropy": "mean entropy per token, over all tokens",
@@ -230,7 +230,7 @@ METRICS = {
         "step_time": "seconds of the step",
         "time/generate, time/reward, time/train, time/idle": "share of the step's time in each phase; the sum is 1",
         "time/reward_hidden": "share of the step's time in which rewards were computed during sampling",
-        "time/train_hidden": "share of the step's time in which `train_while_sampling` trained during sampling",
+        "time/train_hidden": 'share of the step\'s time in which `train_while_sampling="parallel"` trained',
         "time/tools": "share of the step's time in which all sequences waited for tools or environments",
         "time/planned_generate_s, time/planned_train_s, time/planned_step_s":
             "estimated seconds of sampling, of training and of the step, on GPUs that `memory/cards.py` lists",

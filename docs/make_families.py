@@ -67,11 +67,12 @@ REFUSED = """
 ADD = """
 Mixtures of experts have further limits:
 
-- `load_in_4bit=True` is refused for all mixtures of experts except Qwen3-MoE, for example for Mixtral, Granite-MoE,
-  Qwen2-MoE and Qwen3.5-MoE. Their experts would stay in 16 bits.
-- `load_in_fp8=True` is refused for all mixtures of experts, including Qwen3-MoE.
-- With `load_in_4bit=False`, other mixtures of experts load in 16 bits, with transformers' experts.
-- A checkpoint that stores a mixture of experts in 4 bits or FP8 is refused. Use the model's checkpoint in 16 bits.
+| setting or checkpoint | Qwen3-MoE | Mixtral, Granite-MoE, Qwen2-MoE, Qwen3.5-MoE, others |
+|---|---|---|
+| `load_in_4bit=True` | loads | refused: the experts would stay in 16 bits |
+| `load_in_fp8=True` | refused: the experts would stay in 16 bits | refused: the experts would stay in 16 bits |
+| `load_in_4bit=False` (16 bits) | loads | loads with transformers' experts |
+| checkpoint stored in 4 bits or FP8 | refused: use the 16-bit checkpoint | refused: use the 16-bit checkpoint |
 
 ## Qwen3-30B-A3B on 24 GiB
 

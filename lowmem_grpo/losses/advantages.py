@@ -137,7 +137,7 @@ class Estimator:
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(
         of_group, SCALE_REWARDS, "A = (R - mean_group(R)) / std_group(R)",
-        "The default. scale_rewards='batch' divides by std_batch(R), and 'none' by nothing, as in Dr. GRPO.",
+        "The default. scale_rewards='batch' divides by std_batch(R). 'none' does not divide, as in Dr. GRPO.",
         "DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783",
     ),
     "rloo": Estimator(

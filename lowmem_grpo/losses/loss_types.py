@@ -225,7 +225,7 @@ VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo
 LOSS_TYPES: dict[str, LossType] = {
     "grpo": LossType(
         clipped, mean_of_sequence_means, CLIP | LEVEL, "-mean_seq(clipped(w, A))",
-        "The original GRPO. All completions have the same weight, so a token of a short completion weighs more.",
+        "The original GRPO. All completions weigh the same, so short completions have more weight per token.",
         "DeepSeekMath, arXiv 2402.03300, eq. 3", metrics="clip", in_trl=True,
     ),
     "bnpo": LossType(

@@ -87,7 +87,7 @@ CORRECTIONS: dict[str, Correction] = {
     ),
     "sequence_mask": Correction(
         sequence_product, masked, "c = prod_t rho_t if clip_min <= prod_t rho_t <= clip_max, else 0",
-        "TRL's default, here for comparison with TRL. Long completions get the weight 0 first.", "TRL", True,
+        "TRL's default, here for comparison with TRL. Long completions are the first to get the weight 0.", "TRL", True,
     ),
     "geometric_mask": Correction(
         lambda mismatch, ids, lengths: sequence_means(mismatch, ids, lengths).exp(), kept,
