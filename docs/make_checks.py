@@ -117,7 +117,7 @@ METRICS = {
     "Loss and optimizer": {
         "loss": "loss of the step, which does not measure progress: on-policy, with centered advantages, it is near 0",
         "policy_loss": "loss without the entropy bonus",
-        "kl": "estimate of the KL divergence from the reference (`kl_reference`)",
+        "kl": "estimate of the KL divergence from the reference (`kl_reference`), in nats per token",
         "entropy": "mean entropy per token, over all tokens",
         "entropy/policy": "mean entropy per token, over the tokens that `top_entropy_quantile` keeps",
         "entropy_coef": "coefficient of the entropy bonus in the next step",

@@ -146,13 +146,11 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "reinforce++": Estimator(
         of_batch, (), "A_t = zscore_batch(R - beta sum_{s >= t} KL_s)",
-        "For rewards that are comparable between prompts. The KL term is part of the reward.",
-        "REINFORCE++, arXiv 2501.03262",
+        "For rewards comparable between prompts. The reward includes the KL term.", "REINFORCE++, arXiv 2501.03262",
     ),
     "reinforce++_baseline": Estimator(
         of_batch_and_group, (), "A = (R - mean_group(R)) / std_batch(R - mean_group(R))",
-        "For prompts of different difficulty. The paper sets kl_estimator='k2'.",
-        "REINFORCE++, arXiv 2501.03262",
+        "For prompts of different difficulty. The paper sets kl_estimator='k2'.", "REINFORCE++, arXiv 2501.03262",
     ),
     "remax": Estimator(
         over_greedy, (), "A = R - R(greedy completion of the prompt)",

@@ -146,8 +146,7 @@ ALARMS = (
         "lower learning_rate, num_iterations or steps_per_generation. Widen the clip range only if you have narrowed "
         "it (the default range of gspo is narrow on purpose)",
     ),
-    Alarm("kl", "the policy is far from its reference", f"kl is above {KL} (nats per token)", 3,
-          outside(lambda kl: kl > KL, "kl"),
+    Alarm("kl", "the policy is far from its reference", f"kl is above {KL}", 3, outside(lambda kl: kl > KL, "kl"),
           "so the policy may have lost abilities of the model, or exploit a flaw of the reward",
           "read completions.jsonl; lower learning_rate, raise beta, or go back to an earlier checkpoint"),
     Alarm(
@@ -179,8 +178,7 @@ ALARMS = (
         "the prompt, or explain the arguments in the tools' docstrings",
     ),
     Alarm(
-        "no_room", "episodes run out of tokens", f"episodes/max_tokens or episodes/context is above {MANY_ENDS}",
-        3,
+        "no_room", "episodes run out of tokens", f"episodes/max_tokens or episodes/context is above {MANY_ENDS}", 3,
         outside(lambda share: share > MANY_ENDS, "episodes/max_tokens", "episodes/context"),
         "so many episodes end early, and keep the rewards earned by then",
         "raise max_completion_length, which limits the turns of a sequence together with the messages between them; "
@@ -195,8 +193,7 @@ ALARMS = (
     Alarm(
         "unused_tools", "no tool is called", "tools/call_frequency is 0", 10,
         outside(lambda calls: calls == 0, "tools/call_frequency"), "so the policy does not learn to use its tools",
-        "use a model that knows tool calls, name the tools and show a call in the prompt, or teach tool calls by SFT "
-        "first",
+        "use a model that knows tool calls, name the tools and show a call in the prompt, or begin with SFT on calls",
     ),
     Alarm(
         "failing_environments", "environments fail",

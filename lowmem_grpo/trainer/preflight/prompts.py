@@ -39,8 +39,7 @@ def split_advice(message: str) -> tuple[str, str]:
 
 
 def unusable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that are skipped because the prompt is empty or has a wrong type; only a warning if
-    other rows are left."""
+    """Find rows that are skipped for an empty prompt or a wrong type; only a warning if other rows are left."""
     reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
     listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons and reasons.total() == len(subject.sample.rows):
@@ -85,9 +84,8 @@ def few_rows(subject: Subject) -> Iterator[Finding]:
 
 
 def alike(subject: Subject) -> Iterator[Finding]:
-    """Find a dataset in which more than 10% of the prompts repeat another prompt. The check compares more rows than the
-    sample has, since copies may be adjacent. It is skipped if an environment makes the task, since equal prompts are
-    normal then."""
+    """Find a dataset in which more than 10% of the prompts repeat another prompt. Since copies may be adjacent, more
+    rows are read than the sample has. If an environment makes the task, equal prompts are normal: nothing is found."""
     if subject.turns is not None and subject.turns.begins:
         return
     repeated, seen = count_repeats(subject.sample.dataset)
