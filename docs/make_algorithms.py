@@ -44,7 +44,7 @@ trainer makes one or more optimizer steps on a generation.
 | `logp` | log-probability of a token under the policy in training |
 | `old` | log-probability of a token under the policy before the first optimizer step on the generation |
 | `ref` | log-probability of a token under the reference policy |
-| `w` | importance ratio `exp(logp - old)`, unless the formula defines `w` otherwise; exactly 1 on-policy |
+| `w` | importance ratio `exp(logp - old)`, unless a formula redefines `w`; exactly 1 on-policy |
 | `A` | advantage |
 | `sg(x)` | `x` without gradient (stop-gradient) |
 | `mean_t`, `sum_t`, `prod_t` | mean, sum and product over the tokens of a completion |
@@ -79,8 +79,8 @@ Two terms can be added to every loss:
 The loss without these two terms is the policy term. Two options leave tokens out of the policy term:
 
 - `top_entropy_quantile=0.2` keeps the 20% of tokens with the highest entropy (arXiv 2506.01939).
-- `off_policy_mask_threshold` leaves out completions with A < 0 that have become much less likely since they were
-  sampled: their mean `logp` has fallen by more than the threshold (DeepSeek-V3.2, arXiv 2512.02556)."""
+- `off_policy_mask_threshold` leaves out a completion with A < 0 if the mean `logp` of its tokens has fallen by more than
+  the threshold since the completion was sampled (DeepSeek-V3.2, arXiv 2512.02556)."""
 ADVANTAGES = """
 ## Advantages (`advantage_estimator`)
 
