@@ -79,8 +79,8 @@ Two terms can be added to every loss:
 The loss without these two terms is the policy term. Two options leave tokens out of the policy term:
 
 - `top_entropy_quantile=0.2` keeps the 20% of tokens with the highest entropy (arXiv 2506.01939).
-- `off_policy_mask_threshold` leaves out a completion with A < 0 if the mean `logp` of its tokens has fallen by more than
-  the threshold since the completion was sampled (DeepSeek-V3.2, arXiv 2512.02556)."""
+- `off_policy_mask_threshold` leaves out a completion with A < 0 if the mean `logp` of its tokens has fallen by more
+  than the threshold since the completion was sampled (DeepSeek-V3.2, arXiv 2512.02556)."""
 ADVANTAGES = """
 ## Advantages (`advantage_estimator`)
 
