@@ -136,31 +136,31 @@ class Estimator:
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(
-        of_group, SCALE_REWARDS, "A = (R - mean_group) / std; scale_rewards: the std of the group or batch, or none",
-        "The default. With scale_rewards='none' (Dr. GRPO), nearly solved prompts get no extra weight.",
+        of_group, SCALE_REWARDS, "A = (R - mean_group(R)) / std_group(R)",
+        "The default. scale_rewards='batch' divides by std_batch(R). 'none' does not divide, as in Dr. GRPO.",
         "DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783",
     ),
     "rloo": Estimator(
-        leave_one_out, (), "A_i = R_i - mean of the other rewards of the group",
+        leave_one_out, (), "A = R - mean of R over the other completions of the group",
         "Unbiased, even with few completions per prompt.", "RLOO, arXiv 2402.14740",
     ),
     "reinforce++": Estimator(
-        of_batch, (), "A_t = zscore_batch(R - beta sum_{s >= t} KL_s); the KL term is in the reward",
-        "For rewards comparable between prompts: all share a mean and a scale.", "REINFORCE++, arXiv 2501.03262",
+        of_batch, (), "A_t = zscore_batch(R - beta sum_{s >= t} KL_s)",
+        "For rewards comparable between prompts. The reward includes the KL term.", "REINFORCE++, arXiv 2501.03262",
     ),
     "reinforce++_baseline": Estimator(
-        of_batch_and_group, (), "A = (R - mean_group) / std_batch(R - mean_group); with kl_estimator='k2'",
-        "For prompts of different difficulty: each group has its own mean.", "REINFORCE++, arXiv 2501.03262",
+        of_batch_and_group, (), "A = (R - mean_group(R)) / std_batch(R - mean_group(R))",
+        "For prompts of different difficulty. The paper sets kl_estimator='k2'.", "REINFORCE++, arXiv 2501.03262",
     ),
     "remax": Estimator(
         over_greedy, (), "A = R - R(greedy completion of the prompt)",
-        "For few completions per prompt: the baseline is an extra greedy completion, not a group's mean.",
+        "For few completions per prompt. Each prompt costs one extra completion, the greedy one.",
         "ReMax, arXiv 2310.10505",
     ),
     "passk": Estimator(
-        pass_at_k, ("group", "none"), "A_i = (E[best of k | i in the k] - E[best of k]) / std(best of k), k: pass_at_k",
-        "For exploration: a prompt's first right completion earns much, and further ones hardly anything.",
-        "Pass@k training, arXiv 2508.10751; for rewards of any size as in PKPO, arXiv 2505.15201",
+        pass_at_k, ("group", "none"), "A_i = (E[best of k | i is one of the k] - E[best of k]) / std(best of k)",
+        "For exploration: the fewer completions of a group are right, the larger are their advantages. k is pass_at_k.",
+        "Pass@k training, arXiv 2508.10751; for rewards other than 0 and 1 as in PKPO, arXiv 2505.15201",
     ),
 }
 TRUTHS: dict[Any, str] = {True: "group", False: "none", "True": "group", "true": "group", "False": "none",

@@ -222,74 +222,74 @@ GSPO = {"epsilon": 3e-4, "epsilon_high": 4e-4, "delta": None}  # the paper's, se
 LEVEL = {"importance_sampling_level": "token"}
 SAPO = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
-CLIPPED = "l = -min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)"
-
 LOSS_TYPES: dict[str, LossType] = {
     "grpo": LossType(
-        clipped, mean_of_sequence_means, CLIP | LEVEL, f"{CLIPPED}; mean over sequences of means over tokens",
-        "The original loss. All completions weigh the same, so each token of a short completion weighs more.",
+        clipped, mean_of_sequence_means, CLIP | LEVEL, "-mean_seq(clipped(w, A))",
+        "The original GRPO. All completions weigh the same, so short completions have more weight per token.",
         "DeepSeekMath, arXiv 2402.03300, eq. 3", metrics="clip", in_trl=True,
     ),
     "bnpo": LossType(
-        clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over the tokens of the optimizer step",
-        "Like dapo, but if a generation has several optimizer steps, each step has its own mean.",
-        "TRL's name for a token mean over the batch", metrics="clip", in_trl=True,
+        clipped, mean_over_tokens, CLIP | LEVEL, "-mean_step(clipped(w, A))",
+        "Like dapo, except that each optimizer step averages over its own tokens.", "TRL", metrics="clip", in_trl=True,
     ),
     "dr_grpo": LossType(
-        clipped, mean_over_longest, CLIP | LEVEL, f"{CLIPPED}; sum over tokens / (sequences * max_completion_length)",
-        "Has no bias towards long wrong answers if scale_rewards='none'. A longer limit makes the loss smaller.",
+        clipped, mean_over_longest, CLIP | LEVEL,
+        "-sum(clipped(w, A)) / (completions * max_completion_length), over the tokens of the optimizer step",
+        "Removes the bias towards long wrong answers. The paper also sets scale_rewards='none'.",
         "Dr. GRPO, arXiv 2503.20783", metrics="clip", in_trl=True,
     ),
     "dapo": LossType(
-        clipped, mean_over_tokens, CLIP | LEVEL, f"{CLIPPED}; mean over all tokens of the generation",
-        "The default. Every token weighs the same. epsilon_high=0.28 keeps exploration up for longer.",
+        clipped, mean_over_tokens, CLIP | LEVEL, "-mean_gen(clipped(w, A))",
+        "The default. All tokens have the same weight. The paper sets epsilon_high=0.28, which prolongs exploration.",
         "DAPO, arXiv 2503.14476, eq. 8", counts_generation=True, metrics="clip", in_trl=True,
     ),
     "luspo": LossType(
-        clipped, mean_of_sequence_sums, CLIP | LEVEL, f"{CLIPPED}; mean over sequences of sums over tokens",
-        "Sequence ratios without GSPO's length bias. The paper sets importance_sampling_level='sequence'.",
+        clipped, mean_of_sequence_sums, CLIP | LEVEL, "-mean over completions of sum_t(clipped(w, A))",
+        "GSPO without its length bias, if you set importance_sampling_level='sequence' as in the paper.",
         "LUSPO, arXiv 2602.05261", metrics="clip", in_trl=True,
     ),
     "gspo": LossType(
-        clipped, mean_of_sequence_means, GSPO, f"{CLIPPED}; w = exp(mean_t log ratio_t), one for the sequence",
-        "For mixtures of experts and long completions. A sequence's w stays near 1, so epsilon is small.",
+        clipped, mean_of_sequence_means, GSPO, "-mean_seq(clipped(w, A)), w = exp(mean_t(logp - old))",
+        "For mixtures of experts and for long completions. Here w stays close to 1, so the default epsilon is small.",
         "GSPO, arXiv 2507.18071, eq. 5 to 7", level="sequence", metrics="clip",
     ),
     "gspo_token": LossType(
-        clipped, mean_of_sequence_means, GSPO, f"{CLIPPED}; w_t = sg(exp(mean_t log ratio_t)) pi_t / sg(pi_t)",
-        "GSPO for sequences whose tokens differ in advantage or mask. Otherwise its gradient equals gspo's.",
+        clipped, mean_of_sequence_means, GSPO,
+        "-mean_seq(clipped(w, A)), w = sg(exp(mean_t(logp - old))) exp(logp - sg(logp))",
+        "For completions whose tokens differ in advantage or mask. Without such differences, the gradient is gspo's.",
         "GSPO, arXiv 2507.18071, eq. 13", level="sequence_token", metrics="clip",
     ),
     "cispo": LossType(
-        cispo, mean_over_tokens, {"epsilon_high": 5.0} | LEVEL, "l = -sg(min(w, epsilon_high)) A logp; token mean",
-        "Rare but decisive tokens keep their gradient. epsilon_high limits the ratio itself: 5, not 0.2.",
+        cispo, mean_over_tokens, {"epsilon_high": 5.0} | LEVEL, "-mean_gen(sg(min(w, epsilon_high)) A logp)",
+        "Keeps the gradient of rare but decisive tokens. Here epsilon_high is the upper bound of w itself.",
         "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786", counts_generation=True, metrics="cispo", in_trl=True,
     ),
     "sapo": LossType(
-        sapo, mean_of_sequence_means, SAPO | LEVEL, "l = -(4 / tau) sigmoid(tau (w - 1)) A, tau by the sign of A",
-        "For several optimizer steps per generation: a soft gate lets slightly stale tokens still contribute.",
+        sapo, mean_of_sequence_means, SAPO | LEVEL,
+        "-mean_seq((4 / tau) sigmoid(tau (w - 1)) A), tau = sapo_temperature_pos if A > 0, else sapo_temperature_neg",
+        "For several optimizer steps per generation. A soft gate replaces the clip, so stale tokens still contribute.",
         "SAPO, arXiv 2511.20347", in_trl=True,
     ),
     "vespo": LossType(
         vespo, mean_over_tokens, VESPO,
-        "l = -sg(w^k exp(lambda (1 - w))) A logp, w = exp(sum_t log ratio_t), k and lambda by A's sign; token mean",
-        "For stale samples: the weight of a sequence fades out smoothly as it gets more off-policy.",
+        "-mean_gen(sg(w^k exp(lambda (1 - w))) A logp), w = exp(sum_t(logp - old)), "
+        "k = vespo_k_pos and lambda = vespo_lambda_pos if A >= 0, else vespo_k_neg and vespo_lambda_neg",
+        "For samples from an older policy. If w is far from 1, the weight of the completion falls smoothly towards 0.",
         "VESPO, arXiv 2602.10693", counts_generation=True, metrics="vespo", in_trl=True,
     ),
     "gmpo": LossType(
         gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
-        "l = -exp(mean_t clip(log ratio_t, -epsilon, epsilon_high)) A, clipped above if A >= 0, else below",
-        "For single tokens with extreme ratios: they move a geometric mean less than an arithmetic mean.",
+        "-mean_seq(exp(mean_t(d)) A), d = min(logp - old, epsilon_high) if A >= 0, else max(logp - old, -epsilon)",
+        "For a few tokens with extreme ratios, which move a geometric mean less than an arithmetic mean.",
         "GMPO, arXiv 2507.20673", metrics="gmpo",
     ),
     "rloo": LossType(
-        clipped, mean_of_sequence_means, CLIP, f"{CLIPPED}; w = exp(sum_t log ratio_t), one for the sequence",
-        "A completion is one action. With advantage_estimator='rloo' (RLOOConfig) its reward includes the KL term.",
-        "RLOO, arXiv 2402.14740; the clip as in TRL", level="sequence_sum", metrics="clip",
+        clipped, mean_of_sequence_means, CLIP, "-mean_seq(clipped(w, A)), w = exp(sum_t(logp - old))",
+        "Treats a completion as one action. RLOOConfig combines this loss with advantage_estimator='rloo'.",
+        "RLOO, arXiv 2402.14740; the clip is TRL's", level="sequence_sum", metrics="clip",
     ),
     "reinforce": LossType(
-        reinforce, mean_over_tokens, {}, "l = -A logp; mean over the tokens of the step",
-        "For one optimizer step per generation, with any advantage estimator. It has no ratio and no clip.",
-        "Williams, 1992",
+        reinforce, mean_over_tokens, {}, "-mean_step(A logp)",
+        "For one optimizer step per generation, since the loss has no ratio and no clip.", "Williams, 1992",
     ),
 }

@@ -73,32 +73,32 @@ def mean_k3(ratio: Tensor) -> float:
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": Correction(
         lambda mismatch, *_: ratio_of(mismatch), truncated, "c_t = min(max(rho_t, clip_min), clip_max)",
-        "The default if a correction is needed (TIS). Its bias is bounded, and it keeps completions of any length.",
-        "TIS; verl",
+        "The default. The upper bound limits the variance, and completions of every length are kept.",
+        "Truncated importance sampling (TIS); verl",
     ),
     "token_mask": Correction(
-        lambda mismatch, *_: ratio_of(mismatch), masked, "c_t = rho_t where clip_min <= rho_t <= clip_max, else 0",
-        "For a few extreme tokens (mixture-of-experts routing). With two bounds, such as 0.5 and 5, it is IcePop.",
-        "MIS; IcePop (Ring-1T), arXiv 2510.18855",
+        lambda mismatch, *_: ratio_of(mismatch), masked, "c_t = rho_t if clip_min <= rho_t <= clip_max, else 0",
+        "For a few tokens with extreme ratios, as in mixtures of experts. IcePop uses the bounds 0.5 and 5.",
+        "Masked importance sampling (MIS); IcePop (Ring-1T), arXiv 2510.18855",
     ),
     "sequence_truncate": Correction(
         sequence_product, truncated, "c = min(max(prod_t rho_t, clip_min), clip_max)",
-        "Only for short completions: the product grows or vanishes with length.", "TRL", True,
+        "For short completions only, because the product grows or vanishes with length.", "TRL", True,
     ),
     "sequence_mask": Correction(
-        sequence_product, masked, "c = prod_t rho_t where it is within the bounds, else 0",
-        "TRL's default, for comparison. It drops long completions first.", "TRL", True,
+        sequence_product, masked, "c = prod_t rho_t if clip_min <= prod_t rho_t <= clip_max, else 0",
+        "TRL's default, here for comparison with TRL. Long completions are the first to get the weight 0.", "TRL", True,
     ),
     "geometric_mask": Correction(
         lambda mismatch, ids, lengths: sequence_means(mismatch, ids, lengths).exp(), kept,
-        "c = 1 where clip_min <= exp(mean_t d_t) <= clip_max, else 0",
-        "Drops whole sequences that drifted, whatever their length. Use bounds near 1, such as 0.99 and 1.01.",
+        "c = 1 if clip_min <= exp(mean_t(log rho_t)) <= clip_max, else 0",
+        "Leaves out completions that have drifted, whatever their length. Set both bounds, such as 0.99 and 1.01.",
         "Geometric rejection, verl", True,
     ),
     "k3_mask": Correction(
         lambda mismatch, ids, lengths: sequence_means(k3_of(mismatch), ids, lengths), kept,
-        "c = 1 where mean_t (rho_t - log rho_t - 1) <= clip_max, else 0",
-        "Like geometric_mask, but deviations of opposite sign do not cancel. Use a small clip_max, such as 0.01.",
+        "c = 1 if mean_t(rho_t - log rho_t - 1) <= clip_max, else 0",
+        "Like geometric_mask, but deviations of opposite sign do not cancel. Set a small clip_max, such as 0.01.",
         "K3 rejection, verl", True,
     ),
 }

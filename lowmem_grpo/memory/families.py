@@ -92,7 +92,7 @@ def decoder(name: str, prefix: str, **others: Any) -> Family:
 def refused(name: str, attention: str) -> Family:
     """Return a family that cannot be trained because of its attention."""
     return Family(name, Attention("", lean=False), MLP("", lean=False), Norm("", lean=False), vllm=None,
-                  refused=f"its attention has {attention}, which no form of packed attention here computes; {TAKE}")
+                  refused=f"its attention has {attention}, which packed attention here does not support; {TAKE}")
 
 
 FAMILIES: dict[str, Family] = {

@@ -117,72 +117,72 @@ def constant(name: str, line: Line, kept: list[float]) -> str | None:
 
 ALARMS = (
     Alarm(
-        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0 (nothing_to_learn_steps sets the steps)", 10,
-        no_signal, "so there is no gradient",
+        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0", 10, no_signal, "so there is no gradient",
         "if the mean reward is low, use easier problems, a reward for partial success, a stronger model, or SFT on the "
-        "format first; if it is high, use harder problems; otherwise raise num_generations or the temperature",
+        "format first; if the mean reward is high, use harder problems; otherwise raise num_generations or the "
+        "temperature",
         repeats=True,
     ),
     Alarm(
         "truncated", "all completions were cut off", "completions/clipped_ratio is 1", 3,
         outside(lambda share: share >= 1, "completions/clipped_ratio"),
-        "so no completion came to its end, and no reward saw a final answer",
+        "so no reward function saw a final answer (and with mask_truncated_completions=True, nothing is trained)",
         "raise max_completion_length, use a chat template whose end token the model knows, set stop strings in "
-        "vllm_sampling_params, or ask for shorter answers in the prompt. With mask_truncated_completions=True nothing "
-        "is trained",
+        "vllm_sampling_params, or ask for shorter answers in the prompt",
     ),
     Alarm(
         "mismatch", "sampler and trainer disagree",
-        f"mismatch/k3 above {MISMATCH_K3} or mismatch/effective_samples below {EFFECTIVE_SAMPLES}", 3, mismatch,
-        "so completions come from another distribution than the one being trained",
-        "use bfloat16 or fp32 for both, do not quantize the sampler's weights separately, leave out top_p, top_k and "
-        "min_p, or take fewer steps between sampling and training; vllm_importance_sampling_correction=None, "
-        "the default, corrects what remains",
+        f"mismatch/k3 is above {MISMATCH_K3}, or mismatch/effective_samples is below {EFFECTIVE_SAMPLES}", 3, mismatch,
+        "so completions come from another distribution than the policy's",
+        "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights separately, leave out "
+        "top_p, top_k and min_p, or take fewer steps between sampling and training. The default "
+        "vllm_importance_sampling_correction=None corrects the remaining difference",
     ),
     Alarm(
-        "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio above {CLIPPED}", 3,
+        "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio is above {CLIPPED}",
+        3,
         outside(lambda share: share > CLIPPED, "clip_ratio/region_mean", "cispo_clip_ratio"),
-        "so the policy moves further within one update than its bounds allow",
-        "lower learning_rate, num_iterations or steps_per_generation. Widen the bounds only if you narrowed "
-        "them yourself (those of gspo are narrow on purpose)",
+        "so on many tokens the policy moves further than the clip range allows",
+        "lower learning_rate, num_iterations or steps_per_generation. Widen the clip range only if you have narrowed "
+        "it (the default range of gspo is narrow on purpose)",
     ),
-    Alarm("kl", "the policy is far from its reference", f"kl above {KL}", 3, outside(lambda kl: kl > KL, "kl"),
-          "so it may have forgotten what the model knew, or exploit a flaw of the reward",
+    Alarm("kl", "the policy is far from its reference", f"kl is above {KL}", 3, outside(lambda kl: kl > KL, "kl"),
+          "so the policy may have lost abilities of the model, or exploit a flaw of the reward",
           "read completions.jsonl; lower learning_rate, raise beta, or go back to an earlier checkpoint"),
     Alarm(
         "entropy_collapse", "the entropy has collapsed",
-        f"entropy below {ENTROPY_SHARE:.0%} of the mean of the first {FIRST_STEPS} steps, or below {ENTROPY_FLOOR}", 3,
-        entropy_collapse, "so the completions of a prompt are nearly the same, and there is little to compare",
+        f"entropy is below {ENTROPY_SHARE:.0%} of its mean in the first {FIRST_STEPS} steps, or below {ENTROPY_FLOOR}",
+        3, entropy_collapse, "so the completions of a prompt are nearly the same, and their rewards hardly differ",
         "go back to an earlier checkpoint with a lower learning_rate, raise epsilon_high or the temperature, or use "
         "entropy_coef or top_entropy_quantile",
     ),
     Alarm(
         "gradient_spike", "the gradient has spiked",
-        f"grad_norm above {SPIKE:.0f} times the median of the last {NORMS_KEPT} steps with a gradient", 1,
-        gradient_spike, "and after clipping, the update follows only a few completions",
-        "look at this step in completions.jsonl. If it happens often, lower max_grad_norm or learning_rate, use larger "
-        "groups, bound the ratio with delta, or set scale_rewards to \"batch\" or \"none\"",
+        f"grad_norm is above {SPIKE:.0f} times the median of the last {NORMS_KEPT} steps with a gradient", 1,
+        gradient_spike, "so a few completions may dominate the update",
+        "look at this step in completions.jsonl. If spikes are frequent, lower max_grad_norm or learning_rate, use "
+        "larger groups, bound the ratio with delta, or set scale_rewards to \"batch\" or \"none\"",
     ),
     Alarm(
-        "nonfinite", "NaN or infinity", "nonfinite/rollouts above 0", 1,
-        outside(lambda rollouts: rollouts > 0, "nonfinite/rollouts"), "so nothing was trained on these rollouts",
-        "read nonfinite.jsonl, which has these rollouts and says where the value was. Let reward functions return None "
-        "for what they cannot judge, use bfloat16 instead of fp16, or lower learning_rate",
+        "nonfinite", "NaN or infinity", "nonfinite/rollouts is above 0", 1,
+        outside(lambda rollouts: rollouts > 0, "nonfinite/rollouts"), "so the run skipped this step",
+        "read nonfinite.jsonl, which lists the affected rollouts and where the value appeared. Let reward functions "
+        "return None for completions that they cannot judge, use bfloat16 instead of fp16, or lower learning_rate",
     ),
     Alarm(
         "unreadable_calls", "tool calls fail",
-        f"episodes/parse_error or tools/failure_frequency above {MANY_ENDS}", 3,
+        f"episodes/parse_error or tools/failure_frequency is above {MANY_ENDS}", 3,
         outside(lambda share: share > MANY_ENDS, "episodes/parse_error", "tools/failure_frequency"),
-        "so the policy does not know the format of a call, or the tools and their arguments",
+        "so the policy does not know the format of tool calls, or the tools and their arguments",
         "read completions.jsonl, which has each call and its result. Use a model that knows tool calls, show a call in "
-        "the prompt, or say more in the tools' docstrings",
+        "the prompt, or explain the arguments in the tools' docstrings",
     ),
     Alarm(
-        "no_room", "episodes run out of tokens", f"episodes/max_tokens or episodes/context above {MANY_ENDS}", 3,
+        "no_room", "episodes run out of tokens", f"episodes/max_tokens or episodes/context is above {MANY_ENDS}", 3,
         outside(lambda share: share > MANY_ENDS, "episodes/max_tokens", "episodes/context"),
-        "so they stop early, with the rewards that they have earned by then",
-        "raise max_completion_length, which limits all turns of a sequence and the messages between them, lower "
-        "max_tool_tokens, max_turn_tokens or the number of turns, or let the environment send shorter messages",
+        "so many episodes end early, and keep the rewards earned by then",
+        "raise max_completion_length, which limits the turns of a sequence together with the messages between them; "
+        "lower max_tool_tokens, max_turn_tokens or the number of turns; or let the environment send shorter messages",
     ),
     Alarm(
         "turns_cut", "all turns were cut off", "turns/cut_ratio is 1", 3,
@@ -192,32 +192,31 @@ ALARMS = (
     ),
     Alarm(
         "unused_tools", "no tool is called", "tools/call_frequency is 0", 10,
-        outside(lambda calls: calls == 0, "tools/call_frequency"), "so the policy does not learn to use them",
-        "use a model that knows tool calls, say in the prompt that there are tools and show a call, or teach tool "
-        "calls by SFT first",
+        outside(lambda calls: calls == 0, "tools/call_frequency"), "so the policy does not learn to use its tools",
+        "use a model that knows tool calls, name the tools and show a call in the prompt, or begin with SFT on calls",
     ),
     Alarm(
         "failing_environments", "environments fail",
-        f"episodes/timeout or episodes/environment_error above {MANY_FAILURES}", 1,
+        f"episodes/timeout or episodes/environment_error is above {MANY_FAILURES}", 1,
         outside(lambda share: share > MANY_FAILURES, "episodes/timeout", "episodes/environment_error"),
-        "so these episodes were tried twice and left out of training",
-        "the warnings above name the call that failed, with its traceback. Correct it or, if it was only slow "
-        "(episodes/timeout), raise environment_timeout or episode_timeout",
+        "so the affected episodes failed twice, and were left out of training",
+        "look in the log for the call that failed, with its traceback, and correct the call. If the call was slow "
+        "(episodes/timeout), you can raise environment_timeout or episode_timeout instead",
     ),
     Alarm(
         "preempted", "sequences are computed again",
-        f"sampling/preemptions above {MANY_PREEMPTED} of sampling/most_together", 3, preempted,
-        "and all tokens of such a sequence were computed again later",
+        f"sampling/preemptions / sampling/most_together is above {MANY_PREEMPTED}", 3, preempted,
+        "so the engine computed the tokens of evicted sequences again",
         "lower max_num_seqs to the number of sequences that the cache can hold at full length, enlarge the cache with "
-        'kv_cache_bytes or gpu_memory_utilization, or halve the size of its entries with kv_cache_dtype="fp8"',
+        'kv_cache_bytes or gpu_memory_utilization, or halve the cache entries with kv_cache_dtype="fp8"',
     ),
     Alarm(
         "constant_reward", "a reward function is constant",
         "rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS,
         partial(constant, "NAME"),  # `Alarms.expanded` replaces NAME by each reward function's name
-        "so the model learns nothing from it",
-        "if every completion is right, leave the function out or make it stricter; if not, check that it reads the "
-        "right columns and the format of the completions",
+        "so the model learns nothing from this function",
+        "if every completion deserves this reward, leave the function out or make it stricter; if not, check that the "
+        "function reads the right columns and the format of the completions",
     ),
 )
 

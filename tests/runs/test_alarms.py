@@ -47,7 +47,7 @@ BAD = [  # of an alarm: a line that is wrong, after how many of them it must sou
     ("no_room", {"episodes/context": 0.51}, 3, "max_tool_tokens"),
     ("turns_cut", {"turns/cut_ratio": 1.0}, 3, "turns/cut_ratio is 1, so no turn came to its end"),
     ("unused_tools", {"tools/call_frequency": 0.0}, 10, "tools/call_frequency is 0, so the policy does not learn"),
-    ("failing_environments", {"episodes/timeout": 0.11}, 1, "episodes/timeout is 0.11, so these episodes"),
+    ("failing_environments", {"episodes/timeout": 0.11}, 1, "episodes/timeout is 0.11, so the affected episodes"),
     ("failing_environments", {"episodes/environment_error": 0.11}, 1, "environment_timeout"),
     ("preempted", {"sampling/preemptions": 33}, 3, "33 times in a step a sequence had to leave the full"),
     ("constant_reward", {"rewards/right/mean": 1.0, "rewards/right/std": 0.0}, 20, "reward right is 1 for every"),

@@ -39,7 +39,7 @@ ROWS = 8  # rows that the ranks compare, spread from the first to the last
 
 
 def reserved_columns(subject: Subject) -> Iterator[Finding]:
-    """Find a dataset column named like an argument that reward functions always get."""
+    """Find a dataset column with the name of an argument that every reward function gets."""
     for which, sample in subject.datasets:
         try:
             contract.passed_columns({name: [] for name in sample.columns})
@@ -49,8 +49,8 @@ def reserved_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def missing_columns(subject: Subject) -> Iterator[Finding]:
-    """Find that a reward function needs a column that the dataset or the evaluation dataset does not have. It is
-    skipped with a `rollout_func`, whose columns are not known yet."""
+    """Find a reward function that needs a column which the dataset or the evaluation dataset lacks. With a
+    `rollout_func`, whose columns are not known yet, the check is skipped."""
     scorer = subject.scorer
     if scorer is None or scorer.late_columns:
         return
@@ -65,7 +65,7 @@ def missing_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def empty_columns(subject: Subject) -> Iterator[Finding]:
-    """Find that a reward function names a column that is None in every row."""
+    """Find a reward function that reads a column which is None in every row."""
     sample = subject.sample
     empty = [name for name in sample.columns if all(looked.row.get(name) is None for looked in sample.usable)]
     for name, function in subject.functions if sample.usable else ():
@@ -75,8 +75,8 @@ def empty_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def unjudged_rows(subject: Subject) -> Iterator[Finding]:
-    """Find rows that a reward can never judge, such as rows for `code_passes_tests` whose tests are empty, unreadable
-    or impossible to pass."""
+    """Find rows that a reward function can never judge, such as rows for `code_passes_tests` with empty, unreadable or
+    impossible tests."""
     for which, sample in subject.datasets:
         rows = sorted(((looked.index, looked.row) for looked in sample.fitting), key=lambda pair: pair[0])
         for name, function in subject.functions:
@@ -84,7 +84,7 @@ def unjudged_rows(subject: Subject) -> Iterator[Finding]:
 
 
 def unusable_evaluation(subject: Subject) -> Iterator[Finding]:
-    """Find that no row of the evaluation dataset can be used."""
+    """Find an evaluation dataset without a usable row."""
     sample = subject.eval_sample
     if sample is None or sample.fitting:
         return

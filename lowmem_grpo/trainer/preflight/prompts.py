@@ -16,8 +16,8 @@ USUAL_STEPS, USUAL_ROWS = 300, 500
 
 
 def unreadable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that cannot become a prompt: chat messages without a chat template (base models have none), a template
-    that fails on a system message, a broken row."""
+    """Find rows that cannot become a prompt: chat messages without a chat template, messages that the template refuses,
+    broken rows."""
     failed = Counter((type(looked.error).__name__, str(looked.error)) for looked in subject.sample.rows if looked.error)
     for (kind, message), count in failed.items():
         if kind == "DataError":
@@ -39,7 +39,7 @@ def split_advice(message: str) -> tuple[str, str]:
 
 
 def unusable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that will be skipped, for empty prompts or wrong types; an error if no row is left."""
+    """Find rows that are skipped for an empty prompt or a wrong type; only a warning if other rows are left."""
     reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
     listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons and reasons.total() == len(subject.sample.rows):
@@ -51,8 +51,8 @@ def unusable(subject: Subject) -> Iterator[Finding]:
 
 
 def too_long(subject: Subject) -> Iterator[Finding]:
-    """Find prompts longer than `max_prompt_length`, or than the context minus `max_completion_length`; an error if no
-    prompt is left."""
+    """Find rows that are skipped because the prompt is longer than `max_prompt_length` (None: than the context minus
+    `max_completion_length`); only a warning if other rows are left."""
     sample, args = subject.sample, subject.args
     long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
     if not long:
@@ -73,7 +73,7 @@ def too_long(subject: Subject) -> Iterator[Finding]:
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:
-    """Find fewer rows than one generation needs."""
+    """Find a dataset with fewer rows than one generation needs."""
     needed = subject.args.prompts_per_generation
     whole = len(subject.sample.rows) == subject.sample.total
     rows = len(subject.sample.fitting) if whole else subject.sample.total
@@ -84,8 +84,8 @@ def few_rows(subject: Subject) -> Iterator[Finding]:
 
 
 def alike(subject: Subject) -> Iterator[Finding]:
-    """Find that more than 10% of the prompts repeat another prompt. It compares more rows than the sample has, as
-    copies may be adjacent. It is skipped if an environment makes the task, since equal prompts are normal then."""
+    """Find a dataset in which more than 10% of the prompts repeat another prompt. Since copies may be adjacent, more
+    rows are read than the sample has. If an environment makes the task, equal prompts are normal: nothing is found."""
     if subject.turns is not None and subject.turns.begins:
         return
     repeated, seen = count_repeats(subject.sample.dataset)
@@ -123,7 +123,7 @@ def prompt_of(dataset: Any, index: int) -> Any:
 
 
 def small_scale(subject: Subject) -> Iterator[Finding]:
-    """Find fewer rows or steps than guides usually advise. This is no error, but may prevent progress."""
+    """Find a run with fewer than 500 rows or 300 steps. This is no error, but may prevent progress."""
     few = [f"{count} {what} ({usual} or more are usual)" for count, usual, what in (
         (subject.state.max_steps, USUAL_STEPS, "steps"), (subject.sample.total, USUAL_ROWS, "rows")) if count < usual]
     if few:

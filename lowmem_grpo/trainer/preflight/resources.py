@@ -26,14 +26,14 @@ LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
 
 
 def unwritable(subject: Subject) -> Iterator[Finding]:
-    """Find that the folder cannot be made, or cannot be written to. The check itself writes nothing."""
+    """Find an `output_dir` that cannot be made or written to. The check itself writes nothing."""
     if fault := place_fault(subject.run_dir):
         yield Finding("error", "", *fault)
 
 
 def full_disk(subject: Subject) -> Iterator[Finding]:
-    """Find that the disk has no room for one checkpoint; a warning if it has no room for all of them (up to
-    `save_total_limit`) and completions.jsonl."""
+    """Find a disk without room for all checkpoints (up to `save_total_limit`) and completions.jsonl; only a warning if
+    one checkpoint has room."""
     place, free = existing(subject.run_dir), free_bytes(subject.run_dir)
     if not place.is_dir() or free is None:
         return
@@ -50,7 +50,7 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
-    """Find that offloaded layer inputs and a paged optimizer leave little host memory, on a run with a card."""
+    """Find a GPU run with little host memory left beside offloaded layer inputs and a paged optimizer."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
     needed = paged if subject.plan is None else subject.plan.host  # in a plan, with the states that are paged
     available = available_host_bytes()
@@ -62,7 +62,7 @@ def little_host_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def unshared_memory(subject: Subject) -> Iterator[Finding]:
-    """Find a paged optimizer on a card that shares no memory with the host, where bitsandbytes ends the process."""
+    """Find a paged optimizer on a GPU without managed memory, where bitsandbytes would end the process."""
     device = subject.policy.device
     if "paged" in subject.args.optim and device.type == "cuda" and not has_managed_memory(device.index or 0):
         yield Finding("error", "", f"optim={subject.args.optim!r} needs managed memory, which host and card share, but "
@@ -71,7 +71,7 @@ def unshared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
-    """Find that the memory plan needs more than the card has. The run may still work, since plans are estimates."""
+    """Find a memory plan that needs more memory than the GPU has. The run may still work, since plans are estimates."""
     plan = subject.plan
     if plan is None or plan.fits:
         return
@@ -83,7 +83,7 @@ def over_plan(subject: Subject) -> Iterator[Finding]:
 
 
 def emulated_dtype(subject: Subject) -> Iterator[Finding]:
-    """Find that the run computes in bfloat16 on a card that only emulates it."""
+    """Find a run that computes in bfloat16 on a GPU that only emulates bfloat16."""
     dtypes = (subject.policy.autocast_dtype, subject.policy.head.weight.dtype)
     if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
         yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
@@ -91,8 +91,8 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
-    """Find that vLLM's keys and values are in 8 bits, and nothing measures or corrects how far vLLM's samples then
-    differ from the trainer."""
+    """Find an 8-bit KV cache of vLLM whose effect on samples is not corrected: `vllm_importance_sampling_correction` is
+    False, or None with `parity_steps=0`."""
     if not in_8_bits(subject.cache_dtype):
         return
     args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"

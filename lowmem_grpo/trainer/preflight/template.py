@@ -133,7 +133,7 @@ SOME = 8  # turns assumed for the cost if the settings have no limit
 
 
 def no_generation_prompt(subject: Subject) -> Iterator[Finding]:
-    """Find a chat template that adds nothing for the assistant's turn."""
+    """Find a chat template that adds nothing for `add_generation_prompt=True`."""
     for looked in subject.chats[:1]:
         messages = looked.row["prompt"]
         ready, whole = subject.render(messages, True), answered(subject, messages)
@@ -167,7 +167,7 @@ def answered(subject: Subject, messages: Messages) -> str | None:
 
 
 def no_end(subject: Subject) -> Iterator[Finding]:
-    """Find that neither the tokenizer nor the generation config names a token that ends a completion."""
+    """Find a model for which neither the tokenizer nor the generation config names an end token."""
     if not subject.end_ids and not subject.end_texts:
         yield Finding("warning", "", "no token ends a completion: neither the tokenizer nor the model's generation "
                       "config names one, so each completion goes on to max_completion_length",
@@ -175,7 +175,7 @@ def no_end(subject: Subject) -> Iterator[Finding]:
 
 
 def other_end(subject: Subject) -> Iterator[Finding]:
-    """Find that the chat template ends an answer with a token that does not end a completion."""
+    """Find a chat template that ends answers with a token at which sampling does not stop."""
     for looked in subject.chats[:1] if subject.end_ids else ():
         tail = (answered(subject, looked.row["prompt"]) or "").rpartition(ANSWER)[2]
         ids = subject.tokenizer(tail, add_special_tokens=False).input_ids if tail.strip() else []
@@ -192,8 +192,8 @@ def names_of_ends(subject: Subject) -> str:
 
 
 def endless(subject: Subject) -> Iterator[Finding]:
-    """Find rows for fine-tuning whose trained tokens include no end token; only a warning if other answers of the row
-    have one, or if the rows are token ids."""
+    """Find fine-tuning rows whose trained tokens include no end token; only a warning if other answers of the row have
+    an end token, or if the rows are token ids."""
     ended = [[bool(subject.end_ids & {*answer}) for answer in answers(example)]
              for looked in subject.sample.fitting for example in each_of(looked.prompt)]
     never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
@@ -215,8 +215,8 @@ def answers(example: Example) -> list[list[int]]:
 
 
 def unknown_ids(subject: Subject) -> Iterator[Finding]:
-    """Find end, padding or prompt tokens beyond the model's vocabulary. The model would fail on them, or never sample
-    them."""
+    """Find end, padding or prompt tokens whose ids are beyond the model's vocabulary. The model would fail on them,
+    or never sample them."""
     rows, tokenizer = int(subject.policy.base.get_input_embeddings().weight.shape[0]), subject.tokenizer
     fix = ("use the model's own tokenizer. For tokens that you add, resize the model's embedding, save model and "
            "tokenizer in a folder, and load that")
@@ -236,8 +236,8 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
 
 
 def not_rendered(subject: Subject) -> Iterator[Finding]:
-    """Find runs of several turns with a chat template that supports no tools, leaves messages out, refuses a user
-    message after an answer, or cannot render the conversation anew for `history="template"`."""
+    """Find a multi-turn run whose chat template does not support its tools, leaves messages out, refuses a user message
+    after an answer, or cannot render a conversation again for `history="template"`."""
     try:
         renderer, trials = try_turns(subject)
         anew = renderer is not None and subject.args.history == "template"
@@ -251,8 +251,8 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
 
 
 def rewritten(subject: Subject) -> Iterator[Finding]:
-    """Find a chat template that rewrites sampled text when messages follow; the finding says which messages do this,
-    and what `history="template"` would cost."""
+    """Find a multi-turn run whose chat template rewrites sampled text when further messages follow. The finding says
+    which messages do this, and what `history="template"` would cost."""
     try:
         trials = try_turns(subject)[1]
     except RendererError:
