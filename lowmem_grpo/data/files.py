@@ -58,11 +58,11 @@ def has_one_row(path: Path) -> bool:
     if kind == ".jsonl":
         return len(first_lines(path, "replace")) == 1
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        if kind == ".csv":
-            return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # with the header
         try:
+            if kind == ".csv":
+                return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # with the header
             held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < CHUNK else None
-        except ValueError:
+        except (ValueError, csv.Error):  # such as a cell that is too long for the reader
             return False
         return isinstance(held, list) and len(held) == 1
 

@@ -161,7 +161,7 @@ class Saver:
                     self.go_back()
                     note = f"{SAVED} {save()}; mend the cause, then go on with train(resume_from_checkpoint=True)"
                 except Exception as second:  # noqa: BLE001 - the first error is the one to raise
-                    note = f"Nothing could be saved: {second}"
+                    note = f"Saving the state before this step failed too: {second}"
                 error.add_note(note)
             raise
 

@@ -57,6 +57,7 @@ def test_options_become_settings(options: dict[str, Any], settings: dict[str, An
     ({"max_negative_advantage_importance_sampling_weight": 2.0}, "epsilon_high"),
     ({"adam_params": object()}, "adam_beta1"), ({"mask_prob_ratio": True}, "token_mask"),
     ({"allow_training_without_logprobs": True}, "SFTTrainer"), ({"grad_accumulation_sequences": 2}, "fewer groups"),
+    ({"beta": 0.1, "kl_penalty_coef": 0.2}, "kl_penalty_coef is 0.2 and beta, its older name, is 0.1"),
     ({"packed_sequence_length": 4096}, "max_seq_length"), ({"advantage_balance": 0.5}, "epsilon_high"),
 ])
 def test_what_is_not_supported_is_refused_with_the_fix(options: dict[str, Any], match: str) -> None:

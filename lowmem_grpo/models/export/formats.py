@@ -94,6 +94,8 @@ def check_choices(kind: str, settings: ExportSettings) -> None:
     for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise ExportError(f"{name} is {value!r}; allowed are {', '.join(str(a) for a in allowed if a is not None)}")
+    if settings.device is not None and not str(settings.device).startswith(("cpu", "cuda")):
+        raise ExportError(f"device is {settings.device!r}; allowed are cpu, cuda, cuda:0, cuda:1, ...")
 
 
 def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:

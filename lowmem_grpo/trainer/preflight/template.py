@@ -127,7 +127,6 @@ def cost(turns: int) -> float:
     return (turns + 1) / 2
 
 
-ANSWER = "Forty-two"  # the answer that tests a template
 STOP = "a string of vllm_sampling_params=SamplingParams(stop=...)"
 SOME = 8  # turns assumed for the cost if the settings have no limit
 

@@ -138,6 +138,7 @@ def test_a_base_with_only_pickled_weights_is_never_opened(copy: Path, tmp_path: 
     ((None, "merged", "out"), "None must be a folder's name"), (("run", "merged", ""), "'' must be a folder's name"),
     (("run", "merged", "out", {"base": "x"}), "settings is {'base': 'x'}; give ExportSettings"),
     (("run", "merged", "out", ExportSettings(load_in_4bit="yes")), "load_in_4bit is 'yes'; allowed are True, False"),
+    (("run", "merged", "out", ExportSettings(device="gpu")), "device is 'gpu'; allowed are cpu, cuda"),
     (("run", "pdf", "out"), "format is 'pdf'; allowed are adapter, merged, gguf"),
 ])
 def test_arguments_of_another_kind_are_refused_by_name(arguments: tuple[Any, ...], says: str) -> None:
