@@ -60,7 +60,7 @@ def is_there(module: str, name: str) -> bool:
 
 def test_the_names_that_people_import_are_where_they_were() -> None:
     asked = [(module, name) for module, names in NAMES.items() for name in names.split()]
-    assert [one for one in asked if not is_there(*one)] == []
+    assert [one for one in asked if not is_there(*one)] == [], "name it in HOMES of the module's __init__.py"
 
 
 def test_a_door_names_the_same_things_in_each_of_its_three_lists() -> None:
@@ -68,7 +68,8 @@ def test_a_door_names_the_same_things_in_each_of_its_three_lists() -> None:
         tree = ast.parse(Path(str(door.__file__)).read_text(encoding="utf-8"))
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
                    and str(node.module).startswith("lowmem_grpo.")]
-        assert {alias.name for node in imports for alias in node.names} == {*door.HOMES} == {*door.__all__}, door
+        named = {alias.name for node in imports for alias in node.names}
+        assert named == {*door.HOMES} == {*door.__all__}, f"{door.__file__}: one of import, HOMES and __all__ lacks it"
 
 
 def test_an_unknown_name_of_a_door_raises_an_error_that_lists_the_known_ones() -> None:

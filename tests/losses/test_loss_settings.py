@@ -77,6 +77,7 @@ OF_TRL = {"epsilon": 0.2, "epsilon_high": None, "delta": None, "importance_sampl
 
 
 def test_an_option_without_effect_is_refused_and_those_with_one_are_named() -> None:
+    assert {*OF_TYPES} == {*GOOD}, "give a new option of a loss type a valid value in GOOD, at the top of this file"
     rows = [
         ({"loss_type": loss_type, option: GOOD[option]},
          (f"{option} is {GOOD[option]}, and loss_type {loss_type!r} does not use it",
@@ -118,7 +119,7 @@ def test_defaults_are_the_loss_types_own() -> None:
         "vespo": {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
         "gmpo": {"epsilon": 0.4, "epsilon_high": None}, "reinforce": {},
         "rloo": {"epsilon": 0.2, "epsilon_high": None, "delta": None},
-    }
+    }, "write the defaults of a new loss type here"
 
 
 def test_a_given_epsilon_is_the_bound_above_too_and_zero_is_given() -> None:
