@@ -29,7 +29,8 @@ STEPS = "<start_working_out>9 + 1<end_working_out><SOLUTION>10</SOLUTION>"
 XML = "<reasoning>\n9 + 1\n</reasoning>\n<answer>\n10\n</answer>\n"
 MAIL = "Dear Bo,\n\nyour refund is on its way.\n\nBest regards,\nAda Moss"
 ENTRIES = [
-    Entry("verifier", "answer_match()", "the text equals the label; differences in white space are ignored",
+    Entry("verifier", "answer_match()",
+          "the text equals the label; white space at the ends is ignored, and any other counts as one space",
           [(" Paris\n", True), ("It is Paris", False)], {"answer": "Paris"}),
     Entry("verifier", "number_match()", "the last number equals the label; a time such as `10:30` is one number",
           [("so $1,000.00", True), ("1,000 or 999", False)], {"answer": "1000"}),
@@ -67,7 +68,7 @@ ENTRIES = [
     Entry("reward", 'too_long(3, "words")', "-1 if the text has more than 3 words, else 0",
           [("one two", 0.0), ("one two three four", -1.0)]),
     Entry("reward", "soft_overlong_penalty(8, cache_length=4)",
-          "0 up to 4 tokens, falling linearly to -1 at 8, which is the run's `max_completion_length` (DAPO)",
+          "0 up to 4 tokens, falling linearly to -1 at 8 (DAPO); pass the run's `max_completion_length` in place of 8",
           [("", 0.0), ("...", -0.5)], {"completion_ids": [[], [5, 6, 7, 5, 6, 8]]}),
     Entry("reward", "repetition_penalty(ngram=2)", "minus the share of token n-grams that repeat an earlier n-gram",
           [("1 2 3 4 5", 0.0), ("1 2 1 2 1", -0.5)], {"completion_ids": [[1, 2, 3, 4, 5], [1, 2, 1, 2, 1]]}),
