@@ -264,7 +264,8 @@ def preset_row(name: str) -> str:
     unusual = ["on every machine: preset of gpu=cpu"] if preset_of(name, SIZES[0]) is None else [
         f"{head_of(size)}: {text}" for size in (CPU, *SIZES) if (text := unusual_in(name, size))]
     contexts = [str(preset.max_seq_length) for preset in presets.values() if preset]
-    cells = [f"[{name}](#{name})", *contexts, steps[CPU], ", ".join([most, *others]), "; ".join(unusual) or "none"]
+    on_cards = f"{most} ({', '.join(others)})" if others else most
+    cells = [f"[{name}](#{name})", *contexts, steps[CPU], on_cards, "; ".join(unusual) or "none"]
     return f"| {' | '.join(cells)} |"
 
 
