@@ -7,8 +7,8 @@
     prompt, reward_model: {ground_truth: ...}         verl, DAPO, Skywork
     text, test_list; prompt, test, entry_point        MBPP, HumanEval; APPS, LiveCodeBench: the tests are the answer
 
-Layouts that two columns cannot express are refused, and the error says what to pass: preference pairs, Countdown
-without a question, one column per choice, chats with tools. A recipe reads its rows with `prompt_of` and `answer_of`.
+Layouts that two columns cannot express are refused unless both are named, and the error says what to pass: preference
+pairs, Countdown, one column per choice, chats with tools. A recipe reads its rows with `prompt_of` and `answer_of`.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Recipe `inbox`: answer questions by searching mails, with tools to search, to read and to answer.
 
     lowmem-grpo run inbox                           # the embedded model of the inbox, in minutes on two CPU cores
-    lowmem-grpo run inbox gpu=24                    # 4,000 mails, and a model from the hub
+    lowmem-grpo run inbox gpu=24                    # the large mailbox, and a model from the hub
     lowmem-grpo run inbox reward=ruler judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local    # no labels
     lowmem-grpo eval runs/inbox --recipe inbox
 
@@ -53,8 +53,8 @@ RUBRIC = """\
 @dataclass
 class InboxOptions(JudgeOptions):
     mailbox: str | None = None
-    """The mailbox: "small" (500 mails of one line each) or "large" (4,000 mails as people write them). None: small for
-    an embedded model, large for a hub model."""
+    """The mailbox: "small" (500 mails of one line each) or "large" (more than 4,000 longer mails). None: small for an
+    embedded model, large for a hub model."""
     calls: int | None = None
     """The most tool calls in an episode. None: 4 in the small mailbox, 10 in the large mailbox."""
     reward: str = "rules"
