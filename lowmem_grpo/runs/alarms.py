@@ -117,7 +117,8 @@ def constant(name: str, line: Line, kept: list[float]) -> str | None:
 
 ALARMS = (
     Alarm(
-        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0", 10, no_signal, "so there is no gradient",
+        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0", 10, no_signal,
+        "so the rewards give no gradient",
         "if the mean reward is low, use easier problems, a reward for partial success, a stronger model, or SFT on the "
         "format first; if the mean reward is high, use harder problems; otherwise raise num_generations or the "
         "temperature",
@@ -153,7 +154,7 @@ ALARMS = (
         "entropy_collapse", "the entropy has collapsed",
         f"entropy is below {ENTROPY_SHARE:.0%} of its mean in the first {FIRST_STEPS} steps, or below {ENTROPY_FLOOR}",
         3, entropy_collapse, "so the completions of a prompt are nearly the same, and their rewards hardly differ",
-        "go back to an earlier checkpoint with a lower learning_rate, raise epsilon_high or the temperature, or use "
+        "go back to an earlier checkpoint and lower learning_rate, raise epsilon_high or the temperature, or use "
         "entropy_coef or top_entropy_quantile",
     ),
     Alarm(
