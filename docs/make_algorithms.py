@@ -111,7 +111,7 @@ token by a weight `c`. Corrections apply to every engine, in spite of the prefix
 
 `vllm_importance_sampling_correction=True` always corrects, and False never does. With None, the default, a step is
 corrected in two cases: its samples come from an older policy, or the mean of `rho - log rho - 1` was above 0.001 when
-it was last measured (`mismatch/k3` or `sampling/parity/k3`). A corrected step follows decoupled PPO (arXiv 2110.00641)."""
+last measured (`mismatch/k3` or `sampling/parity/k3`). A corrected step follows decoupled PPO (arXiv 2110.00641)."""
 
 SAMPLING = """
 ## Which groups are trained on

@@ -79,8 +79,8 @@ also gets the real time, as `train_seconds`.
 
 ## Alarms
 
-An alarm warns when its condition has been true for as many steps in a row as the table says. The warning also
-sets `alarms/NAME` in that step's line of `metrics.jsonl`. While the condition stays true, only `nothing_to_learn` warns
+An alarm warns when its condition has been true for as many steps in a row as the table says. The warning also sets
+`alarms/NAME` in that step's line of `metrics.jsonl`. While the condition stays true, only `nothing_to_learn` warns
 again, after as many further steps. For alarms, all optimizer steps on one generation count as one step.
 
 | alarm | condition | steps in a row | what the alarm means | what to do |
@@ -131,15 +131,15 @@ METRICS = {
         "ratio/p01, ratio/p50, ratio/p99":
             "1st, 50th and 99th percentile over tokens of the ratio pi / pi_old; exactly 1 on-policy",
         "grad_norm": "norm of the gradient before clipping",
-        "grad_norm/MODULE": "`grad_norm` over one kind of projection, such as `q_proj`",
+        "grad_norm/MODULE": "`grad_norm` of one kind of projection, such as `q_proj`",
         "learning_rate": "learning rate of the step",
         "optimizer/skipped": "1 if the optimizer skipped the step, because of NaN, infinity or the loss scale",
         "nonfinite/rollouts": "rollouts of the step with NaN or infinity",
         "nonfinite/steps": "steps skipped so far because of NaN or infinity",
         "micro_batches": "micro-batches of an optimizer step",
-        "completions/trained": "completions of an optimizer step that contributed to the gradient",
+        "completions/trained": "completions that contributed to the gradient of an optimizer step",
         "completions/total": "completions in the groups of an optimizer step",
-        "tokens/with_gradient": "share of the tokens outside masked completions that belong to `completions/trained`",
+        "tokens/with_gradient": "tokens of `completions/trained`, as a share of the tokens of all unmasked completions",
         "mean_token_accuracy": "SFTTrainer: share of trained tokens to which the model gives the highest probability",
     },
     "Rewards and groups": {
@@ -240,7 +240,7 @@ METRICS = {
         "time/sampling/tail_s":
             "seconds of decoding with less than a quarter as many sequences as in the largest batch",
         "time/sampling/tail_share": "`tail_s` / (`prefill_s` + `full_s` + `tail_s`)",
-        "tokens_per_second": "sampled tokens per second",
+        "tokens_per_second": "sampled tokens per second of sampling; in SFTTrainer: completion tokens per second",
         "tokens_per_second/prefill": "computed prompt tokens per second of `prefill_s`",
         "tokens_per_second/full, tokens_per_second/tail": "sampled tokens per second of `full_s` or of `tail_s`",
         "sampling/most_together": "the most sequences that were decoded in one batch",
