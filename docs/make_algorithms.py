@@ -30,11 +30,12 @@ An algorithm is a [loss type](#loss-types-loss_type) with an [advantage estimato
     GRPOConfig(loss_type="dapo", multi_objective_aggregation="normalize_then_sum")         # GDPO
     GRPOConfig(loss_type="dapo", off_policy_mask_threshold=0.5, use_bias_correction_kl=True, beta=0.01)  # DeepSeek-V3.2
 
-Each entry below has three lines: formula, use, and source.
+Each entry below has three lines: formula or rule, use, and source.
 
-With the same settings and inputs, loss, metrics and LoRA gradients agree within 1e-5 with TRL 1.16.0, and within 1e-10
-with token-by-token float64 formulas. How completions are ordered, packed and split into micro-batches does not change
-the gradient of a step. [Learning curves](../bench/learning/learning.md) show what the algorithms learn on a small task.
+With the same settings and inputs, loss, metrics and LoRA gradients agree with TRL 1.16.0 within 1e-5, as far as TRL has
+the settings. Value and gradient of every loss agree with token-by-token float64 formulas within 1e-10. How completions
+are ordered, packed and split into micro-batches does not change the gradient of a step, except for rounding.
+[Learning curves](../bench/learning/learning.md) show what the algorithms learn on a small task.
 
 **Notation.** A *group* has the completions of one prompt. A *generation* has all groups that are sampled together. The
 trainer makes one or more optimizer steps on a generation.
@@ -50,12 +51,12 @@ trainer makes one or more optimizer steps on a generation.
 | `mean_t`, `sum_t`, `prod_t` | mean, sum and product over the tokens of a completion |
 | `mean_seq` | mean over the tokens of each completion, then over the completions of the optimizer step |
 | `mean_step` | mean over all tokens of the optimizer step |
-| `mean_gen` | sum over all tokens of the optimizer step, divided by the generation's mean number of tokens per step |
+| `mean_gen` | sum over the tokens of the optimizer step / mean number of tokens in the generation's optimizer steps |
 | `clipped(w, A)` | `min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A)` |
 
 ## Loss types (`loss_type`)
 
-If the entry of a loss type lists no options, the loss type has these:
+If the entry of a loss type does not say "Options:", the loss type has these:
 `epsilon=0.2, epsilon_high=None, delta=None, importance_sampling_level="token"`.
 
 - `epsilon_high=None` means the value of `epsilon`.
@@ -71,7 +72,7 @@ Two terms can be added to every loss:
       without any adapter.
     - `kl_estimator` chooses the estimate. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3" (default) is
       `exp(-d) - 1 + d`.
-    - The estimate is multiplied by `w`, unless you set `use_bias_correction_kl=False`.
+    - With `use_bias_correction_kl=True`, the default, the estimate is multiplied by `w`.
     - `RLOOConfig` and `advantage_estimator="reinforce++"` subtract the KL term from the reward, and do not add it to
       the loss.
 - `-entropy_coef` times the mean entropy of the tokens.
@@ -99,8 +100,8 @@ GDPO = ("gdpo", "A = zscore_batch(sum_r weight_r zscore_group(R_r)), R_r: the re
 OFF_POLICY = """
 ## Off-policy corrections (`vllm_importance_sampling_mode`)
 
-If the samples come from another policy than `old`, a correction multiplies the policy term of each token by a weight
-`c`. Corrections apply to every engine, in spite of the prefix `vllm_`.
+If the tokens were sampled under another policy than that of `old`, a correction multiplies the policy term of each
+token by a weight `c`. Corrections apply to every engine, in spite of the prefix `vllm_`.
 
 | symbol | meaning |
 |---|---|
@@ -109,8 +110,8 @@ If the samples come from another policy than `old`, a correction multiplies the 
 | `clip_max` | the setting `vllm_importance_sampling_clip_max` (default 2) |
 
 `vllm_importance_sampling_correction=True` always corrects, and False never does. With None, the default, a step is
-corrected in two cases: its samples come from an older policy, or the last measured mean of `rho - log rho - 1` is above
-0.001. A corrected step follows decoupled PPO (arXiv 2110.00641)."""
+corrected in two cases: its samples come from an older policy, or the mean of `rho - log rho - 1` was above 0.001 when
+last measured (`mismatch/k3` or `sampling/parity/k3`). A corrected step follows decoupled PPO (arXiv 2110.00641)."""
 
 SAMPLING = """
 ## Which groups are trained on
@@ -132,8 +133,8 @@ STRATEGIES = (  # name, rule, when to use it, source
      "For several epochs over rows of different difficulty.",
      "Online difficulty filtering, arXiv 2504.03380; prime-rl's difficulty pools"),
     ("replay_buffer_size",
-     "Up to this many groups with signal are stored. In later steps, stored groups replace groups without signal, "
-     "largest spread of rewards first.",
+     "Up to this many groups with signal are stored. In later steps, the stored groups with the largest spread of "
+     "rewards replace groups without signal.",
      "For rare signal and expensive sampling. Stored groups get an off-policy correction. "
      "replay_max_age=N discards a group after N optimizer steps.",
      "RePO, arXiv 2506.09340; TRL's experimental trainer, which also replaces groups without signal"),

@@ -18,8 +18,9 @@ In the table:
 - "Attention" lists what a family adds to causal attention with RoPE. Sliding windows depend on the model's config.
 - "Our modules" lists the layers that lowmem_grpo replaces. All other layers are transformers' own.
 
-A model of a family outside this table trains on transformers' own layers, after a warning. If attention would mix the
-packed sequences of such a model, the first forward pass raises an error.
+A model of another family trains on transformers' own layers, after a warning, unless the family is
+[refused by name](#refused-by-name). If attention would mix the packed sequences of such a model, the first forward pass
+raises an error.
 
 | family | `model_type` | sampled by | attention | our modules |
 |---|---|---|---|---|"""
@@ -27,34 +28,35 @@ CHECKED = """
 ## How each family was checked
 
 `tests/models/test_families.py` checks each family on a small float32 model with random weights. Random LoRA weights are
-on all linear layers of attention and MLP. No published checkpoint was loaded.
+on all linear layers of attention and of dense MLPs. No published checkpoint was loaded.
 
 | checked | reference | bound on the difference |
 |---|---|---|
 | log-probabilities of packed completions with shared prompts | transformers and PEFT, one sequence at a time | 1e-5 |
 | LoRA gradients of packed completions with shared prompts | transformers and PEFT, one sequence at a time | 1e-5 (*) |
 | LoRA gradients with offloaded layer inputs | LoRA gradients without offloading | 1e-5 (*) |
-| packed log-probabilities in 4 bits | 4 bits, one sequence at a time | 1e-5 |
+| packed log-probabilities in 4 bits | the same model in 4 bits, one sequence at a time | 1e-5 |
 | log-probabilities of our engine (`fast_inference="transformers"`) | trainer | 1e-4 |
-| log-probabilities of vLLM's CPU build in float32 | trainer | 1e-5, mean |
-| log-probabilities of vLLM's CPU build in bfloat16 | trainer | 0.003, mean |
+| log-probabilities of vLLM's CPU build in float32 | trainer | 1e-5 on average |
+| log-probabilities of vLLM's CPU build in bfloat16 | trainer | 0.003 on average |
 | log-probabilities with a saved and reloaded adapter | adapter before saving | 0 |
 | weights of a merged model in 16 bits | PEFT's merged model in float32 | one rounding to 16 bits |
 
 (*) relative to the largest entry of each gradient tensor
 
-The rows about vLLM come from `tests/engines/vllm/test_parity.py`.
+The rows about vLLM come from `test_parity.py` and `test_experts.py` in `tests/engines/vllm`, for families that vLLM
+samples. Qwen3.5 was compared with vLLM in bfloat16 only.
 
-In a mixture of experts, LoRA is on attention only. Experts and router stay frozen. Our modules keep gate values in
-float32, but transformers rounds gate values to the model's dtype.
+In a mixture of experts, LoRA is on attention only; experts and router stay frozen. Our modules keep the weights that
+the router gives to experts in float32, but transformers rounds them to the model's dtype.
 """
 PARTS = """
 ## Checkpoints with images or sounds
 
-If the `model_type` of a checkpoint is {kinds}, only its text model is loaded. One line
-says how many tensors are left out. The text model trains, samples and merges like any other model of its family. A
-merged model contains the text model only. The text model has the log-probabilities and LoRA gradients of the whole
-model in transformers (`tests/models/test_text_backbone.py`).
+If the `model_type` of a checkpoint is {kinds}, only its text model is loaded. The log
+says how many tensors are left out. The text model trains, samples and merges like any other model of its family.
+A merged model contains the text model only. The text model has the same log-probabilities and LoRA gradients as the
+whole model in transformers (`tests/models/test_text_backbone.py`).
 
 If transformers has a causal language model for another multimodal checkpoint, the checkpoint loads with all its parts.
 If not, an error refuses the checkpoint. Rows with images are refused.
@@ -81,9 +83,9 @@ lowmem-grpo plan --model Qwen/Qwen3-30B-A3B --gpu 3090 --engine transformers
 lowmem-grpo run gsm8k gpu=24 model=Qwen/Qwen3-30B-A3B engine=transformers
 ```
 
-The model takes 15.55 GiB, including embedding and head. The 48 x 128 experts have 29 of its 30.5 billion weights, in
-NF4. Experts are quantized one by one while the checkpoint is read, so loading also needs room for the 16-bit experts of
-one layer. No step has been measured on a GPU yet.
+The model takes 15.55 GiB, including embedding and head in 16 bits. Of its 30.5 billion weights, 29 billion are in
+48 x 128 experts, which are loaded in NF4. Loading also needs room for the experts of one layer in 16 bits: they are
+read together, then quantized one by one. No step has been measured on a GPU yet.
 
 ## Add a family
 

@@ -117,7 +117,8 @@ def constant(name: str, line: Line, kept: list[float]) -> str | None:
 
 ALARMS = (
     Alarm(
-        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0", 10, no_signal, "so there is no gradient",
+        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0", 10, no_signal,
+        "so the rewards give no gradient",
         "if the mean reward is low, use easier problems, a reward for partial success, a stronger model, or SFT on the "
         "format first; if the mean reward is high, use harder problems; otherwise raise num_generations or the "
         "temperature",
@@ -134,9 +135,9 @@ ALARMS = (
         "mismatch", "sampler and trainer disagree",
         f"mismatch/k3 is above {MISMATCH_K3}, or mismatch/effective_samples is below {EFFECTIVE_SAMPLES}", 3, mismatch,
         "so completions come from another distribution than the policy's",
-        "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights separately, leave out "
-        "top_p, top_k and min_p, or take fewer steps between sampling and training. The default "
-        "vllm_importance_sampling_correction=None corrects the remaining difference",
+        "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights separately, or leave out "
+        "top_p, top_k and min_p. The default vllm_importance_sampling_correction=None corrects the remaining "
+        "difference",
     ),
     Alarm(
         "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio is above {CLIPPED}",
@@ -153,7 +154,7 @@ ALARMS = (
         "entropy_collapse", "the entropy has collapsed",
         f"entropy is below {ENTROPY_SHARE:.0%} of its mean in the first {FIRST_STEPS} steps, or below {ENTROPY_FLOOR}",
         3, entropy_collapse, "so the completions of a prompt are nearly the same, and their rewards hardly differ",
-        "go back to an earlier checkpoint with a lower learning_rate, raise epsilon_high or the temperature, or use "
+        "go back to an earlier checkpoint and lower learning_rate, raise epsilon_high or the temperature, or use "
         "entropy_coef or top_entropy_quantile",
     ),
     Alarm(

@@ -31,7 +31,7 @@ EDGE: Line = {  # as far as it may go
 }
 BAD = [  # of an alarm: a line that is wrong, after how many of them it must sound, and what it must say
     ("nothing_to_learn", {"groups/with_signal": 0}, 10,
-     "(mean 0.5), so there is no gradient. What to do: if the mean reward is low, use easier"),
+     "(mean 0.5), so the rewards give no gradient. What to do: if the mean reward is low, use easier"),
     ("truncated", {"completions/clipped_ratio": 1.0}, 3, "max_completion_length"),
     ("mismatch", {"mismatch/k3": 0.011}, 3, "mismatch/k3 is 0.011, so completions come from another distribution"),
     ("mismatch", {"mismatch/effective_samples": 0.49}, 3, "mismatch/effective_samples is 0.49"),

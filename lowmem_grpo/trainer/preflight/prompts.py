@@ -17,7 +17,7 @@ USUAL_STEPS, USUAL_ROWS = 300, 500
 
 def unreadable(subject: Subject) -> Iterator[Finding]:
     """Find rows that cannot become a prompt: chat messages without a chat template, messages that the template refuses,
-    broken rows."""
+    rows that raise an error when they are read."""
     failed = Counter((type(looked.error).__name__, str(looked.error)) for looked in subject.sample.rows if looked.error)
     for (kind, message), count in failed.items():
         if kind == "DataError":
@@ -39,7 +39,8 @@ def split_advice(message: str) -> tuple[str, str]:
 
 
 def unusable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that are skipped for an empty prompt or a wrong type; only a warning if other rows are left."""
+    """Find rows that are skipped because the prompt is empty or has a wrong type; only a warning if other rows are
+    left."""
     reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
     listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons and reasons.total() == len(subject.sample.rows):
@@ -51,8 +52,9 @@ def unusable(subject: Subject) -> Iterator[Finding]:
 
 
 def too_long(subject: Subject) -> Iterator[Finding]:
-    """Find rows that are skipped because the prompt is longer than `max_prompt_length` (None: than the context minus
-    `max_completion_length`); only a warning if other rows are left."""
+    """Find rows that are skipped because the prompt is longer than `max_prompt_length` (if this is None: than the
+    context minus `max_completion_length`), or in SFTTrainer the row is longer than `max_length`; only a warning if
+    other rows are left."""
     sample, args = subject.sample, subject.args
     long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
     if not long:

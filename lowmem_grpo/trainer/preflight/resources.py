@@ -32,8 +32,8 @@ def unwritable(subject: Subject) -> Iterator[Finding]:
 
 
 def full_disk(subject: Subject) -> Iterator[Finding]:
-    """Find a disk without room for all checkpoints (up to `save_total_limit`) and completions.jsonl; only a warning if
-    one checkpoint has room."""
+    """Find a disk without room for completions.jsonl and all checkpoints that the run keeps; only a warning if there is
+    room for one checkpoint."""
     place, free = existing(subject.run_dir), free_bytes(subject.run_dir)
     if not place.is_dir() or free is None:
         return
@@ -50,7 +50,7 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
-    """Find a GPU run with little host memory left beside offloaded layer inputs and a paged optimizer."""
+    """Find a GPU run whose offloaded layer inputs and paged optimizer states leave little host memory free."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
     needed = paged if subject.plan is None else subject.plan.host  # in a plan, with the states that are paged
     available = available_host_bytes()
@@ -71,7 +71,8 @@ def unshared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
-    """Find a memory plan that needs more memory than the GPU has. The run may still work, since plans are estimates."""
+    """Find a memory plan that needs more GPU memory than the run may use. The run may still work, since plans are
+    estimates."""
     plan = subject.plan
     if plan is None or plan.fits:
         return
