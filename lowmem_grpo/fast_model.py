@@ -241,7 +241,7 @@ def check_bare(model: Any) -> None:
 
 
 def has_this_lora(model: Any, arguments: dict[str, Any]) -> TypeGuard[FastPeftModel]:
-    """Return whether `get_peft_model` made this model with these arguments, and warn that it is used as it is."""
+    """Return whether `get_peft_model` made this model with these arguments. If so, warn that it is used as it is."""
     same = isinstance(model, FastPeftModel) and model.loaded.lora_arguments == arguments
     if same := same and any(".lora_A." in name for name, _ in model.named_parameters()):
         logger.warning("the model has this LoRA already, and goes on from it; load the model again to begin anew")

@@ -50,7 +50,7 @@ def check_version(version: str) -> None:
 
 
 class LogprobsWithoutLogits:
-    """A mixin that comes before a TRL trainer class among the bases of a subclass."""
+    """A mixin that overrides the log-probabilities of a TRL trainer; it precedes the trainer among a class's bases."""
 
     accelerator: Any
     temperature: float
@@ -104,7 +104,7 @@ def base_of(model: Any) -> Any:
 
 
 def linear_of(head: Any) -> nn.Linear:
-    """Return the active output head, which with modules_to_save is the adapter's own unless the adapter is off.
+    """Return the active output head: with modules_to_save, that is the adapter's own head, unless the adapter is off.
     ValueError if it is not a plain torch.nn.Linear."""
     if isinstance(head, ModulesToSaveWrapper):
         off = head.disable_adapters or not head.active_adapters

@@ -1,8 +1,8 @@
 """A reward model: a sequence classifier with one label, whose logit is the reward of a prompt and its completion.
 
-As in TRL, its input is the chat template's text of prompt and completion if the prompt is a chat, else both joined,
-padded on the right. The model is frozen, and computes in its own dtype, without autocast. If the policy is on a card,
-the model is kept on the host and moved to the card only while it scores.
+As in TRL, the input is prompt and completion, rendered by the chat template if the prompt is a chat, else joined as
+text. It is padded on the right. The model is frozen, and computes in its own dtype, without autocast. If the policy is
+on a GPU, the model is kept on the host and moved to the GPU only while it scores.
 """
 
 import logging
@@ -29,7 +29,7 @@ KIND = "a model for sequence classification with num_labels=1, such as trl.Rewar
 
 
 class RewardModel(Reward):
-    """The score of a model, given as an object or a name. The last part of the model's name names the reward."""
+    """A reward function that returns a model's scores. The last part of the model's name is the reward's name."""
 
     after_sampling = True  # the KV cache must have left the card
     time_limit = math.inf
@@ -143,7 +143,7 @@ class RewardModel(Reward):
 
     @property
     def scoring_bytes(self) -> int:
-        """The estimated bytes on the card while it scores: weights, and activations inside a layer."""
+        """The estimated bytes on the GPU while the model scores: weights, and activations inside a layer."""
         shape, dtypes = self.model.config.get_text_config(), [parameter.dtype for parameter in self.model.parameters()]
         size = max(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)
         inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size

@@ -193,7 +193,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records up to `step`, ignoring damage after them; RecordError for a damaged line before."""
+    """Return the records up to `step`; RecordError for a damaged line among them. Damage after them is ignored."""
     kept: list[dict[str, Any]] = []
     damage = ""
     try:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxError(RuntimeError):
-    """The wanted isolation does not work here; the message says why and what to do."""
+    """The requested isolation does not work here; the message says why and what to do."""
 
 
 @dataclass(frozen=True)

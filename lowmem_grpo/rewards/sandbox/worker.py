@@ -181,7 +181,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             raise self.ended() from error
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """Return the next message. WorkerEnded if none comes in time, a limit is passed, or it is malformed."""
+        """Return the next message. WorkerEnded if it is late or malformed, or if a limit is exceeded."""
         while (end := self._waiting.find(b"\n")) < 0:
             if len(self._waiting) > self.limits.output_bytes:
                 raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")

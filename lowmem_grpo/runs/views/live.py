@@ -253,7 +253,8 @@ class TrajectoryView(LiveView):
         self.draws = False
 
     def line(self, logs: dict[str, float]) -> str:
-        """Return a step's line, without max_steps and time left if unknown; without a loss, the caller's metrics."""
+        """Return a step's line, without max_steps and time left if unknown. Without a loss, it shows the caller's
+        metrics."""
         if "loss" not in logs:
             own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
             return "  ".join([f"step {logs['step']:.0f}", *own])

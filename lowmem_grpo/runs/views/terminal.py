@@ -21,7 +21,7 @@ PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's standard l
 
 
 class UserPath(click.Path):
-    """A path or a name (with `path_type=str`): "~" is the home folder, and an empty one is refused."""
+    """A path, or with `path_type=str` a text: "~" is the home folder, and an empty value is refused."""
 
     def __init__(self, path_type: type = Path, **checks: Any) -> None:
         super().__init__(path_type=path_type, **checks)
@@ -59,8 +59,8 @@ def was_given(option: str) -> bool:
 
 
 def is_ours(trace: Any, through_python: bool = False) -> bool:
-    """Return whether an error was raised by this package, not inside a library, where the traceback matters;
-    with `through_python`, also by the standard library when this package called it."""
+    """Return whether an error was raised by this package, not inside a library, whose traceback is needed; with
+    `through_python`, also by the standard library when this package called it."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     while through_python and (files[-1].startswith("<frozen") or Path(files[-1]).is_relative_to(PYTHONS)):
         files.pop()

@@ -141,7 +141,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, engine_session: int) -> int:
-        """Return the number of a call's conversation. Sessions number a saved adapter anew: its file may change."""
+        """Return the number of a call's conversation. A saved adapter gets new ones per session: it may change."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
@@ -184,7 +184,7 @@ class EngineSession:
             call.future.set_result(turn_of(call, rollout))
 
     def fail(self, error: BaseException) -> None:
-        """Fail the calls in the engine with its error; if there are none, those that wait with the same `batch_key`."""
+        """Fail the calls in the engine with this error; if there are none, the waiting ones of the same `batch_key`."""
         left = list(self.open.values()) or self.waiting.drain(self.batch_key)
         self.open.clear()
         logger.warning("%d calls failed with the engine: %s: %s", len(left), type(error).__name__, error)

@@ -63,14 +63,14 @@ class Page:
         return follower
 
     def runs(self, user: User, names: list[str]) -> dict[str, Listed]:
-        """Return those of the named runs that this user may see; without names, the run to show, if there is any."""
+        """Return those of the named runs that this user may see; without names, the one to show by default, if any."""
         runs = {run.name: run for run in self.source.all(user)}
         return {name: runs[name] for name in names or sorted(runs, key=lambda name: not runs[name].can_show)[:1]
                 if name in runs}
 
     def version(self, user: User, names: list[str]) -> str:
         """Read the runs' new records, at least a piece of each file, for at most READS seconds, and return a text that
-        changes whenever their page does."""
+        changes whenever the page of these runs changes."""
         until, runs = time.monotonic() + READS, [self.follow(run) for run in self.runs(user, names).values()]
         while any(run.reading for run in runs) and time.monotonic() < until:
             for run in runs:
@@ -80,7 +80,7 @@ class Page:
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
-        """Return the page's data: the list, and the named run (default: the first) or charts that compare several."""
+        """Return the list, and the named run (default: the first) or, for several names, charts that compare them."""
         version, runs = self.version(user, names), self.runs(user, names)
         names = names or [*runs]
         data = {"title": self.source.title, "query": query_of(*names) if names else "", "version": version, "list": {

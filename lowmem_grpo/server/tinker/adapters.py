@@ -1,6 +1,6 @@
 """`Adapters`: several LoRA models on one base, each with its own factors, gradients and moments.
 
-Each is a PEFT adapter with its own name, and one is active at a time. PEFT sets `requires_grad` of the others'
+Each model is a PEFT adapter with its own name, and one is active at a time. PEFT sets `requires_grad` of the others'
 parameters to False, so that no call can change the gradients of a model that it does not name. Swapping the factors of
 a single adapter would need copies at each change of model, and the same rank for all."""
 

@@ -216,7 +216,7 @@ class RequestStore:
         return [ModelRequest(**row) for row in rows]
 
     def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
-        """Store a request's answer, and the state file if it wrote one; its body stays if it added gradients."""
+        """Store a request's answer, and its new state file, if any. The request's body stays if it added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)
@@ -238,7 +238,7 @@ class RequestStore:
         self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
 
     def snapshots(self, owner: str) -> list[str]:
-        """Return the snapshot folders that this user's samplers use, as they were added."""
+        """Return the snapshot folders that this user's samplers use, in the order of their addition."""
         rows = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
                                    "NULL", (owner,))
         return [row["snapshot"] for row in rows]
