@@ -202,7 +202,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
 
 def folder_at(name: str, path: Any, kind: str = "") -> Path:
-    """Return a folder that the user named, in which "~" is the home folder; ValueError for anything else."""
+    """Return the folder that the user named, with "~" expanded; ValueError for a value that names no folder."""
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ValueError(f"{name} is {path!r}; it must be a folder's name{kind}")
     return Path(path).expanduser()
@@ -210,7 +210,7 @@ def folder_at(name: str, path: Any, kind: str = "") -> Path:
 
 @contextmanager
 def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
-    """Make the model compute with the requested adapter (None: the base model) inside the context, then restore it."""
+    """Compute with the requested adapter (None: the base model) inside the context, then with the former one again."""
     if request is None:
         with Policy(model).base_model():
             yield

@@ -60,10 +60,10 @@ class FastLanguageModel:
 
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
         too; None means True, unless `load_in_16bit` or `load_in_fp8`. `load_in_fp8` quantizes to 8-bit floats (e4m3) in
-        the same way: True with a scale for each row, "block" with one for each 128 x 128 weights. Products stay in 16
-        bits. A checkpoint that is already in 4 bit or in FP8 loads as it is. `max_seq_length` None is the model's whole
-        context. `device_map` may name one device, as `device` does. dtype None means bfloat16 or float16, depending on
-        the card, and float32 on the CPU; `torch_dtype` is its older name.
+        the same way: True with a scale for each row, "block" with one for each 128 x 128 weights. Matrix products stay
+        in 16 bits. A checkpoint that is already in 4 bit or in FP8 loads as it is. `max_seq_length` None is the model's
+        whole context. `device_map` may name one device, as `device` does. dtype None means bfloat16 or float16,
+        depending on the card, and float32 on the CPU; `torch_dtype` is its older name.
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
         "transformers", True for vLLM if a checked version is installed, or False for transformers. None means False,
@@ -75,9 +75,9 @@ class FastLanguageModel:
         vLLM's default, or 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no
         memory, and takes only `enforce_eager` of these. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights
         once per phase of sampling. That is faster when many sequences are decoded together (with only a few, the codes
-        are read), and takes 2 bytes a weight until training begins; "4bit" never does it. None never does it on the
-        CPU. On a card, None does it if that is faster by the card's data sheet, and the key-value cache of the
-        sequences that are decoded together still fits. The transformers engine does it only in runs, whose memory is
+        are read), and takes 2 bytes a weight until training begins; "4bit" never dequantizes, and neither does None on
+        the CPU. On a card, None dequantizes if that is faster by the card's data sheet, and the key-value cache of the
+        sequences that are decoded together still fits; with the transformers engine only in runs, whose memory is
         planned. `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as
         many tokens fit, but its log-probabilities differ a little more from the trainer's, which the parity gate
         measures.

@@ -147,7 +147,7 @@ class LocalRun:
         self.read_checkpoints()
 
     async def close(self, error: BaseException | None = None) -> None:
-        """End the run after the work in progress; with an error, as failed."""
+        """End the run after the work in progress; with an error, mark it as failed."""
         if not self.closed:
             self.closed = True
             atexit.unregister(self.at_exit)

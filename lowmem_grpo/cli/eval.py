@@ -133,8 +133,8 @@ def check_source(chosen: dict[str, Any]) -> None:
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
-    """Return the model and adapter given by TARGET and --adapter. Without options, the quantization is that in the
-    adapter's record. The revision is that in the record, if the record names the same model."""
+    """Return the model and adapter given by TARGET and --adapter. Without options, the adapter's record decides the
+    quantization. It decides the revision only if it names the same model."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)

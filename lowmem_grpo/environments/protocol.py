@@ -42,8 +42,8 @@ class Anew:
 @dataclass(frozen=True)
 class AskBase:
     """A question to the base model (the model without its adapter). `reset` or `step` returns it if the environment
-    needs a reply before it can answer. The run's engine samples the reply, batched with other episodes; the reply is
-    not trained on.
+    needs a reply to go on. The run's engine samples the reply, batched with other episodes; the reply is not trained
+    on.
 
     `then` gets the reply as text, and returns what `reset` or `step` would have returned, possibly another AskBase. A
     reply for which `readable` returns False is counted (`other/failure_frequency`) and passed to `then` all the same.

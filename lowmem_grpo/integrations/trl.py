@@ -29,9 +29,9 @@ OVERRIDDEN = "_get_per_token_logps_and_entropies"
 def use_lowmem_kernels(trainer_class: type | None = None) -> type:
     """Return a subclass of TRL's GRPOTrainer, or of a given subclass of it, that never holds logits (tokens, vocab).
 
-    It takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for a class that is no
-    subclass of trl.GRPOTrainer, and ValueError for one that overrides the log-probabilities itself. Its constructor
-    raises ValueError, with the remedy, for settings that it cannot train: see `refused`."""
+    The subclass takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for a class
+    that is no subclass of trl.GRPOTrainer, and ValueError for one that overrides the log-probabilities itself. Its
+    constructor raises ValueError, with the remedy, for unsupported settings: see `refused`."""
     check_version(trl.__version__)
     trainer_class = trl.GRPOTrainer if trainer_class is None else trainer_class
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):

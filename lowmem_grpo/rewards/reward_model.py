@@ -93,7 +93,7 @@ class RewardModel(Reward):
     # Placement
 
     def load(self, device: torch.device) -> None:
-        """Load a model that was given by name, and set `device`, the policy's, as the device that scores."""
+        """Load a model that was given by name; `device`, which is the policy's, becomes the scoring device."""
         if self.model is None:
             target = device if "quantization_config" in self.init else torch.device("cpu")
             self.model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -114,7 +114,7 @@ class RewardModel(Reward):
             self.move(self.home)
 
     def freeze(self) -> None:
-        """Freeze the model, without a KV cache, and set its padding token: it scores the last token before padding."""
+        """Freeze the model, without a KV cache, and set its padding token: the last token before padding is scored."""
         config = self.model.requires_grad_(False).eval().config.get_text_config()
         config.pad_token_id, config.use_cache = self.tokenizer.pad_token_id, False
         keep_layout(self.model)  # 4-bit weights that were repacked for the CPU could not be moved to a card
@@ -137,7 +137,7 @@ class RewardModel(Reward):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of its weights."""
+        """The bytes of the model's weights."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

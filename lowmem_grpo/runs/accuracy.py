@@ -145,7 +145,8 @@ def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> l
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Return indices of up to `shown` pairs (right before, right after): some of each kind, then by KINDS' order."""
+    """Return indices of up to `shown` pairs (right before, right after): some of each kind, filled up and sorted by
+    KINDS."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

@@ -37,7 +37,8 @@ class RunRecords:
         self.lines: Counter[str] = Counter()  # lines of each file that this run wrote or kept
 
     def start_run(self) -> Path | None:
-        """Move the files of a previous run into a new folder in `earlier`, and return it; None if there are none."""
+        """Move the files of a previous run into a new folder in `earlier`, and return that folder; None if there are no
+        files."""
         self.lines.clear()
         earlier = self.run_dir / EARLIER
         moving = earlier / ".moving"
@@ -214,7 +215,7 @@ def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def step_record(line: bytes) -> dict[str, Any]:
-    """Parse a line; the message of a ValueError continues "FILE, line N"."""
+    """Parse a line. The message of a ValueError is meant to follow "FILE, line N"."""
     try:
         record = json_object(line)
     except ValueError as error:

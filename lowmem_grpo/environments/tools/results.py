@@ -45,7 +45,7 @@ def refuse_images(content: Any, source: str) -> None:
 
 
 def text_of(result: Any) -> str:
-    """Return a string unchanged, text parts joined, other data as JSON. DataError for images, ToolError if not data."""
+    """Return a string unchanged, text parts joined, other data as JSON. DataError for images, else ToolError."""
     lone = isinstance(result, dict) and not {*result}.isdisjoint(IMAGE_PARTS)  # an image by itself
     parts = [result] if lone else result if isinstance(result, list | tuple) else []
     refuse_images(parts, "a tool")

@@ -168,8 +168,8 @@ class Toolbox:
         return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
 
     def run(self, call: ToolCall, make: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> str:
-        """Return the result of a call as text, cut to the limit; a FinalResult stays one. `make` calls a function like
-        `WorkerJob.call`, whose arguments it takes. ToolError, with its message cut to the limit, if the call fails;
+        """Return the result of a call as text, cut to the limit; a FinalResult stays one. `make` calls a function, and
+        takes the arguments of `WorkerJob.call`. ToolError, with its message cut to the limit, if the call fails;
         ToolOutage if the tool is broken, LateError if it takes too long, and DataError if it returns an image."""
         tool = self.tools.get(call.name)
         try:

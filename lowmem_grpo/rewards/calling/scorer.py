@@ -134,7 +134,7 @@ class RewardScorer:
         table = self.override(rows, *(lists[name] for name in OF_COMPLETIONS)).tolist()
         if [len(row) for row in table] != [len(self.names)] * len(rows):
             raise RewardError(f"_calculate_rewards returned {len(table)} rows of {len(table[0]) if table else 0} "
-                              f"rewards; expected are {len(rows)} rows, one of each completion, of {len(self.names)}")
+                              f"rewards; expected are {len(rows)} rows, one for each completion, of {len(self.names)}")
         calls = [self.called.get(name) or self.call(name, lists, state) for name in self.names]
         for call, column in zip(calls, zip(*table, strict=True), strict=True):
             call.future = Future()

@@ -229,8 +229,8 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
     """Find that most completions were cut off, or that few groups carry signal (their rewards differ). `failures` is
-    the number of functions left out. If there are not `enough` groups to estimate a share, signal is reported only if
-    no group carries any."""
+    the number of functions left out. If there are not `enough` groups to estimate a share, a lack of signal is reported
+    only if no group carries any."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:

@@ -58,8 +58,8 @@ class Round(Meter):
 
 
 class Judge:
-    """The base class of judges, which define `rate(questions) -> Round`: it may be async, and raises no error on
-    failure."""
+    """The base class of judges. Each defines `rate(questions) -> Round`, which may be async, and which records failures
+    in the Round instead of raising errors."""
 
     after_sampling = False  # `rate` uses the rollout engine
     time_limit: float  # seconds within which `rate` returns
@@ -136,9 +136,8 @@ class JudgeReward(Reward):
         return self.settle(places, self.judge.rate([*asked]), call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
-        """Return (question, index of the answer in it) for each completion. Consecutive completions with the same
-        prompt, and in episodes the same seed, are a group. Its equal completions are shown once. TypeError without
-        prompts."""
+        """Return (question, index of its answer) for each completion. A group is consecutive completions with the same
+        prompt, and in episodes the same seed; its equal completions are shown once. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         nothing = [None] * len(texts)

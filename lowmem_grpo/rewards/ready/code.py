@@ -92,7 +92,7 @@ class CodeVerifier(Verifier):
         return [verdict_of(tests) for tests in self.judge(completions, *self.split_columns(columns))]
 
     def split_columns(self, columns: dict[str, list[Any]]) -> tuple[list[Any], list[Any] | None]:
-        """Return the tests of N rows, and the names of the tested functions, or None if no column holds such names."""
+        """Return (tests, names of the tested functions) of N rows; the names are None if no column holds them."""
         tests, *functions = (columns[name] for name in self.columns)
         return tests, functions[0] if functions else None
 

@@ -180,7 +180,8 @@ def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> A
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """Return a function, or a method of a new object: "Solution.two_sum", or "two_sum". NameError if it is missing."""
+    """Return the function of this name, or the method of a new object for "Solution.two_sum", or for "two_sum" if the
+    module has no such function. NameError if there is none."""
     target: Any = module
     if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
         name = f"Solution.{name}"

@@ -74,7 +74,7 @@ def decode(tree: Any, referred: Function | None = None) -> Any:
     if name in BACK:
         return BACK[name](decode(content, referred))
     if referred is None:
-        raise ValueError(f"{name!r} is no type of encoded data")
+        raise ValueError(f"{name!r} is not a type of encoded data")
     return referred(tree)
 
 

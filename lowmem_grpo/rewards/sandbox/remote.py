@@ -77,7 +77,7 @@ class Link:
         if kind == "type" and isinstance(builtin := getattr(builtins, content), type):
             return builtin
         if kind != "ref":
-            raise ValueError(f"{kind!r} is no type of encoded data")
+            raise ValueError(f"{kind!r} is not a type of encoded data")
         return self.theirs.setdefault(content[0], self.stand_in(self, *content))
 
     def error_class(self, names: list[str]) -> Any:
@@ -200,7 +200,7 @@ def state_of(value: Any) -> Any:
 
 
 def renew(old: Any, new: Any) -> Any:
-    """Give a container the content of another one, and return it; lists of equal length keep their inner containers."""
+    """Give the container `old` the content of `new`, and return `old`; equally long lists keep inner containers."""
     if isinstance(old, list) and len(old) == len(new):
         new = [renew(before, after) if isinstance(before, CHANGEABLE) and type(before) is type(after) else after
                for before, after in zip(old, new, strict=True)]

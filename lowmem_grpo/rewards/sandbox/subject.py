@@ -127,7 +127,7 @@ def compared(name: str) -> Callable[..., Any]:
 
 
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
-    """Return a method for a binary operation, which the test computes for plain data. Another object combined with data
+    """Return a method for a binary operation. The test computes it for plain data. Another object, combined with data,
     must give an object, marked as `_fed`: it may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):

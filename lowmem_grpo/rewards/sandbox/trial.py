@@ -258,7 +258,7 @@ class Trial:
 def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
     kind, text = reply.get("error"), reply.get("text")
     if not isinstance(kind, str) or not isinstance(text, str):
-        return "error", "it answered with what is no message"
+        return "error", "its answer is not a message"
     return ("memory" if kind == "MemoryError" else "error"), text[:500]
 
 

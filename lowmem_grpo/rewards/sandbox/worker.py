@@ -99,7 +99,7 @@ REAP_SECONDS = 5.0  # for a launcher to reap its child
 CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # the statuses of Popen and of bwrap
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
-NO_MESSAGE = "it answered with what is no message"
+NO_MESSAGE = "its answer is not a message"
 
 
 class WorkerEnded(Exception):  # noqa: N818, it need not be an error

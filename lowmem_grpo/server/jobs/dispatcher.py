@@ -92,8 +92,8 @@ class Dispatcher:
             self.queue.end_job(job, FAILED, f"{cause}; `lowmem-grpo logs {job.id}` says more", code)
 
     def record_loss(self, job: Job) -> None:
-        """Record that a job's run and keeper vanished. The job is requeued, unless its summary says that the run
-        finished, the job was being stopped, or it vanished too often."""
+        """Record that a job's run and keeper vanished. The job is requeued, unless the run's summary says that it
+        finished, the job was to stop, or this happened too often."""
         summary = self.queue.folder_of(job) / "run" / SUMMARY
         if (summary.exists() and summary.stat().st_mtime > (job.began or 0.0)
                 and json_file(summary).get("status") == "finished"):
@@ -134,7 +134,7 @@ class Dispatcher:
 
 def wait_for_room(recipe: str, arguments: list[str]) -> None:
     """Wait until this GPU has room for what a recipe's plan needs; return at once without a GPU or presets. PLANNED
-    says why the job waits. SystemExit, with the plan's advice, if it would not fit its share of an empty GPU."""
+    says why the job waits. SystemExit, with the plan's advice, if the run does not fit its share of an empty GPU."""
     if driver_version() is None:
         return
     import torch

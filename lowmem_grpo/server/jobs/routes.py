@@ -1,5 +1,4 @@
-"""The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`; and the jobs on the
-page."""
+"""The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`, and for the page."""
 
 import re
 from collections.abc import AsyncIterator, Callable

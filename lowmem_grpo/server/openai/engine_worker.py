@@ -96,8 +96,8 @@ class EngineWorker:
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """Return a future of log-probs: of each completion token and of the `count` likeliest in its place, by one more
-        pass."""
+        """Return a future of the log-probs of each completion token and of the `count` likeliest tokens in its place.
+        One more forward pass computes them."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:

@@ -141,7 +141,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, engine_session: int) -> int:
-        """Return the number of a call's conversation. A saved adapter gets new ones per session: it may change."""
+        """Return the number of a call's conversation. A saved adapter, which may change, gets new ones per session."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
@@ -226,7 +226,7 @@ class EngineSession:
 
 
 def turn_of(call: Call, rollout: Rollout) -> Turn:
-    """Return a completion as a turn, with the policy version: live, the saved adapter's, or -1 for the base model."""
+    """Return a completion as a turn, with the version of the live policy or saved adapter, or -1 for the base."""
     usual = -1 if call.adapter is None else 0
     version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version
     return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,

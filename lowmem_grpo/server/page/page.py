@@ -80,7 +80,7 @@ class Page:
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
-        """Return the list, and the named run (default: the first) or, for several names, charts that compare them."""
+        """Return the list of runs, and the named one (default: the first), or charts that compare several."""
         version, runs = self.version(user, names), self.runs(user, names)
         names = names or [*runs]
         data = {"title": self.source.title, "query": query_of(*names) if names else "", "version": version, "list": {

@@ -38,7 +38,7 @@ class Saved:
 
 
 def path_of(model: str, kind: str, name: str) -> str:
-    """Return the protocol's path of named weights. ValueError for a name with other characters, or too long."""
+    """Return the protocol's path of named weights. ValueError for an invalid or too long name."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"path is {name!r}; give a name of letters, digits and _.-, at most 128")
     return f"tinker://{model}/{kind}/{name}"

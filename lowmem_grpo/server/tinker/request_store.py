@@ -216,7 +216,7 @@ class RequestStore:
         return [ModelRequest(**row) for row in rows]
 
     def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
-        """Store a request's answer, and its new state file, if any. The request's body stays if it added gradients."""
+        """Store a request's answer, and its new state file, if any. The body stays if the request added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)

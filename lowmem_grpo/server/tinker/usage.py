@@ -120,7 +120,7 @@ class Runs:
         self.refused[owner] = time.time()
 
     def gives_up(self, model: StoredModel) -> bool:
-        """Return whether to give up a missing request: no other came for GAP seconds, or for SOON after a refusal."""
+        """Return whether to give up a missing request: none came for GAP seconds, or for SOON after a refusal."""
         now = time.time()
         patience = SOON if now - self.refused.get(model.owner, -GAP) < GAP else GAP
         return now - max(model.asked, self.began) >= patience
