@@ -135,7 +135,7 @@ class LocalBackend:
     # Checkpoints
 
     async def get_step(self, model: Any) -> int:
-        """Return the number of steps so far; before the model is registered, that of its newest checkpoint."""
+        """Return the number of steps so far; before the model is registered, the step of its newest checkpoint."""
         if not trains(model):
             return 0
         run = self.runs.get((model.project, model.folder_name))

@@ -84,7 +84,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return self._client
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """Return the name to pass as `model` to the client; with `step`, that of an earlier checkpoint."""
+        """Return the name to pass as `model` to the client; with `step`, the name of an earlier checkpoint."""
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 

@@ -231,6 +231,6 @@ class WithPrompts:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row's prompt; a text becomes a user message, and no prompt an empty one."""
+    """Return the messages of a row's prompt. A text becomes a user message; without a prompt, that message is empty."""
     prompt = row.get("prompt") or ""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

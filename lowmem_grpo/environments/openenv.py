@@ -1,5 +1,5 @@
-"""Environments of OpenEnv: a client of its server, a function from replies to actions, and one from observations to
-text.
+"""Environments of OpenEnv: a client of its server, a function from replies to actions, and a function from observations
+to text.
 
     environment = OpenEnv(lambda: EchoEnv(base_url=url), action=lambda reply: EchoAction(message=reply),
                           text=lambda observation: observation.echoed_message)

@@ -180,7 +180,7 @@ class EnvHandle:
 
 
 def tools_of(made: Any) -> list[Callable[..., Any]]:
-    """Return an environment's tools: those in `tools` if it has `step`, else its public methods."""
+    """Return an environment's tools: the functions in `tools` if there is a `step`, else the public methods."""
     if callable(getattr(made, "step", None)):
         tools = getattr(made, "tools", None) or []
         try:

@@ -4,8 +4,8 @@
 
 All of TRL's log-probabilities and entropies, of the policy, the old policy and the reference, come from one method,
 `_get_per_token_logps_and_entropies`. The subclass overrides it: the model's backbone computes the hidden states of the
-same padded batch, and the kernel takes those of the completions' tokens. As in TRL, padding after a completion gets 0.
-The method is private, so `TRL` names the versions that the override was checked on."""
+same padded batch, and the kernel takes the hidden states of completion tokens. As in TRL, padding after a completion
+gets 0. The method is private, so `TRL` names the versions that the override was checked on."""
 
 from collections.abc import Iterator
 from typing import Any

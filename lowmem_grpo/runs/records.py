@@ -69,7 +69,7 @@ class RunRecords:
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Drop the lines after `step`, which will be written again, and an unfinished last line; return the metrics
-        that stay. RecordError, before anything is dropped, for a damaged line among the kept ones."""
+        that stay. RecordError, before anything is dropped, for a damaged line that would be kept."""
         held = {name: kept_lines(self.run_dir / name, step) for name in (METRICS, COMPLETIONS)
                 if os.path.lexists(self.run_dir / name)}
         for name, kept in held.items():

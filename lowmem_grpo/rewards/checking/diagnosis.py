@@ -113,7 +113,7 @@ def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[st
 
 def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
            dataset: str = "dataset") -> Finding:
-    """Return the finding that a function failed, with its fix. `columns` are those of the data called `dataset`."""
+    """Return the finding that a function failed, with its fix. `columns` are those of the data, named `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",

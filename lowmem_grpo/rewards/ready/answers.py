@@ -28,7 +28,7 @@ LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is m
 
 def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool = False) -> TextVerifier:
     """Return a verifier: the answer's text equals the label, or the answer that the label states. White space at the
-    ends is ignored, and any inside counts as one space. An empty label gives no verdict.
+    ends is ignored, and any white space inside counts as one space. An empty label gives no verdict.
 
     `where` finds the answer: `whole` (default), `last_line`, `boxed`, `in_tag("answer")`, `after("####")`.
     """

@@ -202,7 +202,7 @@ class CodeReward(OfTests, VerifiedReward):
 
 
 class ShareReward(OfTests):
-    """Pays for the share of passed tests, among those of the row that have a verdict."""
+    """Pays for the share of passed tests, among the row's tests that have a verdict."""
 
     def __init__(self, verifier: CodeVerifier, amount: float, name: str) -> None:
         super().__init__(name, verifier.columns)

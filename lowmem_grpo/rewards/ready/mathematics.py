@@ -76,7 +76,7 @@ class AnswerPart:
 
 @functools.lru_cache(maxsize=10_000)
 def read_answer(text: str) -> AnswerPart:
-    """Return the structure of an answer; one that is nested deeper than MAX_DEPTH is a single part."""
+    """Return the structure of an answer; an answer nested deeper than MAX_DEPTH is a single part."""
     tokens = tokens_of(unwrapped(text))
     deepest = max(itertools.accumulate(map(depth, tokens)), default=0)
     return part_of(tokens) if deepest <= MAX_DEPTH else AnswerPart("", (), tokens)

@@ -121,7 +121,7 @@ def runs(node: ast.stmt) -> bool:
 
 
 def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the imported modules that stand for the code under test (`from solution import add`): those outside the
+    """Return the imported modules that stand for the code under test (`from solution import add`): modules outside the
     standard library. ValueError for a third-party package."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}

@@ -1,9 +1,9 @@
 """JSON for plain data that keeps Python's types, and the comparison of an expected value with a returned one.
 
 None, bool, int, float, str and list are unchanged. Other types become an object with the type as its only key:
-{"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"},
-{"complex": [re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end), and those
-of FORMS, for example {"Fraction": "1/3"}. Other values are encoded by the caller's `refer`, or are an error.
+{"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"}, {"complex":
+[re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end), and the types of
+FORMS, for example {"Fraction": "1/3"}. Other values are encoded by the caller's `refer`, or are an error.
 """
 
 import math

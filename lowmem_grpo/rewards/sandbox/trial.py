@@ -179,7 +179,7 @@ class Trial:
         self.workers.clear()
 
     def started(self, role: str, code: str, **more: object) -> Worker:
-        """Return a new process. Its start does not count as the code's time, unless it replaces one that has ended."""
+        """Return a new process. Its start does not count as the code's time, unless it replaces an ended process."""
         began = time.monotonic()
         worker = self.sandbox.start(role, code, **more)
         if role == "program" or role not in self.begun:

@@ -54,8 +54,8 @@ class EngineWorker:
         self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,
         policy: Policy | None = None, engine: Engine | None = None,
     ) -> None:
-        """`model` comes from FastLanguageModel; `tokenizer` is the one that the trainer's engine uses (None: the one
-        loaded with the model). `policy` is the trainer's. `engine` is the caller's own, which is never replaced."""
+        """`model` comes from FastLanguageModel; `tokenizer` is the one that the trainer's engine uses (None: the
+        model's own). `policy` is the trainer's. `engine` is the caller's own, which is never replaced."""
         self.model, self.tokenizer, self.seed = model, tokenizer or model.loaded.tokenizer, seed
         self.policy, self.memory = policy or Policy(model.inner), RunMemory()
         self.engine, self.given = engine, engine is not None

@@ -63,7 +63,7 @@ class Page:
         return follower
 
     def runs(self, user: User, names: list[str]) -> dict[str, Listed]:
-        """Return those of the named runs that this user may see; without names, the one to show by default, if any."""
+        """Return those of the named runs that this user may see; without names, the run to show by default."""
         runs = {run.name: run for run in self.source.all(user)}
         return {name: runs[name] for name in names or sorted(runs, key=lambda name: not runs[name].can_show)[:1]
                 if name in runs}
@@ -208,8 +208,8 @@ async def form_fields(request: Request) -> dict[str, str]:
 
 def page_app(page: Page, everywhere: bool = False, other: ASGIApp | None = None) -> ASGIApp:
     """Return the application of the page at `/` and below `/page`, with security headers on every reply; all other
-    paths are those of the application `other`, if given. `everywhere` accepts any Host header. Users are known by a
-    cookie, so the gate asks for no key."""
+    paths go to the application `other`, if given. `everywhere` accepts any Host header. Users are known by a cookie, so
+    the gate asks for no key."""
     app = make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
                           "GET / and those below /page")
 

@@ -107,7 +107,7 @@ class Adapters:
         self.rest()
 
     def create(self, model_id: str, settings: LoraSettings) -> None:
-        """Create a model, in place of any of the same id: A is drawn from the seed, B is zero."""
+        """Create a model, in place of any other with the same id: A is drawn from the seed, B is zero."""
         self.delete(model_id)
         name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
         scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)

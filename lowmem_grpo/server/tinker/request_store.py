@@ -64,11 +64,11 @@ class ModelRequest:
 
     @property
     def id(self) -> str:
-        """The id of the request's promise; a repeated request has the same one."""
+        """The id of the request's promise; a repeated request has the same id."""
         return f"{self.model}:{self.seq}"
 
     def agrees_with(self, later: "ModelRequest") -> bool:
-        """Return whether a later request with the same number is the same; True if there is no body to compare."""
+        """Return whether a later request with the same number repeats this one; True if there is no body to compare."""
         if self.kind in (MISSING, REFUSED):
             return True
         if self.kind != later.kind or not self.body or self.body == later.body:

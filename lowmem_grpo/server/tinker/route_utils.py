@@ -84,7 +84,7 @@ async def checked(call: Callable[[], T], here: bool = False) -> T:
 
 @contextmanager
 def client_errors() -> Iterator[None]:
-    """Turn errors in the block into ChatErrors with 4xx statuses; only that of BusyError, 429, asks for a retry."""
+    """Turn errors in the block into ChatErrors with 4xx statuses; only 429, for BusyError, asks for a retry."""
     try:
         yield
     except UnknownError as error:
