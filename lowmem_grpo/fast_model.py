@@ -202,7 +202,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
 
 def folder_at(name: str, path: Any, kind: str = "") -> Path:
-    """Return a folder that the user named, in which "~" is the home folder; ValueError for anything else."""
+    """Return the folder that the user named, with "~" expanded; ValueError for a value that names no folder."""
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ValueError(f"{name} is {path!r}; it must be a folder's name{kind}")
     return Path(path).expanduser()
@@ -210,7 +210,7 @@ def folder_at(name: str, path: Any, kind: str = "") -> Path:
 
 @contextmanager
 def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
-    """Make the model compute with the requested adapter (None: the base model) inside the context, then restore it."""
+    """Compute with the requested adapter (None: the base model) inside the context, then with the former one again."""
     if request is None:
         with Policy(model).base_model():
             yield
@@ -241,7 +241,7 @@ def check_bare(model: Any) -> None:
 
 
 def has_this_lora(model: Any, arguments: dict[str, Any]) -> TypeGuard[FastPeftModel]:
-    """Return whether `get_peft_model` made this model with these arguments, and warn that it is used as it is."""
+    """Return whether `get_peft_model` made this model with these arguments. If so, warn that it is used as it is."""
     same = isinstance(model, FastPeftModel) and model.loaded.lora_arguments == arguments
     if same := same and any(".lora_A." in name for name, _ in model.named_parameters()):
         logger.warning("the model has this LoRA already, and goes on from it; load the model again to begin anew")

@@ -60,14 +60,14 @@ class FastLanguageModel:
 
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
         too; None means True, unless `load_in_16bit` or `load_in_fp8`. `load_in_fp8` quantizes to 8-bit floats (e4m3) in
-        the same way: True with a scale for each row, "block" with one for each 128 x 128 weights. Products stay in 16
-        bits. A checkpoint that is already in 4 bit or in FP8 loads as it is. `max_seq_length` None is the model's whole
-        context. `device_map` may name one device, as `device` does. dtype None means bfloat16 or float16, depending on
-        the card, and float32 on the CPU; `torch_dtype` is its older name.
+        the same way: True with a scale for each row, "block" with one for each 128 x 128 weights. Matrix products stay
+        in 16 bits. A checkpoint that is already in 4 bit or in FP8 loads as it is. `max_seq_length` None is the model's
+        whole context. `device_map` may name one device, as `device` does. dtype None means bfloat16 or float16,
+        depending on the card, and float32 on the CPU; `torch_dtype` is its older name.
 
         `fast_inference` names the rollout engine, which always samples with this model's own weights: "vllm",
-        "transformers", True for vLLM if a checked version is installed, or False for transformers. None is False, and a
-        warning says if vLLM would be faster. `model.engine_choice` says which one it is and why. vLLM takes
+        "transformers", True for vLLM if a checked version is installed, or False for transformers. None means False,
+        and a warning says if vLLM would be faster. `model.engine_choice` says which engine samples and why. vLLM takes
         `gpu_memory_utilization` of the card, or `kv_cache_bytes` for its key-value cache. It decodes up to
         `max_num_seqs` sequences together (None: all that a run samples at once, as far as the cache has room), and
         `enforce_eager=True` turns CUDA graphs off. (False insists on them, and is refused, with the reason, if decode
@@ -75,11 +75,12 @@ class FastLanguageModel:
         vLLM's default, or 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no
         memory, and takes only `enforce_eager` of these. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights
         once per phase of sampling. That is faster when many sequences are decoded together (with only a few, the codes
-        are read), and takes 2 bytes a weight until training begins; "4bit" never does it. None does it on a card where
-        it is faster by its data sheet, if the key-value cache of the sequences that are decoded together still fits
-        beside the weights, and never on the CPU; the transformers engine does so only in runs, whose memory is planned.
-        `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
-        tokens fit, but its log-probabilities differ a little more from the trainer's, which the parity gate measures.
+        are read), and takes 2 bytes a weight until training begins; "4bit" never dequantizes, and neither does None on
+        the CPU. On a card, None dequantizes if that is faster by the card's data sheet, and the key-value cache of the
+        sequences that are decoded together still fits; with the transformers engine only in runs, whose memory is
+        planned. `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as
+        many tokens fit, but its log-probabilities differ a little more from the trainer's, which the parity gate
+        measures.
 
         `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks tokens up
         there. vLLM needs it on the device.
@@ -167,14 +168,15 @@ class FastLanguageModel:
         `exclude_modules`, `layers_pattern`, `rank_pattern`, `alpha_pattern` and `init_lora_weights` (True, False,
         "gaussian", "orthogonal", "eva") mean what they mean in PEFT's LoraConfig.
 
-        `finetune_attention_modules=False` omits attention's linear layers, `finetune_mlp_modules=False` the others.
-        `layers_to_transform` lists the layers, by number, that get LoRA; `finetune_last_n_layers` takes the last n.
+        `finetune_attention_modules=False` omits the linear layers of attention, `finetune_mlp_modules=False` all
+        others. `layers_to_transform` lists the layers, by number, that get LoRA; `finetune_last_n_layers` takes the
+        last n.
 
         `use_gradient_checkpointing` is True (keep each layer's input on the device), "offload" (on the host), "auto"
-        (as "offload", and on a card the run's memory plan lets the last layers keep everything where there is room;
-        alias "unsloth") or False. Except with False, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on
-        a card as many as the plan has room for). Raises ValueError for what is not supported. A second call with the
-        same arguments, as in a cell that is run twice, returns the model as it is.
+        (as "offload", but on a card the last layers keep all activations if the run's memory plan has room; alias
+        "unsloth") or False. Except with False, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on a
+        card as many as the plan has room for). Raises ValueError for what is not supported. A second call with the same
+        arguments, as in a cell that is run twice, returns the model as it is.
         """
         asked = {name: value for name, value in locals().items() if name not in ("cls", "model")}
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)

@@ -159,8 +159,8 @@ class MicroBatch:
     """S whole sequences packed without padding into T places; see the alignment rule above.
 
     The sequences belong to R rollouts: one per rollout, or several if an episode's history was rewritten. Sequences of
-    one prompt share the places of its tokens, except the last. `sources` gathers the tokens into a padded (S, W)
-    layout, W = max_seqlen, and `places` takes results from that layout back to the packed places.
+    one prompt share the places of its tokens, except the place of its last token. `sources` gathers the tokens into a
+    padded (S, W) layout, W = max_seqlen, and `places` takes results from that layout back to the packed places.
     """
 
     input_ids: Tensor  # (T,) int64
@@ -258,7 +258,7 @@ def by_severity(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def has_error(findings: Iterable[Finding]) -> bool:
-    """Return whether a finding is an error: the run would fail or learn nothing."""
+    """Return whether any finding is an error: the run would fail or learn nothing."""
     return any(finding.severity == "error" for finding in findings)
 
 

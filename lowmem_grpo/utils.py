@@ -148,7 +148,7 @@ def require(name: str, value: object, rule: Rule, fix: str = "") -> None:
 
 
 def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Raise ValueError for the first value that breaks its rule. None breaks no rule: the option was not passed."""
+    """Raise ValueError for the first value that breaks its rule. None (an option not passed) breaks no rule."""
     for name, rule in rules.items():
         if values[name] is not None:
             require(name, values[name], rule)

@@ -161,7 +161,7 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return a model's context in tokens, at most CONTEXT; None if its config gives none, CONTEXT without a config."""
+    """Return a model's context in tokens, at most CONTEXT; None if its config states none; CONTEXT without a config."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

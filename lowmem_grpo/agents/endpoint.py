@@ -203,7 +203,8 @@ def yield_trajectory(trajectory: Trajectory) -> None:
 
 
 async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
-    """Run a coroutine, and return the last trajectory that it yields (`yield_trajectory`). RuntimeError if none."""
+    """Run a coroutine, and return the last trajectory that it passes to `yield_trajectory`. RuntimeError if there is
+    none."""
     taken: list[Trajectory] = []
     await run_with(coroutine, {YIELDED: taken})
     if not taken:

@@ -79,7 +79,7 @@ class LocalBackend:
         self.runs[key] = run
 
     async def close(self, error: BaseException | None = None) -> None:
-        """End every run, as failed if there is an error, after the work in progress; reports are written."""
+        """End every run after the work in progress, and write the reports. With an error, mark the runs as failed."""
         runs, self.runs = list(self.runs.values()), {}
         for run in runs:
             await run.close(error)
@@ -135,7 +135,7 @@ class LocalBackend:
     # Checkpoints
 
     async def get_step(self, model: Any) -> int:
-        """Return the number of steps so far; before the model is registered, that of its newest checkpoint."""
+        """Return the number of steps so far; before the model is registered, the step of its newest checkpoint."""
         if not trains(model):
             return 0
         run = self.runs.get((model.project, model.folder_name))

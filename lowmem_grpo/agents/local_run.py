@@ -101,8 +101,8 @@ TRAIN = "train"  # the split whose metrics the step itself writes
 
 
 class LocalRun:
-    """A model's run. Everything except loading happens in the worker's thread, which owns the model. With several ranks
-    each plays its own rollouts; all of them open, train, log, delete and close together, and the first one writes."""
+    """A model's run. Everything except loading happens in the worker's thread, which owns the model. Each of several
+    ranks plays its own rollouts; all ranks open, train, log, delete and close together, and the first one writes."""
 
     def __init__(self, name: str, base_model: str, folder: Path, options: ModelOptions) -> None:
         self.name, self.base_model, self.folder, self.options = name, base_model, folder, options
@@ -147,7 +147,7 @@ class LocalRun:
         self.read_checkpoints()
 
     async def close(self, error: BaseException | None = None) -> None:
-        """End the run after the work in progress; with an error, as failed."""
+        """End the run after the work in progress; with an error, mark it as failed."""
         if not self.closed:
             self.closed = True
             atexit.unregister(self.at_exit)
@@ -204,7 +204,7 @@ class LocalRun:
         return endpoint
 
     def judge(self, **options: Any) -> EngineJudge:
-        """Return the base model as a judge; the same options return the same one."""
+        """Return the base model as a judge; the same options return the same judge."""
         key = repr(sorted(options.items()))
         if key not in self.judges:
             self.judges[key] = EngineJudge(self.worker, self.worker.model, **options)
@@ -256,12 +256,12 @@ class LocalRun:
         await self.in_worker(partial(self.note, tally, split, at), sleep=False)
 
     def note(self, tally: Tally, split: str, step: int) -> None:
-        """Write the sums and means over all ranks, if there are any."""
+        """Write the sums and means of the tallies of all ranks, or nothing if the tallies are empty."""
         if line := Tally.total(self.ranks.gather(f"the log of {split}", tally)).of_split(split):
             self.trainer.note(line, step)
 
     def best_step(self, metric: str) -> int | None:
-        """Return the step with a checkpoint whose mean of a metric is highest, the latest of equal ones, or None."""
+        """Return the step whose checkpoint has the highest mean of a metric (of equal ones the latest), or None."""
         path = self.folder / METRICS
         names = {metric, metric.removeprefix(f"{TRAIN}/")}
         values: dict[int, list[float]] = {}

@@ -84,7 +84,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return self._client
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """Return the name to pass as `model` to the client; with `step`, that of an earlier checkpoint."""
+        """Return the name to pass as `model` to the client; with `step`, the name of an earlier checkpoint."""
         name = self.inference_model_name or self.name
         return name if step is None else f"{name}@{step}"
 
@@ -94,7 +94,7 @@ class Model(BaseModel, Generic[ConfigT]):
                 "api_key": self.inference_api_key, "temperature": 1}
 
     async def get_step(self) -> int:
-        """Return the number of steps that the model has been trained."""
+        """Return the number of steps for which the model has been trained."""
         return 0
 
     async def log(
@@ -195,7 +195,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     def serve(self, **options: Any) -> Any:
         """Open an address on this machine for clients in other processes and frameworks. A later call without options
-        returns it while it is open. Sets `inference_base_url` and `inference_api_key`."""
+        returns the same address while it is open. Sets `inference_base_url` and `inference_api_key`."""
         if options or self._endpoint is None or self._endpoint.closed:
             self._endpoint = self.backend().run(self).serve(**options)
             self.inference_base_url, self.inference_api_key = self._endpoint.base_url, self._endpoint.api_key
@@ -243,7 +243,7 @@ def groups_of(rollouts: Any) -> list[TrajectoryGroup]:
 
 
 def mapping_of(state: Any) -> dict[str, Any]:
-    """Return a state as a dict; TypeError if it is none."""
+    """Return a state as a dict; TypeError if it is not a mapping."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a dict such as {{'epoch': 1}}, and got {described(state)}")
     return dict(state)

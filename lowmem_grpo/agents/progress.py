@@ -87,8 +87,8 @@ class Progress:
             self.bar.set_postfix(shown | ({"exceptions": len(self.failures)} if self.failures else {}))
 
     async def watch(self, rollout: Awaitable[Any], kinds: tuple[type, ...], noun: str) -> Any:
-        """Return a rollout's result, or its error, which is counted here. `kinds` are the types that it may return, and
-        `noun` names them. A CancelledError that a client raised counts as an error too; this task's own is raised."""
+        """Return a rollout's result, or its error, which is counted here. `kinds` are the allowed types of a result;
+        `noun` names them. A CancelledError from a client is an error too; a cancellation of this task is raised."""
         SESSION.set(uuid4().hex)  # for this task only
         limit = asyncio.timeout(self.timeout)
         try:

@@ -50,6 +50,6 @@ REFUSED = {name: advice for names, advice in {  # names of ART's package, `dev`,
 
 
 def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return the AttributeError for a name that `owner` lacks. Raises UnsupportedError, with advice, for ART's."""
+    """Return the AttributeError for a name that `owner` lacks; for ART's names raise UnsupportedError, with advice."""
     refuse_name(name, owner, REFUSED)
     return AttributeError(f"{owner} has no attribute {name!r}; it has {', '.join(known)}")

@@ -67,7 +67,7 @@ async def ruler(
     extra_litellm_params: dict[str, Any] | None = None, rubric: str = DEFAULT_RUBRIC,
     tools: list[dict[str, Any]] | None = None, *, debug: bool = False,
 ) -> list[TrajectoryScore]:
-    """Return a judge's scores of trajectories, from 0 to 1 and relative to each other. Each is a list of messages.
+    """Return a judge's scores of trajectories (lists of messages), from 0 to 1 and relative to each other.
 
     judge_model: "openai/NAME" (the key is OPENAI_API_KEY, as openai's client reads it), an address that begins with
     http, or a judge (`rewards.UrlJudge(...)`, `model.judge()`). extra_litellm_params: base_url, api_key, timeout,
@@ -165,7 +165,8 @@ def tools_text(tools: list[dict[str, Any]] | None) -> str:
 
 
 def judge_of(named: Any, params: Mapping[str, Any] | None) -> Judge:
-    """Return the judge of this name and these parameters, made once. ValueError or TypeError if they name no judge."""
+    """Return the judge that a name and parameters describe; equal arguments give the same judge. ValueError or
+    TypeError if they describe no judge."""
     options = dict(params or {})
     if isinstance(named, Judge):
         if options:

@@ -1,6 +1,6 @@
-"""Training groups from trajectories: the turns that the policy sampled, found by the ids in their choices. A choice
-without a turn id is context like any message. In trajectories without choices, plain messages that match cached turns
-of the policy are its turns. Text that matches no cached turn is never trained on."""
+"""Makes training groups from trajectories. The turn ids in a trajectory's choices name the turns that the policy
+sampled. A choice without a turn id is context, as any message is. In trajectories without choices, plain messages that
+match cached turns of the policy are its turns. Text that matches no cached turn is never trained on."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -97,7 +97,7 @@ class Member:
                 "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
 
     def read(self, number: int, history: History, chosen: bool) -> list[Turn]:
-        """Return the turns of a conversation. Messages before a turn that an earlier conversation has are not added."""
+        """Return the turns of a conversation. Messages before a turn of an earlier conversation are not added again."""
         entries = history.messages_and_choices  # messages, and choices of other models, have no turn id
         names = [getattr(entry, "turn", None) or None for entry in entries] if chosen else self.find(history)
         before = "" if number == 0 else f"additional_histories[{number - 1}]."

@@ -63,7 +63,7 @@ def loss_type(value: Any, settings: Settings) -> Settings:
 
 
 def kl(value: Any, settings: Settings) -> Settings:
-    """Return a KL term with ART's gradient: a token's advantage falls by coef * (log pi - log ref), less its mean."""
+    """Return a KL term with ART's gradient: an advantage falls by coef * (d - mean of d), d = log pi - log ref."""
     return {"beta": value, **({"kl_estimator": "k2", "use_bias_correction_kl": False} if value else {})}
 
 

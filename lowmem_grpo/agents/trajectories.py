@@ -21,7 +21,7 @@ Metrics = dict[str, float | int | bool]
 
 
 def with_own_containers(copied: Copied) -> Copied:
-    """Copy the lists and dictionaries of a shallow copy too, as ART's groups do, and return it."""
+    """Return the shallow copy `copied` after copying its lists and dictionaries too, as ART's groups do."""
     for name, value in vars(copied).items():
         vars(copied)[name] = copy.copy(value) if isinstance(value, list | dict) else value
     return copied
@@ -191,7 +191,7 @@ def members_of(
     members: Any, taker: str = "TrajectoryGroup takes a list of rollouts or trajectories",
     right: str = "TrajectoryGroup(rollout(model, task) for _ in range(8))",
 ) -> list[Any]:
-    """Return the members of a group, or groups, as a list. Raises TypeError for a single one."""
+    """Return the members of a group, or groups, as a list. Raises TypeError for a single member."""
     if is_awaitable(members) or isinstance(members, BaseModel | str | Mapping) or not isinstance(members, Iterable):
         if hasattr(members, "close"):
             members.close()  # a coroutine that will not be awaited
@@ -209,7 +209,7 @@ def failure_of(failure: Any) -> FailedRollout | Mapping[str, Any]:
 
 
 def tokens_of(choice: Choice) -> int | None:
-    """Return a choice's number of tokens, from the model's own client, else from its log-probabilities, or None."""
+    """Return a choice's number of tokens: as the model's own client gives it, else that of its logprobs, else None."""
     said = (choice.model_extra or {}).get("completion_tokens")
     logged = choice.logprobs and (choice.logprobs.content or choice.logprobs.refusal)
     return said if isinstance(said, int) else len(logged) if logged else None

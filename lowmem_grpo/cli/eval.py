@@ -133,8 +133,8 @@ def check_source(chosen: dict[str, Any]) -> None:
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
-    """Return the model and adapter given by TARGET and --adapter. Without options, quantization is as the adapter's
-    record says; the revision is the record's, if it names the same model."""
+    """Return the model and adapter given by TARGET and --adapter. Without options, the adapter's record decides the
+    quantization. It decides the revision only if it names the same model."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
@@ -197,7 +197,7 @@ def tokens_of_run(subject: Candidate) -> int | None:
 
 
 def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int, Any]:
-    """Return rows, reward functions (the first decides what is right), most tokens of an answer, `Play` or None."""
+    """Return rows, reward functions (the first decides what is right), most tokens of an answer, and `Play` or None."""
     from lowmem_grpo.recipes.recipe_file import find_function
     from lowmem_grpo.rollout.assessment import rows_of
 

@@ -37,8 +37,8 @@ TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 
 def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Raise the errors that `fill`, the recipe and its trainer would raise (ValueError, OSError or click.UsageError),
-    and return the run's settings, both as far as literals in the recipe's file show them: the file is parsed, not run.
-    The recipe itself checks the rest."""
+    and return the run's settings. The recipe's file is parsed, not run, so only its literals are known here: the recipe
+    itself checks the rest."""
     from lowmem_grpo.recipes.options import RecipeOptions, fill  # these import pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
@@ -111,8 +111,8 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 
 
 def check_exam(name: str, source: str | None = None, plays: bool = False) -> None:
-    """Raise ValueError for a recipe without EXAM; with `source`, if its exam takes none; with `plays`, if it has no
-    episodes. The file is parsed, not run, so the recipe itself checks the rest."""
+    """Raise ValueError for a recipe without EXAM. With `source`, also if the exam has its own problems only; with
+    `plays`, also if it has no episodes. The file is parsed, not run, so the recipe itself checks the rest."""
     tree = recipe_tree(name)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}

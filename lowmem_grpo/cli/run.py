@@ -1,4 +1,4 @@
-"""`lowmem-grpo run`: runs a recipe or recipe file, lists recipes, or shows a recipe's options; `report`."""
+"""`lowmem-grpo run`: runs a recipe or recipe file, lists recipes, or shows their options. `report`: a report page."""
 
 import sys
 import textwrap

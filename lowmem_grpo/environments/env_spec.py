@@ -49,7 +49,7 @@ class Factories:
         return str(name)
 
     def lacking(self, row: Mapping[str, Any]) -> str:
-        """Return an error message if a row lacks a column that `reset` needs; "" if it does not."""
+        """Return an error message if a row lacks a column that `reset` needs, else ""."""
         reset = self.samples[self.name_of(row)].reset
         needed = [parameter.name for parameter in inspect.signature(reset).parameters.values()
                   if parameter.default is parameter.empty
@@ -158,8 +158,8 @@ class EnvSpecs:
         return answer
 
     def asking(self, messages: list[Message]) -> list[int]:
-        """Return the prompt (P,) of a question to the base model, without tools. No message is trusted to hold special
-        tokens."""
+        """Return the prompt (P,) that asks the base model these messages, without tools. Text in them cannot become
+        special tokens."""
         if self.other is None:
             prompt = [] if self.tokenizer.chat_template else ""
             self.other = renderer_for(prompt, self.tokenizer, None, self.template_kwargs)
@@ -173,7 +173,7 @@ class EnvSpecs:
 
 
 class EpisodeEncoder(PromptEncoder):
-    """The encoder of prompts with tools or an environment, before the environment's first observation."""
+    """Encodes prompts with tools or an environment, without the environment's first observation."""
 
     def __init__(self, inner: PromptEncoder, specs: EnvSpecs) -> None:
         super().__init__(inner.tokenizer, inner.max_prompt_length, inner.template_kwargs)
@@ -231,6 +231,6 @@ class WithPrompts:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row's prompt; a text becomes a user message, and no prompt an empty one."""
+    """Return the messages of a row's prompt. A text becomes a user message; without a prompt, that message is empty."""
     prompt = row.get("prompt") or ""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

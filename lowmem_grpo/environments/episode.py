@@ -80,7 +80,7 @@ class Episode:
             self.ending = "context"
 
     def first(self, observation: list[Message]) -> list[int]:
-        """Return a prompt (P,) of the row's messages and an observation, and make these the whole conversation."""
+        """Make the row's messages and an observation the whole conversation, and return its prompt (P,)."""
         self.messages = joined(self.given, observation)
         # an observation may contain text like an end-of-turn token; only the dataset's messages are trusted with it
         self.trusted = sum(message is other for message, other in zip(self.messages, self.given, strict=False))
@@ -188,7 +188,7 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
-        """Make the next prompt from the replies, or end the episode if it does not fit."""
+        """Make the next prompt from replies (`anew`: without earlier turns), or end the episode if it does not fit."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
             ids = self.first(replies)
@@ -254,8 +254,9 @@ class Episode:
 
 
 def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
-    """Return the prompt's messages with the first observation. A single user message is appended to the text of the
-    last message, as in TRL, unless that is the assistant's; other observations follow as messages."""
+    """Return the prompt's messages with the first observation. An observation of one user message is appended to the
+    text of the prompt's last message, as in TRL, unless that is the assistant's. Any other observation follows as
+    messages."""
     begun = bool(prompt) and prompt[-1]["role"] == "assistant"
     if len(observation) != 1 or observation[0].get("role") != "user" or not prompt or begun:
         said = (message for message in prompt if message.get("content") or message.get("tool_calls") or not observation)

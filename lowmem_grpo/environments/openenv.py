@@ -1,5 +1,5 @@
-"""Environments of OpenEnv: a client of its server, a function from replies to actions, and one from observations to
-text.
+"""Environments of OpenEnv: a client of its server, a function from replies to actions, and a function from observations
+to text.
 
     environment = OpenEnv(lambda: EchoEnv(base_url=url), action=lambda reply: EchoAction(message=reply),
                           text=lambda observation: observation.echoed_message)
@@ -49,7 +49,7 @@ class OpenEnv:
 
 
 class Client:
-    """The base of both kinds of clients: the arguments of their calls, and the conversion of results."""
+    """The base class of both kinds of clients: the arguments of their calls, and the conversion of results."""
 
     def __init__(self, client: Any, settings: OpenEnv) -> None:
         self.client, self.settings = client, settings
@@ -67,7 +67,7 @@ class Client:
         return self.settings.text(result.observation), result.reward, bool(result.done)
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error itself, or an OpenEnvError with advice if the server takes no more sessions."""
+        """Return an OpenEnvError with advice if the server takes no more sessions, else the error itself."""
         if FULL not in str(error) and not type(error).__name__.startswith(SHUT):
             return error
         what = "takes no more sessions" if FULL in str(error) else "shut a new session, as it does where it is full"

@@ -42,7 +42,8 @@ class Anew:
 @dataclass(frozen=True)
 class AskBase:
     """A question to the base model (the model without its adapter). `reset` or `step` returns it if the environment
-    needs a reply first. The run's engine samples the reply, batched with other episodes; the reply is not trained on.
+    needs a reply to go on. The run's engine samples the reply, batched with other episodes; the reply is not trained
+    on.
 
     `then` gets the reply as text, and returns what `reset` or `step` would have returned, possibly another AskBase. A
     reply for which `readable` returns False is counted (`other/failure_frequency`) and passed to `then` all the same.
@@ -179,7 +180,7 @@ class EnvHandle:
 
 
 def tools_of(made: Any) -> list[Callable[..., Any]]:
-    """Return an environment's tools: those in `tools` if it has `step`, else its public methods."""
+    """Return an environment's tools: the functions in `tools` if there is a `step`, else the public methods."""
     if callable(getattr(made, "step", None)):
         tools = getattr(made, "tools", None) or []
         try:
@@ -192,8 +193,8 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
 
 
 def messages_of(observation: Any, method: str) -> list[Message]:
-    """Return an observation as messages: a text becomes a user message, None no message. EnvironmentFailedError for
-    anything else than texts and messages."""
+    """Return an observation as messages. A text becomes a user message, and None becomes no message.
+    EnvironmentFailedError for any other value."""
     if observation is None:
         return []
     if isinstance(observation, str):

@@ -78,7 +78,7 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> TurnBoundary:
-    """Return the boundary in a conversation that the template renders; `said` is the text that follows the anchor."""
+    """Return the boundary in a conversation that the template renders; `said` is the rendered text after ANCHOR."""
     before = answers(words)[form]
     called = "tool_calls" in before[-1]
     alone = behind_anchor(template.text_of_calls(before, generation=False))

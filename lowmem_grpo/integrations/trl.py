@@ -4,8 +4,8 @@
 
 All of TRL's log-probabilities and entropies, of the policy, the old policy and the reference, come from one method,
 `_get_per_token_logps_and_entropies`. The subclass overrides it: the model's backbone computes the hidden states of the
-same padded batch, and the kernel takes those of the completions' tokens. As in TRL, padding after a completion gets 0.
-The method is private, so `TRL` names the versions that the override was checked on."""
+same padded batch, and the kernel takes the hidden states of completion tokens. As in TRL, padding after a completion
+gets 0. The method is private, so `TRL` names the versions that the override was checked on."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,9 +29,9 @@ OVERRIDDEN = "_get_per_token_logps_and_entropies"
 def use_lowmem_kernels(trainer_class: type | None = None) -> type:
     """Return a subclass of TRL's GRPOTrainer, or of a given subclass of it, that never holds logits (tokens, vocab).
 
-    It takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for a class that is no
-    subclass of trl.GRPOTrainer, and ValueError for one that overrides the log-probabilities itself. Its constructor
-    raises ValueError, with the remedy, for settings that it cannot train: see `refused`."""
+    The subclass takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for a class
+    that is no subclass of trl.GRPOTrainer, and ValueError for one that overrides the log-probabilities itself. Its
+    constructor raises ValueError, with the remedy, for unsupported settings: see `refused`."""
     check_version(trl.__version__)
     trainer_class = trl.GRPOTrainer if trainer_class is None else trainer_class
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):
@@ -50,7 +50,7 @@ def check_version(version: str) -> None:
 
 
 class LogprobsWithoutLogits:
-    """A mixin that comes before a TRL trainer class among the bases of a subclass."""
+    """A mixin that overrides the log-probabilities of a TRL trainer; it precedes the trainer among a class's bases."""
 
     accelerator: Any
     temperature: float
@@ -104,7 +104,7 @@ def base_of(model: Any) -> Any:
 
 
 def linear_of(head: Any) -> nn.Linear:
-    """Return the active output head, which with modules_to_save is the adapter's own unless the adapter is off.
+    """Return the active output head: with modules_to_save, that is the adapter's own head, unless the adapter is off.
     ValueError if it is not a plain torch.nn.Linear."""
     if isinstance(head, ModulesToSaveWrapper):
         off = head.disable_adapters or not head.active_adapters

@@ -59,7 +59,7 @@ def refuse_name(name: str) -> None:
 
 
 def refused_class(name: str) -> type:
-    """Return a class of that name, which scripts can import, since they import more than they use. Calling or
+    """Return a class of that name, so that scripts can import it: they import more than they use. Calling or
     subclassing it raises UnsupportedError, with what to use instead."""
     def refuse(*_: Any, **__: Any) -> None:
         refuse_name(name)

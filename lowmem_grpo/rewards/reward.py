@@ -84,8 +84,8 @@ class Reward(ABC):
 
 
 def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that is not what the rule's annotation says, and for a column that is no name; a
-    rule with the argument `label` needs one."""
+    """Raise ValueError for a setting that is not what the rule's annotation says, and for an invalid column name. A
+    rule with the argument `label` needs a column."""
     kinds = getattr(rule, "__annotations__", {})
     for name, value in settings.items():
         if kinds.get(name) in OF_SETTINGS:
@@ -151,8 +151,8 @@ class TextVerifier(Verifier):
     """A verifier that judges each text alone, or compares it with its row's value in a `column`."""
 
     def __init__(self, name: str, judge: Callable[..., Verdict], column: str | None = None, **settings: Any) -> None:
-        """`judge` takes a completion's text, a label if there is a column, and the `settings`. A list is several
-        labels, any of which is right; None means that there is no label, and gives no verdict."""
+        """`judge` takes a completion's text, a label if there is a column, and the `settings`. A list in the column is
+        several labels, any of which is right; None is no label, and gives no verdict."""
         check_settings(judge, column, settings)
         self.name, self.judge = name, functools.partial(judge, **settings)
         self.columns = () if column is None else (column,)

@@ -1,8 +1,8 @@
 """A reward model: a sequence classifier with one label, whose logit is the reward of a prompt and its completion.
 
-As in TRL, its input is the chat template's text of prompt and completion if the prompt is a chat, else both joined,
-padded on the right. The model is frozen, and computes in its own dtype, without autocast. If the policy is on a card,
-the model is kept on the host and moved to the card only while it scores.
+As in TRL, the input is prompt and completion, rendered by the chat template if the prompt is a chat, else joined as
+text. It is padded on the right. The model is frozen, and computes in its own dtype, without autocast. If the policy is
+on a GPU, the model is kept on the host and moved to the GPU only while it scores.
 """
 
 import logging
@@ -29,7 +29,7 @@ KIND = "a model for sequence classification with num_labels=1, such as trl.Rewar
 
 
 class RewardModel(Reward):
-    """The score of a model, given as an object or a name. The last part of the model's name names the reward."""
+    """A reward function that returns a model's scores. The last part of the model's name is the reward's name."""
 
     after_sampling = True  # the KV cache must have left the card
     time_limit = math.inf
@@ -93,7 +93,7 @@ class RewardModel(Reward):
     # Placement
 
     def load(self, device: torch.device) -> None:
-        """Load a model that was given by name, and set `device`, the policy's, as the device that scores."""
+        """Load a model that was given by name; `device`, which is the policy's, becomes the scoring device."""
         if self.model is None:
             target = device if "quantization_config" in self.init else torch.device("cpu")
             self.model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -114,7 +114,7 @@ class RewardModel(Reward):
             self.move(self.home)
 
     def freeze(self) -> None:
-        """Freeze the model, without a KV cache, and set its padding token: it scores the last token before padding."""
+        """Freeze the model, without a KV cache, and set its padding token: the last token before padding is scored."""
         config = self.model.requires_grad_(False).eval().config.get_text_config()
         config.pad_token_id, config.use_cache = self.tokenizer.pad_token_id, False
         keep_layout(self.model)  # 4-bit weights that were repacked for the CPU could not be moved to a card
@@ -137,13 +137,13 @@ class RewardModel(Reward):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of its weights."""
+        """The bytes of the model's weights."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def scoring_bytes(self) -> int:
-        """The estimated bytes on the card while it scores: weights, and activations inside a layer."""
+        """The estimated bytes on the GPU while the model scores: weights, and activations inside a layer."""
         shape, dtypes = self.model.config.get_text_config(), [parameter.dtype for parameter in self.model.parameters()]
         size = max(dtype.itemsize for dtype in dtypes if dtype.is_floating_point)
         inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size

@@ -10,7 +10,7 @@ def completion_texts(completions: list[Any]) -> list[str]:
 
 def completion_text(completion: Any) -> str:
     """Return a completion's text: the string itself, or the content (possibly empty) of the last assistant message of a
-    chat; without an assistant message, that of its last message. TypeError for anything else."""
+    chat; without an assistant message, the content of its last message. TypeError for anything else."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
@@ -22,7 +22,7 @@ def completion_text(completion: Any) -> str:
 
 
 def values_of(cell: Any) -> list[Any]:
-    """Return the values in a cell: those of a list, set or array, else the cell; without None and pandas' NaN."""
+    """Return the values in a cell, without None and pandas' NaN: the items of a list, set or array, else the cell."""
     cell = cell.numpy() if hasattr(cell, "numpy") else cell  # a tensor
     many = isinstance(cell, (list, tuple, set, frozenset)) or getattr(cell, "ndim", 0) > 0
     return [value for value in (cell if many else [cell])

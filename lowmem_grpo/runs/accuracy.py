@@ -50,9 +50,9 @@ def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
 
 
 def paired_difference(before: Sequence[int], after: Sequence[int], samples: int) -> tuple[float, tuple[float, float]]:
-    """Return the difference of the accuracies on the same prompts, and its 95% interval. Two prompts are added: half a
-    success for each side, and one without a difference (Agresti and Min, 2005). This keeps the interval from vanishing
-    when all prompts agree."""
+    """Return the difference of the accuracies on the same prompts, and its 95% interval. For the interval, half a
+    prompt is added to each of four outcomes: right both times, only before, only after, never (Agresti and Min, 2005).
+    So the interval does not vanish when all prompts agree."""
     differences = [(new - old) / samples for old, new in zip(before, after, strict=True)]
     count = len(differences) + 2
     center = sum(differences) / count
@@ -145,7 +145,8 @@ def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> l
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Return indices of up to `shown` pairs (right before, right after): some of each kind, then by KINDS' order."""
+    """Return indices of up to `shown` pairs (right before, right after): some of each kind, filled up and sorted by
+    KINDS."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

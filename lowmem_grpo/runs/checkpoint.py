@@ -179,8 +179,8 @@ def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
 
 
 def tell_other_base(there: str | None, here: str | None, is_other: bool, folder: Path) -> None:
-    """Raise MismatchError if a run's base `is_other` than the model and has another name. Else log a warning: the same
-    weights may be in another precision."""
+    """Raise MismatchError if a run's base differs from the model's in its weights (`is_other`) and in its name.
+    Otherwise log a warning: the weights may be the same in another precision."""
     if there and here and is_other and not same_model(there, here):
         raise MismatchError(f"{folder} was trained on {there}, and this model is {here}, with other weights; resume on "
                             "the base of the saved run, or begin a new run")

@@ -54,8 +54,8 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
 
 
 def base_digest(model: PeftModel) -> str:
-    """Return "DTYPES A B" of the frozen tensors, with digests of 64 values of each, which tell models of equal shapes
-    apart: A of tensors as they are stored, B of scales of those in 4 bits, which other devices may round otherwise."""
+    """Return "DTYPES A B", which tells base models of equal shapes apart. A and B are digests of 64 values per frozen
+    tensor: A of the tensors as they are stored, B of the scales of 4-bit ones, which devices may round differently."""
     digests, dtypes = (hashlib.sha256(), hashlib.sha256()), set()
     for name, held in model.named_parameters():
         state = getattr(held, "quant_state", None)

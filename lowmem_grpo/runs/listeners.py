@@ -120,7 +120,7 @@ def reward_name(key: str) -> str | None:
 
 
 class Sink:
-    """The base of sinks, which writes every log line, including evaluations, to a `run` of wandb or trackio."""
+    """The base class of sinks: it writes every log line, including evaluations, to a `run` of wandb or trackio."""
 
     run: Any
 

@@ -1,5 +1,5 @@
 """The lock of a run's folder, since a second process would repeat lines and break checkpoints. The owner holds an flock
-on a file that names it; the kernel releases the lock when the process ends, however it ends."""
+on a file that names the owner; the kernel releases the lock when the process ends, however it ends."""
 
 import errno
 import json
@@ -57,7 +57,7 @@ HELD: set[int] = set()  # file descriptors of this process's locks
 
 
 def close_in_child() -> None:
-    """Close inherited lock files in a forked child, which would keep the locks after the parent's end."""
+    """Close inherited lock files in a forked child, so that it does not keep the locks after the parent's end."""
     for file in HELD:
         os.close(file)
     HELD.clear()

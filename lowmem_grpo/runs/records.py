@@ -37,7 +37,8 @@ class RunRecords:
         self.lines: Counter[str] = Counter()  # lines of each file that this run wrote or kept
 
     def start_run(self) -> Path | None:
-        """Move the files of a previous run into a new folder in `earlier`, and return it; None if there are none."""
+        """Move the files of a previous run into a new folder in `earlier`, and return that folder; None if there are no
+        files."""
         self.lines.clear()
         earlier = self.run_dir / EARLIER
         moving = earlier / ".moving"
@@ -68,7 +69,7 @@ class RunRecords:
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Drop the lines after `step`, which will be written again, and an unfinished last line; return the metrics
-        that stay. RecordError, before anything is dropped, for a damaged line among the kept ones."""
+        that stay. RecordError, before anything is dropped, for a damaged line that would be kept."""
         held = {name: kept_lines(self.run_dir / name, step) for name in (METRICS, COMPLETIONS)
                 if os.path.lexists(self.run_dir / name)}
         for name, kept in held.items():
@@ -193,7 +194,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records up to `step`, ignoring damage after them; RecordError for a damaged line before."""
+    """Return the records up to `step`; RecordError for a damaged line among them. Damage after them is ignored."""
     kept: list[dict[str, Any]] = []
     damage = ""
     try:
@@ -214,7 +215,7 @@ def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def step_record(line: bytes) -> dict[str, Any]:
-    """Parse a line; the message of a ValueError continues "FILE, line N"."""
+    """Parse a line. The message of a ValueError is meant to follow "FILE, line N"."""
     try:
         record = json_object(line)
     except ValueError as error:

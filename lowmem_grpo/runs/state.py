@@ -52,7 +52,7 @@ class TrainerState:
 
     @property
     def num_input_tokens_seen(self) -> int:
-        """`num_tokens`, by transformers' name."""
+        """`num_tokens`, under transformers' name."""
         return self.num_tokens
 
     def save_to_json(self, json_path: str) -> None:

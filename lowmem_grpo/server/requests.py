@@ -17,7 +17,7 @@ KINDS = {429: "rate_limit_error"}  # error types by status; others are the clien
 
 
 class Body(BaseModel):
-    """The base of request bodies. Unknown fields are ignored, so that newer clients are accepted."""
+    """The base class of request bodies. Unknown fields are ignored, so that newer clients are accepted."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 

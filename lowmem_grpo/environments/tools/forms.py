@@ -32,9 +32,9 @@ class ToolFormError(ValueError):
 class TemplateParser:
     """A parser that uses the tokenizer's own response template, on completions that follow `prefix`, a turn's prompt.
     See https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets it for models
-    that it knows. It is only for formats that `FORMS` lacks, because it turns most malformed calls into text or
-    into calls with other arguments, without telling the policy. `example` is a rendered turn with a call, `answer` one
-    without. The `signs` of a call are the added tokens that occur in `example` but not in `answer`. The response
+    that TRL knows. This parser is only for formats that `FORMS` lacks, because it turns most malformed calls into text
+    or into calls with other arguments, without telling the policy. `example` is a rendered turn with a call, `answer`
+    one without. The `signs` of a call are the added tokens that occur in `example` but not in `answer`. The response
     template skips malformed calls, so a completion with a sign but without a call is an error, not text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,

@@ -48,8 +48,8 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
     """Return the tools of a server that `command` starts (stdio), or that listens at `url` (streamable HTTP).
 
     `server` is anything else that mcp.Client takes: a transport with your own headers, or a server in this process.
-    `names` selects tools, all by default; `prefix` is put before each name, for two servers that share a name. `env`
-    holds environment variables for the command, in addition to those that the library passes on.
+    `names` selects tools, all by default; `prefix` is put before each name, for two servers with a tool of the same
+    name. `env` holds environment variables for the command, in addition to those that the library passes on.
 
     Raises ValueError unless exactly one of `command`, `url` and `server` is given, and for an unknown name, ImportError
     without the library, and ToolOutage if the server does not answer within `start_seconds`.
@@ -125,7 +125,7 @@ class MCPSession:
 
 
 async def serve(client: Any, stop: asyncio.Event, ready: "Future[tuple[asyncio.Task[Any], list[Any]]]") -> None:
-    """Keep a session open until `stop` is set. Holds no reference to the MCPSession, so that it can be collected."""
+    """Keep a session open until `stop` is set. It holds no reference to the MCPSession, which can thus be collected."""
     try:
         async with client:
             task: Any = asyncio.current_task()

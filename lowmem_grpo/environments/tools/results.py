@@ -45,7 +45,7 @@ def refuse_images(content: Any, source: str) -> None:
 
 
 def text_of(result: Any) -> str:
-    """Return a string unchanged, text parts joined, other data as JSON. DataError for images, ToolError for no data."""
+    """Return a string unchanged, text parts joined, other data as JSON. DataError for images, else ToolError."""
     lone = isinstance(result, dict) and not {*result}.isdisjoint(IMAGE_PARTS)  # an image by itself
     parts = [result] if lone else result if isinstance(result, list | tuple) else []
     refuse_images(parts, "a tool")
@@ -62,7 +62,7 @@ def text_of(result: Any) -> str:
 
 def plain(value: Any) -> Any:
     """Return data in JSON's types: arrays, sets (sorted) and ranges as lists, dataclasses and pydantic models as dicts,
-    bytes and what has a text of its own (Decimal, datetime, Path) as text. Anything else is returned unchanged."""
+    bytes and objects with a `__str__` (Decimal, datetime, Path) as text. Anything else is returned unchanged."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "tolist"):

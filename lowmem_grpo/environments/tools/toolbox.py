@@ -129,9 +129,9 @@ class Toolbox:
     """The tools that a policy may call.
 
     `functions` are plain or async functions, bound methods and tools of MCP servers. `max_tokens` limits the result of
-    one call; longer ones are cut in the middle. `parse` is None for the format of the tokenizer's template, the name of
-    a format (`parsers.FORMS`, or "response_template"), or a function that returns the calls in a completion's text, and
-    raises for a malformed one. `template_kwargs` are the chat template's arguments for prompts.
+    one call; longer results are cut in the middle. `parse` is None for the format of the tokenizer's template, the name
+    of a format (`parsers.FORMS`, or "response_template"), or a function that returns the calls in a completion's text,
+    and raises for a malformed one. `template_kwargs` are the chat template's arguments for prompts.
 
     Raises ValueError for two tools of one name, functions that cannot be tools, and a template without tool calls.
     """
@@ -168,9 +168,10 @@ class Toolbox:
         return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
 
     def run(self, call: ToolCall, make: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> str:
-        """Return the result of a call as text, cut to the limit; a FinalResult stays one. `make` calls a function like
-        `WorkerJob.call`, whose arguments it takes. ToolError, with its message cut to the limit, if the call fails;
-        ToolOutage if the tool is broken, LateError if it takes too long, and DataError if it returns an image."""
+        """Return the result of a call as text, cut to the limit; a FinalResult stays a FinalResult. `make` calls a
+        function, and takes the arguments of `WorkerJob.call`. ToolError, with its message cut to the limit, if the call
+        fails; ToolOutage if the tool is broken, LateError if it takes too long, and DataError if it returns an
+        image."""
         tool = self.tools.get(call.name)
         try:
             if tool is None:

@@ -1,8 +1,8 @@
-"""Background work in daemon threads, or in an event loop that runs in one. An executor's threads would keep the program
-from exiting before the work ends.
+"""Background work in daemon threads, or in an event loop in a daemon thread. The threads of an executor would keep the
+program from exiting before their work ends.
 
 anyio's BlockingPortal cannot replace the loop: it waits for the loop when it submits a call, so a coroutine that blocks
-would hold its caller past every time limit, and SystemExit in one call would end it for all.
+would hold the caller past every time limit, and SystemExit in one call would end the loop for all calls.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread, started on first use. It lives as long as this object, so that clients which
-    are kept between calls stay usable."""
+    """An event loop in a daemon thread, started on first use. The loop lives as long as this object, so that async
+    clients can be reused in later calls."""
 
     def __init__(self, name: str) -> None:
         self.name, self.lock = name, threading.Lock()  # two threads may race to the first use
@@ -40,7 +40,7 @@ class BackgroundLoop:
 
 
 async def without_exit(function: Callable[[], Awaitable[Any]]) -> Any:
-    """Return the awaited result. SystemExit, which would end the event loop for all, becomes a RuntimeError."""
+    """Await `function()` and return its result. SystemExit, which would end the event loop, becomes a RuntimeError."""
     try:
         return await function()
     except SystemExit as error:
@@ -65,8 +65,8 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """Return [run(item) for item in items], computed in `workers` threads. The first error in order is raised. After
-    an error or an interrupt, no further item begins."""
+    """Return [run(item) for item in items], computed in `workers` threads. If several items fail, the error of the
+    earliest in `items` is raised. After an error or an interrupt, no further item begins."""
     futures: list[Future[Result]] = [Future() for _ in items]
     waiting = deque(zip(futures, items, strict=True))
 

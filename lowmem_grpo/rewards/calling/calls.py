@@ -57,15 +57,15 @@ class CallRecorder:
         self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
 
     def weighted(self, name: str) -> list[tuple[float, float]]:
-        """Return (value, weight) of all values logged under a name. The weight is the number of completions that the
-        value is a mean of: the `count` of a MeanOf; plain numbers share the completions of the call equally."""
+        """Return (value, weight) for each value logged under a name. A MeanOf's weight is its `count`; the weight of a
+        plain number is the number of completions divided by the number of values under the name."""
         values = self.values[name]
         return [(value, value.count if isinstance(value, MeanOf) else (self.num_completions or 1) / len(values))
                 for value in values]
 
 
 class Call:
-    """One call of a function on N completions, begun by one of the methods `run...`."""
+    """One call of a function on N completions; `run`, `run_alone` or `run_in_loop` begins it."""
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
                  groups: Sequence[int] = ()) -> None:
@@ -104,8 +104,8 @@ class Call:
             self.future.set_result(result)
 
     def run_alone(self) -> None:
-        """Run to the end or to the time limit in this thread if it is the main thread, so that signal.alarm works as in
-        TRL; otherwise begin in a new daemon thread, with the caller's context variables."""
+        """In the main thread, run to the end or the time limit, so that signal.alarm works as in TRL. In any other
+        thread, begin in a new daemon thread, with the caller's context variables, and return at once."""
         if SIGNAL is not None and threading.current_thread() is threading.main_thread():
             with suppress(OverTime), time_limit(self.limit):
                 self.run()
@@ -135,15 +135,15 @@ class Call:
 
     @property
     def late(self) -> bool:
-        """Whether the call has passed its time limit, finished or not."""
+        """Whether the call has run longer than its time limit, even if it has finished since."""
         began, ended = self.interval
         stopped = self.future.done() and isinstance(failure(self.future), OverTime)
         return stopped or (bool(began) and ended - began >= self.limit)
 
 
 def wait_for(calls: list[Call]) -> None:
-    """Wait until concurrent calls have ended. RewardError for the first that fails, TooLateError for those that pass
-    their time limits. Async calls are then cancelled; threads cannot be stopped."""
+    """Wait until all of these concurrent calls have ended. RewardError for the first that fails, TooLateError for those
+    past their time limits. An error cancels the other async calls; threads cannot be stopped."""
     try:
         while True:
             check(calls)
@@ -172,7 +172,7 @@ def check(calls: list[Call]) -> None:
 
 
 def pause(calls: list[Call]) -> float:
-    """Return the seconds to wait: until the next time limit of a call, at most POLL_SECONDS."""
+    """Return the seconds until the next time limit of an unfinished call, at most POLL_SECONDS."""
     now = time.monotonic()
     return max(0.0, min([POLL_SECONDS, *(call.began + call.limit - now for call in calls if not call.future.done())]))
 

@@ -68,7 +68,8 @@ def is_async(func: RewardFunction) -> bool:
 
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
     """Return whether a function may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling:
-    False forbids that for all functions; other values apply to functions without a `by_group` attribute."""
+    if False, no function may. Otherwise the function's `by_group` attribute decides, or without one, `chosen` (None:
+    no). A function marked `after_sampling` never may."""
     func = unwrap(func)
     if getattr(func, "after_sampling", False) or chosen is False:
         return False
@@ -128,7 +129,7 @@ def foreign_types(result: Any) -> set[str]:
 
 
 def as_list(values: Any) -> list[Any]:
-    """Return a list, a tuple, or anything with `tolist()`, as a list. Raises TypeError naming any other type."""
+    """Return a list, a tuple, or anything with `tolist()`, as a list. TypeError for any other type."""
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, (list, tuple)):
         raise TypeError(f"a list with one value per completion is needed, not {type(values).__name__}")
@@ -136,7 +137,7 @@ def as_list(values: Any) -> list[Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a number, a bool or anything with `item()` as a float, and None as None. TypeError names another type."""
+    """Return a number, a bool or anything with `item()` as a float; None stays None. TypeError for any other type."""
     item = value.item() if hasattr(value, "item") else value
     if item is None:
         return None

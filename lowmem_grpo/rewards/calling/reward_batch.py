@@ -20,18 +20,18 @@ LINGER = 0.02  # seconds that the worker waits, so that groups that finish toget
 
 
 class RewardBatch(AbstractContextManager["RewardBatch"]):
-    """The calls of the reward functions on a batch of prompts. It is made before sampling, gets finished groups by
-    `on_group` while others decode, and returns the scores by `settle`. As a context manager it closes at the end.
-    All plain functions share one worker thread. Whenever the thread is free, it takes all waiting groups and calls one
-    function after the other on them. So plain functions never run concurrently, just as when a whole batch is scored,
-    and may share state. This holds only within a batch: threads cannot be stopped, so a call of a failed batch may
-    still run while the next batch is scored. Async functions are called for each group at once. Errors are raised only
-    by `wait`, and no call begins after a failure or after `close`."""
+    """The calls of the reward functions on a batch of prompts. Create it before sampling. The engine passes finished
+    groups to `on_group` while other groups decode, and `settle` returns the scores. As a context manager, a batch is
+    closed at the end. All plain functions share one worker thread. Whenever the thread is free, it takes all waiting
+    groups and calls one function after the other on them. So plain functions may share state: they never run
+    concurrently, just as when a whole batch is scored. This holds only within a batch: threads cannot be stopped, so a
+    call of a failed batch may still run while the next batch is scored. Async functions are called for each group at
+    once. Errors are raised only by `wait`, and no call begins after a failure or after `close`."""
 
     def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
                  clock: Clock | None = None) -> None:
-        """Only the rows of `prompts` are used. `clock` measures the calls. Early calls get a copy of `state` as it is
-        now, because sampling counts tokens in it. RewardError if any function needs a column that no row has."""
+        """Only the rows of `prompts` are used. `clock` measures the calls. Early calls get a copy of `state` made now,
+        because sampling changes its token counts. RewardError if any function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
         self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # sizes: completions of each submitted group
         available = dict.fromkeys([*lists_of(scorer, [], self.columns), "trainer_state", "log_extra", "log_metric"])
@@ -97,7 +97,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
                 self.changed.notify_all()
 
     def next_calls(self) -> list[Call]:
-        """Return the next calls, on all waiting groups; an empty list, which ends the worker, if none wait."""
+        """Return calls of all plain functions on the waiting groups; if no group waits, [], which ends the worker."""
         with self.changed:
             self.changed.wait_for(lambda: self.hurry or self.closed, LINGER)
             taken, self.waiting = self.waiting, []
@@ -149,8 +149,8 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
         return self.scorer.scores([*self.calls, *whole], spans_of(sizes))
 
     def scored(self, index: int) -> Scores | None:
-        """Return the scores of a finished group while others are sampled; None if some are missing or a call failed.
-        The group's completions come first in the lists, then those of groups scored in the same calls."""
+        """Return the scores of a finished group while other groups are sampled; None if any score is missing or any
+        call failed. The lists begin with the group's completions; those of groups scored in the same calls follow."""
         with self.changed:
             calls = [call for call in self.calls if index in call.groups and call.future.done()]
         if self.failed is not None or len(calls) < len(self.scorer.names):

@@ -51,7 +51,7 @@ class Scores:
 
     @cached_property
     def invalid(self) -> dict[str, int]:
-        """The number of NaN and infinite values of each function, which are None in `rewards`."""
+        """The number of NaN and infinite values by function; `rewards` has None in their place."""
         return {name: sum(map(contract.is_invalid, values)) for name, values in self.returned.items()}
 
 
@@ -64,8 +64,8 @@ class RewardScorer:
         """`timeout` is in seconds, for functions without their own `time_limit`. `while_sampling` is
         GRPOConfig.score_while_sampling; `score` does not use it. `episodes`: completions are episodes, and functions
         also get `environments` and `turns`. `late_columns`: rollouts add columns that are unknown before sampling.
-        `override` is called in place of the functions, on all completions of a batch with their rows, and returns the
-        rewards (N, R); it may call the functions with `call_rows`.
+        `override` is called in place of the functions, on all completions of a batch with their rows, and returns
+        rewards (N, number of functions); it may call the functions with `call_rows`.
 
         A reward model may be given as an object or by name. TypeError for a value that is neither a function nor a
         model, ValueError for no functions, a wrong number of weights, or only zero weights."""
@@ -98,7 +98,7 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The functions whose None leaves the whole group out of the step; functions of weight 0 never do."""
+        """The functions whose None leaves the whole group out of the step, without those of weight 0."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 
@@ -134,7 +134,7 @@ class RewardScorer:
         table = self.override(rows, *(lists[name] for name in OF_COMPLETIONS)).tolist()
         if [len(row) for row in table] != [len(self.names)] * len(rows):
             raise RewardError(f"_calculate_rewards returned {len(table)} rows of {len(table[0]) if table else 0} "
-                              f"rewards; expected are {len(rows)} rows, one of each completion, of {len(self.names)}")
+                              f"rewards; expected are {len(rows)} rows, one for each completion, of {len(self.names)}")
         calls = [self.called.get(name) or self.call(name, lists, state) for name in self.names]
         for call, column in zip(calls, zip(*table, strict=True), strict=True):
             call.future = Future()
@@ -170,7 +170,7 @@ class RewardScorer:
         return Call(name, self.by_name[name], lists, state, self.timeout, groups)
 
     def scores(self, calls: list[Call], spans: dict[int, range]) -> Scores:
-        """Return `put_together`'s scores of a batch, and warn once of converted results."""
+        """Return the batch's scores from `put_together`. Warn once for each function with converted results."""
         scores = put_together(calls, self.names, spans)
         for name in scores.converted.keys() - self.said:
             logger.warning("reward function %s returned %s, taken as floats (True is 1.0, False 0.0); return a list of "

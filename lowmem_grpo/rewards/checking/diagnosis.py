@@ -95,8 +95,8 @@ def without_text(group: RolloutGroup) -> RolloutGroup:
 
 def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[str] = (), limit: float = math.inf,
                 allowed: float = math.inf, per_step: int = 0) -> list[Finding]:
-    """Return the findings about functions. `limit` is a function's time limit in these trials, in seconds. In the run
-    it is `allowed` seconds, for `per_step` completions in each step."""
+    """Return the findings about functions. The time limit of a function is `limit` seconds in these trials, and
+    `allowed` seconds in a run, whose steps have `per_step` completions."""
     findings: list[Finding] = []
     telling = any(trial.weight and any(map(differs, in_groups(trial.pays, group_size))) for trial in trials)
     for trial in trials:
@@ -113,7 +113,7 @@ def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[st
 
 def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
            dataset: str = "dataset") -> Finding:
-    """Return the finding that a function failed, with its fix. `columns` are those of the `dataset`."""
+    """Return the finding that a function failed, with its fix. `columns` are those of the data, named `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",
@@ -180,8 +180,8 @@ def silent(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
-    """Find a function that pays the same for all completions, or within each group, and so teaches nothing. If other
-    rewards differ (`telling`), a reward that all completions earn is only a note, because all may keep a format."""
+    """Find a function that pays the same for all completions, or within each group, and so teaches nothing. If some
+    function tells completions apart (`telling`), a positive reward that all earn is only a note."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
     if not trial.paid:
         yield from silent(trial)
@@ -228,9 +228,9 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
-    """Find that most completions were cut off, or that few groups carry signal (their rewards differ).
-    `failures` is the number of functions left out. If there are not `enough` groups to estimate a share, few groups
-    are reported only if none carries signal."""
+    """Find that most completions were cut off, or that few groups carry signal (their rewards differ). `failures` is
+    the number of functions left out. If there are not `enough` groups to estimate a share, a lack of signal is reported
+    only if no group carries any."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:

@@ -29,7 +29,7 @@ Place = tuple[Question, int]  # a completion's question, and its number among th
 
 @dataclass
 class Meter:
-    """The cost of judging: counts of a judge since it was made, or of one call."""
+    """The cost of judging: the counts since a judge was created, or of one call of it."""
 
     calls: int = 0  # questions that were asked; a retry does not count again
     cached: int = 0  # questions answered from the cache
@@ -58,7 +58,8 @@ class Round(Meter):
 
 
 class Judge:
-    """The base of judges. The method `rate(questions) -> Round` may be async, and raises no error for a failure."""
+    """The base class of judges. Each defines `rate(questions) -> Round`, which may be async, and which records failures
+    in the Round instead of raising errors."""
 
     after_sampling = False  # `rate` uses the rollout engine
     time_limit: float  # seconds within which `rate` returns
@@ -76,7 +77,7 @@ class Judge:
         self.warned = set[str]()  # kinds of trouble
 
     def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
-        """Return a round with the ratings found in the cache, and the distinct questions that must be asked."""
+        """Return a round that holds the cached ratings, and the distinct questions that are not in the cache."""
         now = Round()
         now.found = {question: ratings for question in questions if (ratings := self.cache.get(question.key))}
         now.known = set(now.found)
@@ -116,7 +117,7 @@ class JudgeReward(Reward):
 
     def __init__(self, name: str, judge: Judge, rubric: str, rubric_column: str | None, reference: str | None,
                  score_range: tuple[float, float] | None = None) -> None:
-        """Judge each completion alone, within `score_range`; if that is None, side by side with others of its group."""
+        """With `score_range`, each completion is judged alone; with None, side by side with the others of its group."""
         super().__init__(name, tuple(column for column in (rubric_column, reference) if column is not None))
         self.judge, self.rubric, self.rubric_column, self.reference = judge, rubric, rubric_column, reference
         self.grouped, (self.low, self.high) = score_range is None, score_range or (0.0, 1.0)
@@ -124,7 +125,7 @@ class JudgeReward(Reward):
         self.trouble: Finding | None = None  # the last reason for a None, shown by `rewards.check`
 
     def read(self, completions: list[Any]) -> list[Any]:
-        """Return what the judge sees of each completion: its text; in groups with episodes, its transcript."""
+        """Return what the judge sees of each completion: the text, or the transcript if episodes are compared."""
         if self.grouped and any(isinstance(completion, list) and len(completion) > 1 for completion in completions):
             return list(map(transcript_of, completions))
         return super().read(completions)
@@ -135,8 +136,8 @@ class JudgeReward(Reward):
         return self.settle(places, self.judge.rate([*asked]), call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
-        """Return the places of N completions. A group is consecutive completions with the same prompt, and for episodes
-        the same seed; its identical completions are shown once. TypeError without prompts."""
+        """Return (question, index of its answer) for each completion. A group is consecutive completions with the same
+        prompt, and in episodes the same seed; its equal completions are shown once. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         nothing = [None] * len(texts)
@@ -201,10 +202,10 @@ def judged(judge: Judge, rubric: str = SINGLE_RUBRIC, *, score_range: tuple[floa
            reference: str | None = None, rubric_column: str | None = None, name: str = "judged") -> JudgeReward:
     """Return a reward that scores each completion alone: the judge's score within `score_range`, mapped to 0 to 1.
 
-    `reference` names a dataset column with a good answer, which the judge sees. `rubric_column` names a column with a
-    row's own rubric. A row with None in these columns has no reference, or uses `rubric`. The reward is None if the
-    judge failed; the group is then left out of the step. TypeError if `judge` is not a judge, ValueError for an empty
-    rubric or an invalid score_range.
+    `reference` names a dataset column with a good answer, which the judge sees; None means no reference.
+    `rubric_column` names a column with each row's own rubric; None means `rubric`. The reward is None if the judge
+    failed; the group is then left out of the step. TypeError if `judge` is not a judge, ValueError for an empty rubric
+    or an invalid score_range.
     """
     require("score_range", bounds := as_python(score_range), RANGE)
     return reward(name, judge, rubric, rubric_column, reference, tuple(map(float, bounds)))

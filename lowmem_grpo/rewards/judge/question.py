@@ -1,8 +1,8 @@
 """The question to a judge and the strict reading of its reply: a reply in another form gives no score.
 
-The question has instructions and the material to judge, between marks that no answer can forge. Whole trajectories are
-written with one message per line, as JSON, so that no message can look like two. A space breaks control tokens in the
-material, so that no answer can end its turn or speak for others.
+The question has instructions, then the material to judge, which stands between marks that no answer can forge. Whole
+trajectories are written with one message per line, as JSON, so that no message can look like two. A space breaks
+control tokens in the material, so that no answer can end its chat turn or begin one in another role.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class GroupReply(BaseModel):
 
 
 def read_reply(reply: str, count: int, low: float, high: float, grouped: bool) -> Ratings:
-    """Return (score, reason) of answers 1 to `count`. BadReplyError unless each has exactly one score, in range."""
+    """Return (score, reason) of answers 1 to `count`. BadReplyError unless each has one score, from `low` to `high`."""
     said = json_object(reply)
     try:
         ratings = GroupReply.model_validate(said if grouped else {"scores": [said]}).scores
@@ -82,7 +82,7 @@ def json_object(reply: str) -> dict[str, Any]:
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; ValueError if it has a key twice, such as two scores."""
+    """Return a JSON object as a dict; ValueError if a key occurs twice, as two scores would."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a key is in it twice")
@@ -115,8 +115,8 @@ TRIES = 20
 
 def broken(text: str) -> str:
     """Return the text with a space inside each likely control token of well-known model families, for a judge whose
-    tokenizer is unknown. A token is also found if it appears only after the normalisation of many tokenizers, which
-    removes invisible characters and applies NFKC (wide characters become narrow)."""
+    tokenizer is unknown. Text that many tokenizers would normalise to such a token, by removing invisible characters
+    and applying NFKC (wide characters become narrow), is broken too."""
     pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
              and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
     matches = CONTROL.finditer("".join(char for char, _ in pairs))
@@ -126,8 +126,8 @@ def broken(text: str) -> str:
 
 def without_controls(text: str, tokenizer: Any) -> str:
     """Return the text with a space inside each part that the tokenizer would encode as a control token, even if only
-    after its normalisation (of wide characters, to lower case). This is repeated, at most TRIES times, since breaking
-    one token may create another."""
+    after normalising it, for example to lower case. Breaking one token may create another, so this is repeated, at most
+    TRIES times."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
     for control in sorted(controls, key=len, reverse=True):
@@ -208,7 +208,7 @@ class Question:
 
     @property
     def is_open(self) -> bool:
-        """Whether the judge must be asked: the only answer of a group has no other to be compared with."""
+        """Whether the judge must be asked: not if a group has a single distinct answer."""
         return not self.grouped or len(self.answers) > 1
 
     @property

@@ -51,8 +51,8 @@ class SelfJudge(Judge):
         return self.end(now)
 
     def ask(self, faults: dict[Question, Any], temperature: float, now: Round) -> dict[Question, BadReplyError]:
-        """Ask the base model all questions in one batch, each with the error of its previous reply, if any. Return the
-        error of each reply without scores."""
+        """Ask the base model all questions of `faults` in one batch, with the error of each previous reply (None at
+        first). Return the errors of the replies that have no scores, by question."""
         asked = {question: ids for question, bad in faults.items()
                  if (ids := self.encode(question, bad and bad.fault, now)) is not None}
         if not asked:
@@ -95,7 +95,7 @@ class SelfJudge(Judge):
         return None
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
-        """Return the base model's rollouts for each prompt, from the run's engine, which sleeps afterwards."""
+        """Return the base model's rollouts for each prompt from the run's engine, and put the engine to sleep."""
         engine = self.model.engine()
         if engine.name == "transformers":  # a new engine each time: keep the limits found when memory ran out
             self.memory.watch(engine)

@@ -1,5 +1,5 @@
-"""A judge behind an OpenAI-compatible URL: concurrent questions, while other completions are still being sampled. No
-message shows its key, a password in its URL, or terminal control characters. Only this file imports OpenAI's client."""
+"""A judge behind an OpenAI-compatible URL, asked concurrently while other completions are sampled. No message shows the
+API key, a password in the URL, or terminal control characters. Only this file imports OpenAI's client."""
 
 import asyncio
 import inspect
@@ -112,7 +112,7 @@ class UrlJudge(Judge):
         return self.end(now)
 
     def session(self) -> tuple[openai.AsyncOpenAI, asyncio.Semaphore]:
-        """Return the client of this event loop, and the semaphore that limits its requests: both are bound to it."""
+        """Return the client and the semaphore that limits its requests; both are bound to this event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self.sessions:
             self.sessions = {other: held for other, held in self.sessions.items() if not other.is_closed()}
@@ -138,7 +138,7 @@ class UrlJudge(Judge):
 
     async def ask(self, question: Question, fault: str | None, now: Round) -> Ratings:
         """Return the ratings in the reply to a question, and add its cost to `now`; `fault` describes what was wrong
-        with the previous reply. BadReplyError if there are none, and any other error if there is no reply."""
+        with the previous reply. BadReplyError for a reply without ratings; any other error if there is no reply."""
         client, places = self.session()
         create: Any = client.chat.completions.create
         async with places:
@@ -176,9 +176,9 @@ def is_address(url: str) -> bool:
 
 
 async def read_body(response: Any) -> None:
-    """Read a response's body without decompressing it, which could make it a thousand times as large, and as UTF-8,
-    because a charset may name a compression too. OpenAIError, which the client does not retry, if the body has more
-    than REPLY_BYTES."""
+    """Read a response's body without decompressing it, as that could make it a thousand times as large. It is decoded
+    as UTF-8, because a charset may name a compression too. OpenAIError, which the client does not retry, if the body
+    has more than REPLY_BYTES."""
     body = bytearray()
     async for piece in response.stream:
         body += piece

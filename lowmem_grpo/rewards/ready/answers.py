@@ -28,7 +28,7 @@ LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is m
 
 def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool = False) -> TextVerifier:
     """Return a verifier: the answer's text equals the label, or the answer that the label states. White space at the
-    ends is ignored, and any inside counts as one space. An empty label gives no verdict.
+    ends is ignored, and any white space inside counts as one space. An empty label gives no verdict.
 
     `where` finds the answer: `whole` (default), `last_line`, `boxed`, `in_tag("answer")`, `after("####")`.
     """
@@ -95,7 +95,7 @@ def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
 
 
 def is_prose(label: str) -> bool:
-    """Return whether a label is too long for an answer, a sentence, or a number in words."""
+    """Return whether a label is a sentence, a number in words, or too long for an answer."""
     words = [word.lower() for word in re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", label))]
     numerals = {*words} - {"and"}
     in_words = bool(numerals) and numerals <= NUMERALS and not any(map(str.isdigit, label))
@@ -158,7 +158,7 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
 
 
 def references(schema: Any) -> Iterator[dict[str, str]]:
-    """Yield the references in a schema (a `Resource`), but for those in schemas with an address of their own."""
+    """Yield the references in a schema (a `Resource`), except those inside a subschema that has its own `$id`."""
     held = schema.contents if isinstance(schema.contents, dict) else {}
     yield from ({name: held[name]} for name in REFERENCES if isinstance(held.get(name), str))
     for part in schema.subresources():

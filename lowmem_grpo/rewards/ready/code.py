@@ -92,7 +92,7 @@ class CodeVerifier(Verifier):
         return [verdict_of(tests) for tests in self.judge(completions, *self.split_columns(columns))]
 
     def split_columns(self, columns: dict[str, list[Any]]) -> tuple[list[Any], list[Any] | None]:
-        """Return the tests of N rows, and the names of the tested functions; None without a column for them."""
+        """Return (tests, names of the tested functions) of N rows; the names are None if no column holds them."""
         tests, *functions = (columns[name] for name in self.columns)
         return tests, functions[0] if functions else None
 
@@ -202,7 +202,7 @@ class CodeReward(OfTests, VerifiedReward):
 
 
 class ShareReward(OfTests):
-    """Pays for the share of passed tests, among those of the row that have a verdict."""
+    """Pays for the share of passed tests, among the row's tests that have a verdict."""
 
     def __init__(self, verifier: CodeVerifier, amount: float, name: str) -> None:
         super().__init__(name, verifier.columns)

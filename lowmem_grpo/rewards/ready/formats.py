@@ -16,7 +16,7 @@ def format_match(tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False) -
     """Return a verifier: each tag occurs once and in this order, with text inside each pair and only white space after
     the last tag.
 
-    `tags` are pairs: opening, closing, opening, closing, ... After ("<think>", "</think>") alone any text may follow,
+    `tags` are pairs: opening, closing, opening, closing, ... If `tags` is ("<think>", "</think>"), any text may follow,
     and the thought may be empty, as in TRL's `think_format_reward`. With `opened` the prompt ends with the first tag,
     as in chat templates for reasoning, and the completion continues after it. ValueError for an odd number of tags, or
     tags that are equal or part of each other.
@@ -95,7 +95,7 @@ def pay_excess(completion: Any, unit: str, longest: int, pay: float) -> float:
 
 
 def measured(name: str, rule: Callable[..., float], unit: str, **settings: Any) -> Reward:
-    """Return a reward by a rule that measures completions in this unit. ValueError for an unknown unit."""
+    """Return a reward that applies `rule` to completions, measured in this unit. ValueError for an unknown unit."""
     require("unit", unit, one_of(*UNITS))
     return (TokenReward if unit == "tokens" else TextReward)(name, rule, unit=unit, **settings)
 

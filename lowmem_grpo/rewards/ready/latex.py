@@ -79,7 +79,7 @@ def group(queue: list[str]) -> list[str]:
 
 
 def argument(queue: list[str], command: str) -> list[str]:
-    """Pop and return a command's next argument: one digit, as in TeX, but all of 10 in 2^10, as people mean it."""
+    """Pop and return a command's next argument: one digit, as in TeX, but after ^ or _ the whole number (2^10)."""
     if not queue:
         return []
     first = queue.pop()

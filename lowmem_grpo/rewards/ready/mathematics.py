@@ -2,7 +2,7 @@ r"""The structure of a mathematical answer, and the comparison of two answers.
 
 An answer is split at unambiguous structure: lists, equations and inequalities, unions, brackets, matrices, the two
 values of \pm. The parts are compared one by one. Parts that cannot be split are equal if their tokens or their numbers
-are equal, or if `ask` says that they are equal as expressions, which both must certainly be.
+are equal. If both parts are certainly expressions, `ask` may also find them equal.
 
 A unit is a currency, a percent sign or a word before or after the number of an answer.
 """
@@ -76,7 +76,7 @@ class AnswerPart:
 
 @functools.lru_cache(maxsize=10_000)
 def read_answer(text: str) -> AnswerPart:
-    """Return the structure of an answer; one that is nested deeper than MAX_DEPTH is a single part."""
+    """Return the structure of an answer; an answer nested deeper than MAX_DEPTH is a single part."""
     tokens = tokens_of(unwrapped(text))
     deepest = max(itertools.accumulate(map(depth, tokens)), default=0)
     return part_of(tokens) if deepest <= MAX_DEPTH else AnswerPart("", (), tokens)
@@ -136,7 +136,7 @@ def depth(token: str) -> int:
 
 
 def two_values(tokens: Tokens) -> AnswerPart | None:
-    r"""Return the two values of an expression with one \pm; None if it has none."""
+    r"""Return the two values of an expression with one \pm; None if it has not exactly one."""
     if tokens.count("\\pm") != 1:
         return None
     place = tokens.index("\\pm")
@@ -146,7 +146,7 @@ def two_values(tokens: Tokens) -> AnswerPart | None:
 
 
 def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether an answer, or a part of it, equals the label or the label's corresponding part."""
+    """Return whether an answer equals the label; called for whole answers and for corresponding parts of them."""
     if label.text == answer.text:
         return True
     if bool(label.name) != bool(answer.name) and label.kind != answer.kind:
@@ -252,7 +252,7 @@ def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 
 
 def starts_unit(token: str) -> bool:
-    """Return whether a unit or a scale word begins with this token; a single letter may be a variable, and does not."""
+    """Return whether a unit or a scale word begins with this token; a single letter never, as it may be a variable."""
     return token in (TEXT, "%", "°", *CURRENCIES) or (len(token) > 1 and (token in UNITS or token in SCALES))
 
 

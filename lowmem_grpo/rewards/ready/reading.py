@@ -105,7 +105,7 @@ def unwrapped(answer: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...}, with balanced braces; of the innermost of nested boxes."""
+    r"""Return the content of the last complete \boxed{...}, with balanced braces; for nested boxes, the innermost."""
     first = text.find("\\boxed")
     if first < 0:
         return None
@@ -125,8 +125,8 @@ def boxed(text: str) -> str | None:
 
 def unfenced(text: str, anywhere: bool) -> str:
     """Return the stripped text of the last complete block in ``` fences, without its language; the whole text if there
-    is none. If two fences begin lines, other fences count as text. Without `anywhere`, a block counts only if it is the
-    whole text."""
+    is none. If at least two fences stand at the beginning of a line, fences elsewhere count as text. Without
+    `anywhere`, a block counts only if it is the whole text."""
     text = text.strip()
     if not anywhere:
         whole = text.startswith(FENCE) and len(FENCE) <= text.rfind(FENCE) == len(text) - len(FENCE)

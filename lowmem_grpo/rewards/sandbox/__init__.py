@@ -9,9 +9,9 @@ Both guarantee the following, even for root. `RLIMIT_NPROC` does not bind root, 
 allows only those that a computation needs: no new process or thread, no signal to another process, no socket, no
 ptrace, no change of a priority or of a file's owner or times, and no higher limit.
 
-    one process, no thread, no child that could outlive it     by rlimits: memory, CPU time, size of files, open files
-    no socket, hence no network                                by the parent: wall time, output bytes, number of files
-    an empty environment, closed standard input, and no descriptors but two output pipes and one socket for answers
+    rights   one process, no thread, no child that could outlive it; no socket, hence no network; an empty environment;
+             closed standard input; no descriptors but two output pipes and one socket for answers
+    limits   memory, CPU time, file size, open files (by rlimits); wall time, output, number of files (by the parent)
 
 A verdict cannot be forged, because the code's process never learns the expected result. For programs with input and
 output, and for calls with a result, the parent compares. Asserts run in a second sandboxed process, where the functions

@@ -68,7 +68,7 @@ def read_cases(tests: Any, function: str | None = None) -> list[Case]:
 
 def read_case(test: Any, each_alone: bool = False) -> Case:
     """Return one test. Keys that are None count as absent, because datasets add them. ValueError for an unknown form.
-    `each_alone`: all wrapped results of the row are lists of one value, and that value is right too."""
+    `each_alone`: each wrapped result of the row is a list of one value, and the bare value is right too."""
     if isinstance(test, str) and test.strip():
         return read_code(test)
     entries = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
@@ -121,7 +121,7 @@ def runs(node: ast.stmt) -> bool:
 
 
 def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the imported modules that stand for the code under test (`from solution import add`): those outside the
+    """Return the imported modules that stand for the code under test (`from solution import add`): modules outside the
     standard library. ValueError for a third-party package."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}

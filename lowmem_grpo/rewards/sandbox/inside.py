@@ -41,7 +41,7 @@ class Channel:
         self.lines = self.socket.makefile("rb")
 
     def receive(self) -> Any:
-        """Return the next message. Raises SystemExit if the other side is gone."""
+        """Return the next message. Raises SystemExit if the parent has closed the socket."""
         line = self.lines.readline()
         if not line:
             raise SystemExit(0)
@@ -146,7 +146,7 @@ def run_program(order: dict[str, Any], channel: Channel) -> None:
 
 
 def serve(order: dict[str, Any], channel: Channel) -> None:
-    """Load the code, then answer calls until the other side hangs up."""
+    """Load the code, then answer calls until the parent closes the channel."""
     link = Link(channel, of_module, RemoteObject)
     asks = RemoteObject(link, -1, "", False)._ask
     known = {"exit": sys.exit, "quit": sys.exit, "input": lambda *text: asks("input", *text)}
@@ -180,7 +180,8 @@ def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> A
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """Return a function, or a method of a new object: "Solution.two_sum", or "two_sum". NameError if it is missing."""
+    """Return the function of this name, or the method of a new object for "Solution.two_sum", or for "two_sum" if the
+    module has no such function. NameError if there is none."""
     target: Any = module
     if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
         name = f"Solution.{name}"
@@ -246,7 +247,7 @@ class Code(ModuleType):
 
 
 def objects_of(link: Link, names: list[str]) -> dict[str, Any]:
-    """Return the code's objects by name. Names that it does not define go to `link.missing`; using one is an error."""
+    """Return the code's objects by name. Names that the code lacks go to `link.missing`; using one is an error."""
     objects: dict[str, Any] = {}
     for name in names:
         reply = link.ask("get", name)

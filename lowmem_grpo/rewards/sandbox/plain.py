@@ -1,9 +1,9 @@
 """JSON for plain data that keeps Python's types, and the comparison of an expected value with a returned one.
 
 None, bool, int, float, str and list are unchanged. Other types become an object with the type as its only key:
-{"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"},
-{"complex": [re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end), and those
-of FORMS, for example {"Fraction": "1/3"}. Other values are encoded by the caller's `refer`, or are an error.
+{"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"}, {"complex":
+[re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end), and the types of
+FORMS, for example {"Fraction": "1/3"}. Other values are encoded by the caller's `refer`, or are an error.
 """
 
 import math
@@ -74,7 +74,7 @@ def decode(tree: Any, referred: Function | None = None) -> Any:
     if name in BACK:
         return BACK[name](decode(content, referred))
     if referred is None:
-        raise ValueError(f"{name!r} is no type of encoded data")
+        raise ValueError(f"{name!r} is not a type of encoded data")
     return referred(tree)
 
 

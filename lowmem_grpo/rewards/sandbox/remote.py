@@ -5,8 +5,9 @@ Plain data crosses as a copy. Other objects stay in their process, and the other
 on a stand-in are requests to the other process: {"do": "getattr", "args": [...]}. The answer also holds printed text
 and in-place changes of arguments.
 
-No object of the code decides a comparison with data: the test gets its data, once, and compares that. If only the code
-could compare (its own objects with data, or two of its objects whose contents differ), the test is `Undecided`.
+No object of the code decides a comparison with data: the test gets the object's data, once, and compares it. If only
+the code could compare (its own objects with data, or two of its objects whose contents differ), the test is
+`Undecided`.
 """
 
 import builtins
@@ -31,7 +32,7 @@ PLAIN = (str, int, float, list, dict, set, frozenset, tuple, bytes, bytearray, d
 
 
 class Undecided(BaseException):
-    """No verdict: only the code under test could decide it."""
+    """Raised if only the code under test could decide a comparison; the test then has no verdict."""
 
 
 class Link:
@@ -76,7 +77,7 @@ class Link:
         if kind == "type" and isinstance(builtin := getattr(builtins, content), type):
             return builtin
         if kind != "ref":
-            raise ValueError(f"{kind!r} is no type of encoded data")
+            raise ValueError(f"{kind!r} is not a type of encoded data")
         return self.theirs.setdefault(content[0], self.stand_in(self, *content))
 
     def error_class(self, names: list[str]) -> Any:
@@ -199,7 +200,7 @@ def state_of(value: Any) -> Any:
 
 
 def renew(old: Any, new: Any) -> Any:
-    """Return a container with the content of another one; lists of equal length keep their inner containers."""
+    """Give the container `old` the content of `new`, and return `old`; equally long lists keep inner containers."""
     if isinstance(old, list) and len(old) == len(new):
         new = [renew(before, after) if isinstance(before, CHANGEABLE) and type(before) is type(after) else after
                for before, after in zip(old, new, strict=True)]
@@ -231,8 +232,8 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def as_exception(link: Link, answer: dict[str, Any]) -> BaseException:
-    """Return the other side's exception as one of the same class, so that a test can expect it. Exceptions that end an
-    iteration become RuntimeError, because `all(map(check, inputs))` would hide them."""
+    """Return the other process's exception as one of the same class, so that a test can expect it. Exceptions that end
+    an iteration become RuntimeError, because `all(map(check, inputs))` would hide them."""
     kind = link.error_class([str(name) for name in answer.get("names") or [answer.get("error")]])
     if issubclass(kind, NOT_RAISED):
         return RuntimeError(str(answer.get("text", "")))

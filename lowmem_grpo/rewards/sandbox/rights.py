@@ -125,7 +125,7 @@ def give_up_rights() -> None:
 
 
 def install_filter() -> None:
-    """Refuse all system calls that are not listed from now on; call `give_up_rights` before. OSError on failure."""
+    """From now on, refuse all system calls that are not listed; call `give_up_rights` before. OSError on failure."""
     program = ctypes.create_string_buffer(filter_program(os.uname().machine))
     fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))  # struct sock_fprog
     call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, fprog, 0, 0)

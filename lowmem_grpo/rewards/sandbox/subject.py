@@ -31,8 +31,8 @@ class Subject(RemoteObject):
         return at_once(value) if answer.get("awaited") else value
 
     def _as_data(self, other: Any) -> Any:
-        """Return the object's data, for an operation with `other`, which is data. Undecided for a class that the test
-        names, which may define its own comparison with data; TypeError if the object is not plain data."""
+        """Return the object's data, for an operation with `other`, which is data. If the object is not plain data:
+        Undecided if the test uses its class by name, as the class may define a comparison with data; else TypeError."""
         if self._plain:
             if self._held is None:
                 data = self._ask("plain", self)
@@ -101,9 +101,9 @@ async def at_once(value: Any) -> Any:
 
 
 def asked(name: str) -> Callable[..., Any]:
-    """Return a method that asks the code for a result that must be data, such as a length. Immutable plain data is read
-    once and computed with here. An object that was made with a value of the test is Undecided: it could return what
-    the test expects."""
+    """Return a method that asks the code for a result that must be data, such as a length. Immutable plain data is
+    fetched once, and computed with in the test's process. Undecided for an object that was made with a value of the
+    test, since it could return what the test expects."""
     def ask(self: Subject, *args: Any) -> Any:
         self._not_fed()
         if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):
@@ -114,7 +114,7 @@ def asked(name: str) -> Callable[..., Any]:
 
 
 def compared(name: str) -> Callable[..., Any]:
-    """Return a comparison method. The code compares its own objects with each other; data is compared here."""
+    """Return a comparison method. The code compares its own objects with each other; the test compares data."""
     def compare(self: Subject, other: Any) -> Any:
         if isinstance(other, Subject) and not (self._plain or other._plain):
             self._not_fed()
@@ -127,8 +127,8 @@ def compared(name: str) -> Callable[..., Any]:
 
 
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
-    """Return a method for a binary operation, computed here for plain data. Combined with data, the code's object must
-    give an object, marked as `_fed` by the test: it may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
+    """Return a method for a binary operation. The test computes it for plain data. Another object, combined with data,
+    must give an object, marked as `_fed`: it may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
             result = self._ask(name, *((other, self) if turned else (self, other)))

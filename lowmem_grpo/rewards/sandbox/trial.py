@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxError(RuntimeError):
-    """The wanted isolation does not work here; the message says why and what to do."""
+    """The requested isolation does not work here; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Trial:
         self.workers.clear()
 
     def started(self, role: str, code: str, **more: object) -> Worker:
-        """Return a new process. Its start does not count as the code's time, unless it replaces one that has ended."""
+        """Return a new process. Its start does not count as the code's time, unless it replaces an ended process."""
         began = time.monotonic()
         worker = self.sandbox.start(role, code, **more)
         if role == "program" or role not in self.begun:
@@ -258,7 +258,7 @@ class Trial:
 def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
     kind, text = reply.get("error"), reply.get("text")
     if not isinstance(kind, str) or not isinstance(text, str):
-        return "error", "it answered with what is no message"
+        return "error", "its answer is not a message"
     return ("memory" if kind == "MemoryError" else "error"), text[:500]
 
 

@@ -33,8 +33,8 @@ NOBODY = "65534"
 
 def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tuple[list[str], dict[str, Any]]:
     """Return (command, paths). The command runs `inside.main` in Python without site-packages, environment or bytecode
-    files. The paths are those that it sees: the scratch directory, the package, and what Landlock lets it read (None in
-    a namespace). `descriptor` is the socket's; `folder` is the scratch directory for `process`."""
+    files. The paths, as the process sees them, are the scratch directory, the package, and what Landlock lets it read
+    (None in a namespace). `descriptor` is the socket's; `folder` is the scratch directory for `process`."""
     bare = isolation == "process"
     root = str(HERE.parent) if bare else ROOT
     words = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", INSIDE.format(root=root),
@@ -99,7 +99,7 @@ REAP_SECONDS = 5.0  # for a launcher to reap its child
 CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # the statuses of Popen and of bwrap
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
-NO_MESSAGE = "it answered with what is no message"
+NO_MESSAGE = "its answer is not a message"
 
 
 class WorkerEnded(Exception):  # noqa: N818, it need not be an error
@@ -181,7 +181,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             raise self.ended() from error
 
     def receive(self, deadline: float) -> dict[str, Any]:
-        """Return the next message. WorkerEnded if none comes in time, a limit is passed, or it is malformed."""
+        """Return the next message. WorkerEnded if it is late or malformed, or if a limit is exceeded."""
         while (end := self._waiting.find(b"\n")) < 0:
             if len(self._waiting) > self.limits.output_bytes:
                 raise WorkerEnded("output", f"an answer of more than {self.limits.output_bytes} bytes")

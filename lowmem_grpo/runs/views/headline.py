@@ -173,7 +173,7 @@ def count_alarms(rows: Iterable[Record], earlier: dict[str, Warned] | None = Non
 
 
 def alarms_in_words(alarms: dict[str, Warned]) -> list[Record]:
-    """Return texts for each alarm that warned, the last to warn first; an unknown alarm has only its name as title."""
+    """Return texts for each alarm that warned, the most recent first; an unknown alarm has only its name as title."""
     known = {alarm.name: alarm for alarm in ALARMS}
     return [{"title": sentence(known[name].title if name in known else name), "times": warned.words,
              "words": f"{sentence(known[name].means)}. {sentence(known[name].fix)}." if name in known else ""}

@@ -127,7 +127,7 @@ class LiveView:
             live.stop()
 
     def time_left(self) -> str:
-        """Return the time left by the mean step time since this start, without its first step; or "unknown"."""
+        """Return the time left, by the mean time of the steps since this start, except the first one; or "unknown"."""
         left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 
@@ -253,7 +253,7 @@ class TrajectoryView(LiveView):
         self.draws = False
 
     def line(self, logs: dict[str, float]) -> str:
-        """Return a step's line, without max_steps and time left if unknown; without a loss, the caller's metrics."""
+        """Return a step's line, without max_steps and time left if unknown; if it has no loss, the caller's metrics."""
         if "loss" not in logs:
             own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
             return "  ".join([f"step {logs['step']:.0f}", *own])

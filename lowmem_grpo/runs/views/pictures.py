@@ -128,8 +128,8 @@ def part(share: float, colour: str, words: str = "") -> str:
 
 
 def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: int = 4) -> Picture:
-    """Return a table of each model's first answer to `shown` prompts: some of each kind (see `changed_first`), and more
-    prompts whose verdict changed from the first model to the last. `rows` are the answered rows."""
+    """Return a table of each model's first answer to `shown` prompts: some of each kind (see `changed_first`),
+    preferably those whose verdict changed from the first model to the last. `rows` are the answered rows."""
     body, lines = "", []
     first, *_, last = [*models.values()] * 2
     pairs = [(old[0], new[0]) for old, new in zip(first.right, last.right, strict=True)][: len(rows)]

@@ -94,7 +94,7 @@ def call_text(call: Record) -> str:
 
 
 def spread(samples: list[Record], limit: int) -> list[Record]:
-    """Return at most `limit` samples: the first of each of evenly spaced steps, with the first and the last step."""
+    """Return at most `limit` samples: the first ones of evenly spaced steps, among them the first and the last step."""
     if len(samples) <= limit:
         return samples
     by_step: dict[int, list[Record]] = defaultdict(list)

@@ -21,7 +21,7 @@ PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's standard l
 
 
 class UserPath(click.Path):
-    """A path or a name (with `path_type=str`): "~" is the home folder, and an empty one is refused."""
+    """A click type: a path, or with `path_type=str` a text. "~" is the home folder, and an empty value is refused."""
 
     def __init__(self, path_type: type = Path, **checks: Any) -> None:
         super().__init__(path_type=path_type, **checks)
@@ -35,8 +35,8 @@ class UserPath(click.Path):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Show errors of this package, whose messages are written for users, and refused files or folders without a
-    traceback. Ctrl-C exits with status 130."""
+    """Show two kinds of errors without a traceback: those of this package, whose messages are written for users, and
+    those of refused files or folders. Ctrl-C exits with status 130."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -59,8 +59,8 @@ def was_given(option: str) -> bool:
 
 
 def is_ours(trace: Any, through_python: bool = False) -> bool:
-    """Return whether an error was raised by this package, not inside a library, where the traceback matters;
-    with `through_python`, also by the standard library when this package called it."""
+    """Return whether this package, not a library, raised an error: the traceback of a library's error is needed. With
+    `through_python`, an error of the standard library counts too, if this package called it."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     while through_python and (files[-1].startswith("<frozen") or Path(files[-1]).is_relative_to(PYTHONS)):
         files.pop()
@@ -73,7 +73,7 @@ def columns(most: int) -> int:
 
 
 def fitting(text: str, stream: Any) -> str:
-    """Return a text for this stream: wrapped between words if it is a terminal."""
+    """Return a text for this stream: wrapped between words if the stream is a terminal."""
     return between_words(text, columns(MOST_COLUMNS)) if stream.isatty() else text
 
 

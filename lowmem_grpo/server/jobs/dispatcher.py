@@ -55,7 +55,7 @@ class Dispatcher:
                 logger.warning("jobs: %s", error)
 
     def poll(self) -> None:
-        """Record what became of running jobs, then start waiting ones in order until one has no room."""
+        """Record what became of running jobs, then start waiting jobs in order until one has no room."""
         for job in self.queue.live():
             self.check_run(job)
         why = ""
@@ -81,7 +81,7 @@ class Dispatcher:
             self.record_loss(job)
 
     def record_end(self, job: Job, code: int, why: str | None) -> None:
-        """Record the end of a run with exit status `code`; `why` it was stopped, or None if it ended by itself."""
+        """Record the end of a run with exit status `code`, and `why` it was stopped (None: it ended by itself)."""
         if why is not None:
             self.queue.end_job(job, STOPPED, f"{why}; `lowmem-grpo resume {job.id}` goes on", code)
         elif code == 0:
@@ -92,8 +92,8 @@ class Dispatcher:
             self.queue.end_job(job, FAILED, f"{cause}; `lowmem-grpo logs {job.id}` says more", code)
 
     def record_loss(self, job: Job) -> None:
-        """Record that a job's run and keeper vanished: it is requeued, unless its run had finished without a keeper, it
-        was to stop, or it vanished too often."""
+        """Record that a job's run and keeper vanished. The job is requeued, unless the run's summary says that it
+        finished, the job was to stop, or this happened too often."""
         summary = self.queue.folder_of(job) / "run" / SUMMARY
         if (summary.exists() and summary.stat().st_mtime > (job.began or 0.0)
                 and json_file(summary).get("status") == "finished"):
@@ -117,7 +117,7 @@ class Dispatcher:
 
     def start_run(self, job: Job) -> None:
         """Start a job that still waits. The database is updated first; if a job is started twice, the keeper's lock
-        ends the second."""
+        ends the second start."""
         folder = self.queue.folder_of(job)
         folder.mkdir(parents=True, exist_ok=True)
         for old in (keeper.ENDED, keeper.STOP, PLANNED):
@@ -133,8 +133,8 @@ class Dispatcher:
 
 
 def wait_for_room(recipe: str, arguments: list[str]) -> None:
-    """Return when this GPU has room for what a recipe's plan needs; at once without a GPU or presets. Meanwhile PLANNED
-    says why the job waits. SystemExit, with the plan's advice, if it would not fit its share of an empty GPU."""
+    """Wait until this GPU has room for what a recipe's plan needs; return at once without a GPU or presets. PLANNED
+    says why the job waits. SystemExit, with the plan's advice, if the run does not fit its share of an empty GPU."""
     if driver_version() is None:
         return
     import torch

@@ -129,7 +129,7 @@ class JobQueue:
             return self.end_job(job, STOPPED if job.goes else CANCELLED, "taken back before it began")
 
     def resume(self, number: int, options: list[str]) -> Job:
-        """Requeue a job to resume from its last checkpoint with more options. ValueError unless it is over."""
+        """Requeue a job to resume from its last checkpoint with more options. ValueError if the job is not over."""
         with self.database.lock:
             job = self.one(number)
             if job.state not in OVER:

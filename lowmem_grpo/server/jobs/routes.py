@@ -1,4 +1,4 @@
-"""The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`; the jobs on the page."""
+"""The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`, and for the page."""
 
 import re
 from collections.abc import AsyncIterator, Callable
@@ -28,7 +28,7 @@ async def as_chat_errors() -> AsyncIterator[None]:
 
 
 def owner_of(request: Request) -> str | None:
-    """Return the only user whose jobs a request may see; None for all users. ChatError if it may not use jobs."""
+    """Return the user whose jobs a request may see, None for those of all users. ChatError for a key without jobs."""
     user: User = request.scope["holder"]
     if not user.may(JOBS):
         raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "

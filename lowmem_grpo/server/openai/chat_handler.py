@@ -119,7 +119,7 @@ class PendingCompletions:
         self, chat: ChatHandler, asked: CompletionRequest, adapter: Adapter, prompts: list[list[int]],
         keys: Sequence[int | None],
     ) -> None:
-        """Submit a call for each prompt and each conversation number in `keys`. ChatError if one has no room."""
+        """Submit a call for each prompt and each conversation number in `keys`. ChatError if a prompt is too long."""
         step = asked.model.rpartition("@")[2]  # the policy version in a name such as RUN@12
         version = int(step) if step.isdecimal() else None
         self.chat, self.asked, self.turns = chat, asked, list[Turn]()
@@ -162,7 +162,7 @@ class PendingCompletions:
         return choice
 
     def pieces(self, choice: Choice) -> Iterator[Choice]:
-        """Yield a choice as the choices of a stream's chunks."""
+        """Yield a choice in parts, one for each chunk of a stream."""
         yield choice
 
     def usage(self) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class ConversationCache:
             return PromptState(ids, key, session, said[-1], dialect, parent)
 
     def close_prompt(self, opening: PromptState, kept: bool) -> None:
-        """Close an opened prompt; unless its turns were `kept`, its parent no longer counts it as a continuation."""
+        """Close an opened prompt. Unless its turns were `kept`, its parent turn counts one continuation less."""
         with self.lock:
             if opening.open and not kept and opening.parent is not None:
                 opening.parent.continued -= 1

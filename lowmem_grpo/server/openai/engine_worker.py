@@ -54,8 +54,8 @@ class EngineWorker:
         self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,
         policy: Policy | None = None, engine: Engine | None = None,
     ) -> None:
-        """`model` comes from FastLanguageModel; `tokenizer` is the one that the trainer's engine uses (None: the one
-        loaded with the model). `policy` is the trainer's. `engine` is the caller's own, which is never replaced."""
+        """`model` comes from FastLanguageModel; `tokenizer` is the one that the trainer's engine uses (None: the
+        model's own). `policy` is the trainer's. `engine` is the caller's own, which is never replaced."""
         self.model, self.tokenizer, self.seed = model, tokenizer or model.loaded.tokenizer, seed
         self.policy, self.memory = policy or Policy(model.inner), RunMemory()
         self.engine, self.given = engine, engine is not None
@@ -96,7 +96,8 @@ class EngineWorker:
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """Return a future of the log-probs of each completion token and of the `count` likeliest, by one more pass."""
+        """Return a future of the log-probs of each completion token and of the `count` likeliest tokens in its place.
+        One more forward pass computes them."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:

@@ -115,7 +115,7 @@ def calls_of(tool_calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def in_order(messages: list[Message]) -> Iterator[Message]:
-    """Yield messages without call ids: tool results are ordered as the calls before them, and named by their tool."""
+    """Yield messages without call ids: tool results are in the order of the calls, with their tools' names."""
     names: dict[str, tuple[int, str]] = {}  # place and tool of the last message's calls, by call id
     for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
         if are_results:

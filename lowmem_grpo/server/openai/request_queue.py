@@ -141,7 +141,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, engine_session: int) -> int:
-        """Return the number of a call's conversation. Sessions number a saved adapter anew: its file may change."""
+        """Return the number of a call's conversation. A saved adapter, which may change, gets new ones per session."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
@@ -184,7 +184,7 @@ class EngineSession:
             call.future.set_result(turn_of(call, rollout))
 
     def fail(self, error: BaseException) -> None:
-        """Fail the calls in the engine with its error; if there are none, those that wait with the same `batch_key`."""
+        """Fail the calls in the engine with this error; if there are none, the waiting ones of the same `batch_key`."""
         left = list(self.open.values()) or self.waiting.drain(self.batch_key)
         self.open.clear()
         logger.warning("%d calls failed with the engine: %s: %s", len(left), type(error).__name__, error)
@@ -226,7 +226,7 @@ class EngineSession:
 
 
 def turn_of(call: Call, rollout: Rollout) -> Turn:
-    """Return a completion as a turn, with the policy version: live, the saved adapter's, or -1 for the base model."""
+    """Return a completion as a turn, with the version of the live policy or saved adapter, or -1 for the base."""
     usual = -1 if call.adapter is None else 0
     version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version
     return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,

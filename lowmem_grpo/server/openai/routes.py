@@ -130,7 +130,7 @@ class Events(Response):
         self.chunks, self.working, self.begun = chunks, working, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the chunks. A ChatError is raised only before the first chunk; a later one is sent as an event."""
+        """Send the chunks. A ChatError is raised only before the first chunk; a later error is sent as an event."""
         try:
             async with self.working, aclosing(self.chunks) as chunks:
                 async for chunk in chunks:

@@ -63,14 +63,14 @@ class Page:
         return follower
 
     def runs(self, user: User, names: list[str]) -> dict[str, Listed]:
-        """Return those of the named runs that this user may see; without names, the run to show, if there is any."""
+        """Return those of the named runs that this user may see; without names, the run to show by default."""
         runs = {run.name: run for run in self.source.all(user)}
         return {name: runs[name] for name in names or sorted(runs, key=lambda name: not runs[name].can_show)[:1]
                 if name in runs}
 
     def version(self, user: User, names: list[str]) -> str:
         """Read the runs' new records, at least a piece of each file, for at most READS seconds, and return a text that
-        changes whenever their page does."""
+        changes whenever the page of these runs changes."""
         until, runs = time.monotonic() + READS, [self.follow(run) for run in self.runs(user, names).values()]
         while any(run.reading for run in runs) and time.monotonic() < until:
             for run in runs:
@@ -80,7 +80,7 @@ class Page:
         return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
     def page_data(self, user: User, names: list[str]) -> dict[str, Any]:
-        """Return the page's data: the list, and the named run (default: the first) or charts that compare several."""
+        """Return the list of runs, and the named one (default: the first), or charts that compare several."""
         version, runs = self.version(user, names), self.runs(user, names)
         names = names or [*runs]
         data = {"title": self.source.title, "query": query_of(*names) if names else "", "version": version, "list": {
@@ -208,8 +208,8 @@ async def form_fields(request: Request) -> dict[str, str]:
 
 def page_app(page: Page, everywhere: bool = False, other: ASGIApp | None = None) -> ASGIApp:
     """Return the application of the page at `/` and below `/page`, with security headers on every reply; all other
-    paths are those of the application `other`, if given. `everywhere` accepts any Host header. Users are known by a
-    cookie, so the gate asks for no key."""
+    paths go to the application `other`, if given. `everywhere` accepts any Host header. Users are known by a cookie, so
+    the gate asks for no key."""
     app = make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
                           "GET / and those below /page")
 

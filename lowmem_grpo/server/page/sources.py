@@ -65,7 +65,7 @@ class RunSource(Protocol):
 
 
 class RunsSource:
-    """The runs below a folder. Every signed-in user sees all of them; the owner can stop those on this machine."""
+    """The runs below a folder. Every signed-in user sees all of them; the owner can stop the runs on this machine."""
 
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir, self.title, self.lock = runs_dir, runs_dir.resolve().name, Lock()

@@ -1,6 +1,6 @@
 """`Adapters`: several LoRA models on one base, each with its own factors, gradients and moments.
 
-Each is a PEFT adapter with its own name, and one is active at a time. PEFT sets `requires_grad` of the others'
+Each model is a PEFT adapter with its own name, and one is active at a time. PEFT sets `requires_grad` of the others'
 parameters to False, so that no call can change the gradients of a model that it does not name. Swapping the factors of
 a single adapter would need copies at each change of model, and the same rank for all."""
 
@@ -107,7 +107,7 @@ class Adapters:
         self.rest()
 
     def create(self, model_id: str, settings: LoraSettings) -> None:
-        """Create a model, in place of any of the same id: A is drawn from the seed, B is zero."""
+        """Create a model, in place of any other with the same id: A is drawn from the seed, B is zero."""
         self.delete(model_id)
         name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
         scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)

@@ -38,14 +38,14 @@ class Saved:
 
 
 def path_of(model: str, kind: str, name: str) -> str:
-    """Return the protocol's path of named weights. ValueError for a name with other characters, or too long."""
+    """Return the protocol's path of named weights. ValueError for an invalid or too long name."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"path is {name!r}; give a name of letters, digits and _.-, at most 128")
     return f"tinker://{model}/{kind}/{name}"
 
 
 class CheckpointStore:
-    """The store of named weights; thread-safe. Each has a row in the database; a kill may leave files without one."""
+    """The store of named weights; thread-safe. Each has a row in the database; a kill may leave files without a row."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         database.add([TABLE])
@@ -54,7 +54,7 @@ class CheckpointStore:
         self.sweep()
 
     def find(self, path: object, owner: str, kind: str | None = None) -> Saved:
-        """Return the weights at a path. UnknownError if this user has none at it, ValueError if of another kind."""
+        """Return the weights at a path. UnknownError if this user has none there, ValueError for another kind."""
         row = self.database.row("SELECT * FROM tinker_saved WHERE path = ? AND (expires IS NULL OR expires > ?)",
                                 (str(path), time.time()))
         if row is None or row["owner"] != owner:
@@ -74,7 +74,7 @@ class CheckpointStore:
         return [saved for saved in (Saved(**with_settings(row)) for row in rows) if model in (None, saved.model)]
 
     def place(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return the path for a request's weights, unique to it: older weights stay until these are complete."""
+        """Return a path that only this request's weights use: older weights stay until the new ones are complete."""
         suffix = ".safetensors" if kind == TRAINING else ""
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 

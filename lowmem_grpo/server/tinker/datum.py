@@ -45,7 +45,8 @@ class Entries:
 
 
 def cells_of(targets: Entries, weights: Entries) -> Cells:
-    """Return a datum's targets and weights. A cell is absent if both lack it; if only one lacks it, its value is 0."""
+    """Return a datum's targets and weights. A cell is absent if it is in neither message; if it is in only one of them,
+    its value in the other is 0."""
     length, width = targets.shape
     cells = torch.cat([targets.cells, weights.cells]).unique()
     ids, numbers = (torch.zeros(len(cells), dtype=each.values.dtype).index_put(

@@ -64,11 +64,11 @@ class ModelRequest:
 
     @property
     def id(self) -> str:
-        """The id of the request's promise; a repeated request has the same one."""
+        """The id of the request's promise; a repeated request has the same id."""
         return f"{self.model}:{self.seq}"
 
     def agrees_with(self, later: "ModelRequest") -> bool:
-        """Return whether a later request with the same number is the same; True if there is no body to compare."""
+        """Return whether a later request with the same number repeats this one; True if there is no body to compare."""
         if self.kind in (MISSING, REFUSED):
             return True
         if self.kind != later.kind or not self.body or self.body == later.body:
@@ -216,7 +216,7 @@ class RequestStore:
         return [ModelRequest(**row) for row in rows]
 
     def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
-        """Store a request's answer, and the state file if it wrote one; its body stays if it added gradients."""
+        """Store a request's answer, and its new state file, if any. The body stays if the request added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)
@@ -238,7 +238,7 @@ class RequestStore:
         self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
 
     def snapshots(self, owner: str) -> list[str]:
-        """Return the snapshot folders that this user's samplers use, as they were added."""
+        """Return the snapshot folders that this user's samplers use, in the order of their addition."""
         rows = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
                                    "NULL", (owner,))
         return [row["snapshot"] for row in rows]

@@ -76,15 +76,15 @@ def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Call
 
 
 async def checked(call: Callable[[], T], here: bool = False) -> T:
-    """Run a call in a thread and return its result. With `here` it runs in this thread, for calls that do not block: a
-    change of threads takes longer while another one computes. Errors are mapped by `client_errors`."""
+    """Run a call in a thread and return its result. With `here`, the call runs in this thread: for calls that do not
+    block, since changing threads is slow while another thread computes. Errors are mapped by `client_errors`."""
     with client_errors():
         return call() if here else await run_in_threadpool(call)
 
 
 @contextmanager
 def client_errors() -> Iterator[None]:
-    """Turn errors in the block into ChatErrors with 4xx statuses; only that of BusyError, 429, asks for a retry."""
+    """Turn errors in the block into ChatErrors with 4xx statuses; only 429, for BusyError, asks for a retry."""
     try:
         yield
     except UnknownError as error:

@@ -256,7 +256,7 @@ class PromiseRoutes:
         return await checked(lambda: self.store.answer(promise, owner))
 
     async def sampled(self, name: str, owner: str) -> ModelReply | None:
-        """Return the reply of a sample. ChatError (410), if an earlier server had it, makes a client send it again."""
+        """Return the reply of a sample. ChatError (410) for an earlier server's sample: the client sends it again."""
         try:
             promise = self.sampling.find(name, owner)
         except UnknownError as error:

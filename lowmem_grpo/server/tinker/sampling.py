@@ -55,7 +55,8 @@ class WaitingPrompt:
     future: "Future[Scored]" = field(default_factory=Future)
 
     def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
-        """Prepend the first token to log-probs (P - 1,), top-k ids and log-probs (P - 1, k); mask all but `last`."""
+        """Return the results of P tokens from log-probs (P - 1,), top-k ids and log-probs (P - 1, k). The first token
+        is masked, as are all before the `last` ones."""
         scored = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
                         torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
                         torch.cat([torch.full((1, self.top), NONE), values]))
@@ -90,7 +91,7 @@ class PromptScoring:
 
     @torch.no_grad()
     def work(self) -> None:
-        """Score the prompts that wait for the first one's adapter; none are left if an earlier job scored them."""
+        """Score the prompts that wait for the first one's adapter; do nothing if an earlier job scored them all."""
         if not (taken := self.next_prompts()):
             return
         groups = [group_of(prompt.ids) for prompt in taken]

@@ -104,8 +104,8 @@ class Training:
             self.worker.run(self.checkpoints.sweep, sleep=False)
 
     def look_for_gap(self, model: StoredModel) -> bool:
-        """Return whether later requests wait for a missing one. After a while it is answered with a failure, so that
-        the others can run: it was refused before it had a promise, or lost."""
+        """Return whether later requests wait for a missing one. After a while, the missing one is answered with a
+        failure, so that the others can run: it was lost, or refused before it had a promise."""
         missing = self.store.gap(model.id)
         if gives_up := missing is not None and self.runs.gives_up(model):
             self.store.step_over(model.id, missing, ModelReply.failed(
@@ -122,7 +122,7 @@ class Training:
         self.worker.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
 
     def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
-        """Wake the clients that poll for a request which left the worker, and start the model's next one."""
+        """Wake the clients that poll for a request which left the worker, and start the model's next request."""
         with self.lock:
             self.busy.discard(asked.model)
             told = self.told.pop(asked.id, None)
@@ -147,7 +147,7 @@ class Training:
     # In the worker's thread
 
     def do(self, asked: ModelRequest) -> None:
-        """Run a request and store its answer. After an OSError the model is reloaded from the disk, without an answer.
+        """Run a request and store its answer. On an OSError, reload the model from the disk; no answer is stored.
         """
         state = None
         try:

@@ -43,8 +43,8 @@ class Usage:
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
     def taken(self, asked: ModelRequest, model: StoredModel) -> ModelRequest:
-        """Return the request, or above a limit one of kind REFUSED, which fails in its turn. BusyError if a request
-        that is about to be answered will make room."""
+        """Return the request. Above a limit, return one of kind REFUSED instead, which fails in its turn. BusyError if
+        a request that is about to be answered will make room."""
         (requests, bodies, is_next), may = self.store.open_of(model.owner), self.allowances[model.owner]
         requests += self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:
@@ -116,11 +116,11 @@ class Runs:
         self.database.change("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()), waits=False)
 
     def refuse(self, owner: str) -> None:
-        """Record that a body of this user was refused, so that its model and number are not known."""
+        """Record that a body of this user was refused: its model and its number are unknown."""
         self.refused[owner] = time.time()
 
     def gives_up(self, model: StoredModel) -> bool:
-        """Return whether a missing request of this model is given up: no other one came for GAP or SOON seconds."""
+        """Return whether to give up a missing request: none came for GAP seconds, or for SOON after a refusal."""
         now = time.time()
         patience = SOON if now - self.refused.get(model.owner, -GAP) < GAP else GAP
         return now - max(model.asked, self.began) >= patience
