@@ -76,7 +76,7 @@ class OverlappedTraining:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Enclose the engine's sampling: wait for the worker on exit; drop the gradient on an error."""
+        """Run the engine's sampling in this context. On exit wait for the worker; on an error drop the gradient."""
         try:
             yield
         except BaseException:
@@ -121,7 +121,7 @@ class OverlappedTraining:
         self.batches += pack(self.learner.trained_groups(ready), tokens, limits.sequences, limits.spread)
 
     def begin_gradient(self, count: int) -> StepAccumulator:
-        """Begin a gradient for prompts with `count` completions each, and note the conditions for its use. Its loss is
+        """Begin a gradient for prompts with `count` completions each, and note the conditions for using it. The loss is
         divided by guessed totals, because the step's tokens are known only once all groups are sampled."""
         objective = self.learner.objective
         objective.start_update([], self.state.policy_version)

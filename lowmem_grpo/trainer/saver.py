@@ -65,7 +65,7 @@ class Saver:
         self.measured = self.learner.objective.state()
 
     def go_back(self) -> None:
-        """Go back to the last `mark`, after a step that failed."""
+        """Restore the state of the last `mark`, after a step that failed."""
         self.random.restore()
         drawn, self.replay.entries, self.state.num_tokens, self.state.epoch = self.marked
         self.source.restore(drawn)
@@ -149,7 +149,7 @@ class Saver:
     @contextmanager
     def saved_before(self, save: Callable[[], Path], interrupt: Interrupt) -> Iterator[None]:
         """On an error, `save` the state from before this step, so that the run can be resumed. Nothing is saved if a
-        second Ctrl-C stops the run at once, if writing was what failed, or in the middle of the optimizer's step."""
+        second Ctrl-C stops the run at once, if writing raised the error, or in the middle of the optimizer's step."""
         try:
             yield
         except (Exception, KeyboardInterrupt, SystemExit) as error:

@@ -22,7 +22,7 @@ class StepAccumulator:
         self.facts: dict[int, tuple[Any, ...]] = {}  # `facts_of` the groups that were trained while sampling
 
     def holds(self, group: RolloutGroup) -> bool:
-        """Return whether the group was trained while sampling; it may now lack its rollouts without gradient."""
+        """Return whether the group was trained while sampling. The group may lack its rollouts without gradient."""
         return any(id(rollout) in self.facts for rollout in group.rollouts)
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
