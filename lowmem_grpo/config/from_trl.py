@@ -100,8 +100,7 @@ def plain(value: Any) -> Any:
 
 
 def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Settings:
-    """Return the settings updated with a trainer's `others`. Raise an error for a name or value that is not
-    supported."""
+    """Return the settings updated with a trainer's `others`. Raise an error for a name or value not supported."""
     kind = type(settings)
     options = {}
     for name, value in others.items():

@@ -67,8 +67,8 @@ WORLDS = {
 
 
 class TwentyQuestions:
-    """An environment in which the base model is told the thing, and answers each question without seeing the others.
-    The seed chooses the thing.
+    """An environment in which the base model is told a secret thing, and answers each question without seeing the
+    other questions. The seed chooses the thing.
 
     If `opponent` is set, it answers instead of the base model: it gets the same prompt, and returns a reply.
     """
@@ -153,7 +153,7 @@ def truth(number: str, question: str) -> str:
 
 
 def truthful(told: str) -> str:
-    """Answer the base model's prompt truthfully."""
+    """Return the true answer to a prompt for the base model."""
     first, question = told.split("\n")
     return truth(first.removeprefix("You think of: ").split(".")[0], question)
 

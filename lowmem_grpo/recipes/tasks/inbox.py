@@ -69,7 +69,7 @@ class Inbox:
         return FinalResult("received")
 
     def _last(self, result: str) -> str:
-        """Return a result; it ends the episode if no call is left."""
+        """Return a result. If no call is left, the result ends the episode."""
         return result if self.left > 0 else FinalResult(result)
 
     @property
